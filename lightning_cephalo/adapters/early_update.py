@@ -29,8 +29,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from lightning_cephalo.adapters import precision
 from lightning_cephalo.adapters.moved_state import MovedState
-from lightning_cephalo.adapters.optimizer import put_in_order, step_is_replaced
-from lightning_cephalo.adapters.repeated_update import RepeatedUpdates
+from lightning_cephalo.adapters.optimizer import put_in_order, step_is_replaced, update_rows
 from lightning_cephalo.adapters.scope import Scope, known_scope
 from lightning_cephalo.adapters.sparse_gradients import takes_sparse_gradients
 
@@ -248,7 +247,6 @@ class EarlyUpdater:
         self._has_warned = self._may = False
         self._groups: dict[int, int] = {}
         self._states = 0
-        self._rows = RepeatedUpdates(optimizer)
 
     def look(self, optimizer: Optimizer) -> None:
         """Look whether this step may update early; called before anything of the step.
@@ -301,7 +299,7 @@ class EarlyUpdater:
         trainer = self._trainer
         clip: Any = trainer.gradient_clip_val or None
         if self.moved is None:
-            self._rows.update(chosen, clip)
+            update_rows(self._optimizer, chosen, clip)
         else:
             self.moved.update_chosen(chosen, clip, on_host)
         return updated

@@ -149,7 +149,7 @@ class _Exchange:
     def show_rows(self) -> None:
         """Put this rank's rows in place of DTensors."""
         optimizer = self._optimizer
-        self._meanwhile.enter_context(without_torch_functions())
+        self._meanwhile.enter_context(_without_torch_functions())
         self._dtensors = [list(group["params"]) for group in optimizer.param_groups]
         self._own_memory = []
         self._state, optimizer.state = optimizer.state, defaultdict(dict)
@@ -231,7 +231,7 @@ def update_rows(
     by_rows: Any = defaultdict(dict)
     shown: list[tuple[Tensor, Tensor, dict[str, Any]]] = []
     with ExitStack() as meanwhile:
-        meanwhile.enter_context(without_torch_functions())
+        meanwhile.enter_context(_without_torch_functions())
         try:
             for group, parameters in zip(groups, chosen, strict=True):
                 rows = meanwhile.enter_context(_rows_of(list(parameters)))
@@ -249,7 +249,8 @@ def update_rows(
             optimizer.state = by_rows
             optimizer.param_groups = [group for group in groups if group["params"]]
             if optimizer.param_groups:
-                plain_step(optimizer)
+                # Private: below the hooks of instances, and torch's own for profilers
+                type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
         finally:
             optimizer.state, optimizer.param_groups = state, groups
             for group, parameters in zip(groups, lists, strict=True):
@@ -262,12 +263,6 @@ def update_rows(
                         if held is not None and value is held:
                             entries[name] = local_part(faces[name])
                     _show_state(entries, faces, parameter)
-
-
-def plain_step(optimizer: Optimizer) -> None:
-    """Run an optimizer's step without its hooks, and without torch's own for profilers."""
-    # Private: below the hooks of instances
-    type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
 
 
 def step_is_replaced(optimizer: Optimizer) -> bool:
@@ -345,7 +340,7 @@ def clip_by_norm(parameters: Iterable[Tensor], largest: float) -> Tensor:
     Returns:
         The norm before clipping.
     """
-    with without_torch_functions(), torch.no_grad():
+    with _without_torch_functions(), torch.no_grad():
         held = [parameter for parameter in parameters if parameter.grad is not None]
         sent = {id(p): own for p in held if (own := sent_gradient(p.grad)) is not None}
         for parameter in held:
@@ -405,7 +400,7 @@ def _square_of_norm(parts: list[_Part], device: torch.device) -> Tensor:
 
 def clip_by_value(parameters: Iterable[Tensor], largest: float) -> None:
     """Clamp every element of the gradients to between minus and plus ``largest``."""
-    with without_torch_functions(), _rows_of(list(parameters)) as rows:
+    with _without_torch_functions(), _rows_of(list(parameters)) as rows:
         torch.nn.utils.clip_grad_value_(rows, largest)
 
 
@@ -436,7 +431,7 @@ def _rows_of(parameters: list[Tensor], updated: Container[int] = ()) -> Iterator
                 own.grad = None
 
 
-def without_torch_functions() -> Any:
+def _without_torch_functions() -> Any:
     """Return a context inside which no ``TorchFunctionMode`` sees any call.
 
     Private: torch has no public way to suspend a mode that is not the innermost one.

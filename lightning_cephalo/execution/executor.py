@@ -759,8 +759,7 @@ class Executor:
 
     def _reduce(self, instruction: Instruction) -> None:
         part, step = self._part(instruction.unit), self._step
-        in_place = instruction.unit in step.program.updated_in_backward
-        start = partial(part.start_reduce, step.gradient_scale, in_place=in_place)
+        start = partial(part.start_reduce, step.gradient_scale)
         if isinstance(part, Unit) and part.ends:
             apart = root_gathers_without(step.ends)
             step.used[instruction.unit] = part.used(apart)

@@ -444,18 +444,10 @@ class Unit:
         """Per trainable flat and parameter, whether a gradient has landed on this rank."""
         return [used for group in self._beside(apart) for used in group.used()]
 
-    def start_reduce(
-        self, scale: float, apart: Collection[int] = (), *, in_place: bool = False
-    ) -> None:
-        """Begin to sum the gradients over the ranks, times ``scale``.
-
-        Args:
-            scale: Factor of the sum.
-            apart: Ends that stay as they are.
-            in_place: Whether the sum may stay in the memory of the full gradient.
-        """
+    def start_reduce(self, scale: float, apart: Collection[int] = ()) -> None:
+        """Begin to sum the gradients over the ranks, times ``scale``."""
         for group in self._beside(apart):
-            group.start_reduce(scale, in_place=in_place)
+            group.start_reduce(scale)
 
     def wait_reduce(self, wait: Wait = wait_for) -> None:
         """Wait for this rank's slice of the summed gradients and free the full gradients.
