@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -208,25 +209,32 @@ def _lines(folder, count):
     raise AssertionError(list(folder.iterdir()))
 
 
-def test_hosts_that_lose_the_place_where_they_meet_wait_and_go_on(tmp_path):
-    """The first agent has the store in which agents meet, and is lost with it."""
+@contextmanager
+def _two_hosts(folder):
+    """The place where two hosts meet, and their agents; the first one has the place."""
     endpoint = f"127.0.0.1:{port_to_meet()}"
-    first = _agent(1, endpoint, tmp_path)
-    _wait_until(lambda: agents.answers(endpoint))  # it has the place
-    other = _agent(2, endpoint, tmp_path)
+    hosts = [_agent(1, endpoint, folder)]
+    _wait_until(lambda: agents.answers(endpoint))
+    hosts.append(_agent(2, endpoint, folder))
     try:
-        assert sorted(_lines(tmp_path, 2)) == ["0 0", "1 0"]
-        os.killpg(first.pid, signal.SIGKILL)
-        first = _agent(1, endpoint, tmp_path)
-        # the one that has stayed says that its ranks were started before
-        assert sorted(_lines(tmp_path, 4)[2:]) == ["0 0", "1 1"]
-        (tmp_path / "enough").touch()
-        for agent in (first, other):
+        assert sorted(_lines(folder, 2)) == ["0 0", "1 0"]
+        yield endpoint, hosts
+        (folder / "enough").touch()
+        for agent in hosts:
             agent.join(SOON_S)
             assert agent.exitcode == 0
     finally:
-        for agent in (first, other):
+        for agent in hosts:
             agent.kill()
+
+
+def test_hosts_that_lose_the_place_where_they_meet_wait_and_go_on(tmp_path):
+    """The first agent has the store in which agents meet, and is lost with it."""
+    with _two_hosts(tmp_path) as (endpoint, hosts):
+        os.killpg(hosts[0].pid, signal.SIGKILL)
+        hosts[0] = _agent(1, endpoint, tmp_path)
+        # the one that has stayed says that its ranks were started before
+        assert sorted(_lines(tmp_path, 4)[2:]) == ["0 0", "1 1"]
     assert f"The host of --rdzv-endpoint={endpoint}, where" in (tmp_path / "log2").read_text()
 
 
@@ -235,29 +243,15 @@ def test_hosts_whose_place_to_meet_is_stopped_say_so_and_meet_there_when_it_goes
 ):
     """Its kernel acknowledges all that the other agents ask meanwhile."""
     monkeypatch.setattr(agents, "_SILENT_S", 3.0)
-    endpoint = f"127.0.0.1:{port_to_meet()}"
-    first = _agent(1, endpoint, tmp_path)
-    _wait_until(lambda: agents.answers(endpoint))  # it has the place
-    other = _agent(2, endpoint, tmp_path)
     log = tmp_path / "log2"
-    try:
-        assert sorted(_lines(tmp_path, 2)) == ["0 0", "1 0"]
-        os.kill(first.pid, signal.SIGSTOP)
-        said = (
-            f"The host of --rdzv-endpoint={endpoint}, where the hosts of 'j' meet, is lost, stopped"
-        )
-        _wait_until(lambda: said in log.read_text())
-        os.kill(first.pid, signal.SIGCONT)
+    with _two_hosts(tmp_path) as (endpoint, hosts):
+        os.kill(hosts[0].pid, signal.SIGSTOP)
+        place = f"The host of --rdzv-endpoint={endpoint}, where the hosts of 'j' meet"
+        _wait_until(lambda: f"{place}, is lost, stopped" in log.read_text())
+        os.kill(hosts[0].pid, signal.SIGCONT)
         # the ranks of both are started again; which host is the first may change
         launches = sorted(line.split()[1] for line in _lines(tmp_path, 4)[2:])
         assert launches == ["0", "1"]
-        (tmp_path / "enough").touch()
-        for agent in (first, other):
-            agent.join(SOON_S)
-            assert agent.exitcode == 0
-    finally:
-        for agent in (first, other):
-            agent.kill()
 
 
 @pytest.mark.usefixtures("_environment")
