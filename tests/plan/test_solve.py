@@ -206,6 +206,37 @@ def test_units_stay_gathered_only_where_every_rank_can_hold_them(state_bytes, lo
     assert checked(other, solve(other)).reshard_after_forward is False
 
 
+def test_the_reduce_of_the_last_layers_makes_a_gather_beside_it_longer():
+    """With it the gather is not hidden: units that stay gathered take a second less."""
+    zero = (0.0,)
+    problem = Problem(
+        [RankProfile("r", zero, (1.0,), zero, zero, 10.0)],
+        units=2,
+        gather_s=3.0,
+        even_gather_s=1.0,
+        last_reduce_s=4.0,
+        state_bytes=0.0,
+        global_batch_size=1,
+        reshard_after_forward="auto",
+    )
+    plan = checked(problem, solve(problem))
+    assert plan.reshard_after_forward is False and plan.bound_s == least_step(problem) == 6.0
+
+
+def test_a_gather_that_takes_time_beside_a_reduce_only_counts():
+    zero = (0.0,)
+    problem = Problem(
+        [RankProfile("r", zero, zero, zero, zero, 10.0)],
+        units=3,
+        gather_and_reduce_s=20.0,
+        state_bytes=0.0,
+        global_batch_size=1,
+        reshard_after_forward="auto",
+    )
+    plan = checked(problem, solve(problem))
+    assert plan.reshard_after_forward is False and plan.bound_s == least_step(problem) == 0.0
+
+
 def fits(problem: Problem, **changes) -> bool:
     return least_step(dataclasses.replace(problem, **changes)) is not None
 

@@ -51,6 +51,7 @@ from lightning_cephalo.plan.solver.offload import (
 from lightning_cephalo.plan.solver.search import EQUAL, ROOMIER, Found, Search
 from lightning_cephalo.plan.solver.state import with_state
 from lightning_cephalo.plan.state_groups import even_shares
+from lightning_cephalo.plan.windows import backward_windows
 
 _EXACT = 1e-9
 # Seconds in which to find out whether state in host memory would do.
@@ -265,11 +266,19 @@ def _variants(problem: Problem, deadline: float) -> Iterator[_Variant]:
             if variant is None:
                 continue
             search = Search(variant, group_types(variant), deadline)
-            # if every plan's backward hides a gather too, keeping units gathered gains nothing
-            both_s = variant.both_s if variant.gather_s else 0.0
-            if reshard != problem.reshard_choices[0] and search.floors_s[1] >= both_s:
+            # if every plan's backward hides the gathers too, keeping units gathered gains nothing
+            is_second = reshard != problem.reshard_choices[0]
+            if is_second and search.floors_s[1] >= _longest_with_gathers_s(variant):
                 continue
             yield _Variant(search, even)
+
+
+def _longest_with_gathers_s(problem: Problem) -> float:
+    """Return the longest window of the backward that gathers make longer; 0 for none."""
+    with_gathers, without = (backward_windows(problem.resharding(each)) for each in (True, False))
+    pairs = zip(with_gathers, without, strict=True)
+    return max((own_s for (own_s, count), (less_s, _) in pairs if count and own_s > less_s),
+               default=0.0)  # fmt: skip
 
 
 def _with_even_state(problem: Problem) -> Problem | None:
