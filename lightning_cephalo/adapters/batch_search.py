@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
@@ -80,6 +80,7 @@ class BatchSearch:
     def __init__(self, trainer: Trainer, control: ControlGroup) -> None:
         self._trainer, self._control = trainer, control
         self._why_not = ""
+        self._alone: LoneMemoryError | None = None
         self._is_first = self._has_tried = False
         self._modes: list[tuple[nn.Module, bool]] = []
         self.asks_for_training = True
@@ -132,8 +133,12 @@ class BatchSearch:
             error: What stopped this rank from making one; None: nothing has.
 
         Raises:
+            LoneMemoryError: On the rank that lacked memory in a step that is measured.
             Exception: On every rank, if it is anything but a lack of memory.
         """
+        if isinstance(error, OutOfMemoryInStepError):
+            # measuring tells all ranks of what can be told: the others wait inside of the step
+            self._raise_alone(error)
         said = self._control.gather((_is_short(error), str(error or "")))
         why = next((text for is_short, text in said if is_short), "")
         if error is not None and not why:
@@ -170,8 +175,11 @@ class BatchSearch:
 
         Raises:
             BatchDoesNotFitError: On every rank, if any lacked memory.
-            LoneMemoryError: On the rank that lacked it, if the others cannot learn of it.
+            LoneMemoryError: On the rank that lacked it, if the others cannot learn of it; here
+                and from then on.
         """
+        if self._alone is not None:
+            raise self._alone  # Lightning makes dataloaders anew behind an error: nobody else comes
         if not self.is_trying:
             return run()
         try:
@@ -185,7 +193,7 @@ class BatchSearch:
                 executor.gave_up = False
                 self._raise_together(executor, error)
             elif _is_short(error):
-                raise _alone(self._control.rank, error) from error
+                self._raise_alone(error)
             raise
 
     def _end_validation(self) -> None:
@@ -229,6 +237,14 @@ class BatchSearch:
             traceback.clear_frames(error.__traceback__)
         raise BatchDoesNotFitError(f"The batch does not fit. {why} {_LIGHTNINGS_WORDS}") from error
 
+    def _raise_alone(self, error: Exception) -> NoReturn:
+        self._alone = LoneMemoryError(
+            f"Rank {self._control.rank} ran out of memory where the other ranks cannot learn of it,"
+            f" so that the search for a batch size cannot go on: {_first_line(error)} Give"
+            " BatchSizeFinder a lower max_val, or choose the batch size yourself."
+        )
+        raise self._alone from error
+
     # -- checkpoints --------------------------------------------------------------------------
 
     def saved(self, path: Any) -> None:
@@ -252,11 +268,3 @@ def _is_short(error: Exception | None) -> bool:
 
 def _first_line(error: Exception | None) -> str:
     return str(error or "").partition("\n")[0]
-
-
-def _alone(rank: int, error: Exception) -> LoneMemoryError:
-    return LoneMemoryError(
-        f"Rank {rank} ran out of memory where the other ranks cannot learn of it, so that the"
-        f" search for a batch size cannot go on: {_first_line(error)}. Give BatchSizeFinder a"
-        " lower max_val, or choose the batch size yourself."
-    )

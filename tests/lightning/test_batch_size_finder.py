@@ -25,6 +25,7 @@ from lightning_cephalo import CephaloStrategy, Recovery
 from lightning_cephalo.adapters.supported import refuse_searching
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.emulation import Emulation
+from lightning_cephalo.sharding.unit import Unit
 
 TOLERANCE = 1e-5
 FITS, RANKS = 8, 2
@@ -312,6 +313,40 @@ def _fails_alone(folder: Path) -> tuple[str, float]:
 def test_a_rank_that_lacks_memory_in_a_hook_alone_lets_no_other_wait(tmp_path: Path) -> None:
     for said, seconds in in_ranks_that_end(RANKS, _fails_alone, tmp_path):
         assert " on rank 0, 16 on rank 1" in said or "Rank 1 is" in said, said
+        assert seconds < SOON_S
+
+
+def _fails_alone_in_a_reduce(folder: Path, is_measured: bool) -> tuple[str, float]:
+    look_soon()
+    model = Sized("")
+    runs = searching(folder, RANKS, {}, callbacks=[BatchSizeFinder()])
+    reduce = Unit.start_reduce
+
+    def is_hungry() -> bool:
+        # the second size is measured before it is tried
+        return model.batch_size == 4 if is_measured else bool(model.tried)
+
+    def start_reduce(unit: Unit, *args: Any) -> None:
+        if unit.name == "blocks.1" and runs.global_rank == 1 and is_hungry():
+            raise torch.OutOfMemoryError("out of memory in a reduce")
+        reduce(unit, *args)
+
+    started_s = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Unit, "start_reduce", start_reduce)
+        with pytest.raises(Exception) as raised:
+            runs.fit(model)
+    return str(raised.value), time.monotonic() - started_s
+
+
+@pytest.mark.parametrize("is_measured", [True, False])
+def test_a_rank_that_lacks_memory_in_a_reduce_alone_lets_no_other_wait(
+    tmp_path: Path, is_measured: bool
+) -> None:
+    ends = in_ranks_that_end(RANKS, _fails_alone_in_a_reduce, tmp_path, is_measured)
+    for said, seconds in ends:
+        assert "the search for a batch size cannot go on" in said, said
+        assert "Rank 1 ran out of memory in the reduce" in said, said
         assert seconds < SOON_S
 
 
