@@ -333,10 +333,11 @@ class Boundaries:
         if any(id(v) in self._inside or hasattr(v, "_leaf_of_unit") for v in variables):
             raise UnitUseError(
                 "The loss depends on a tensor that was computed inside a unit and is not one of"
-                " its outputs: it was stored on a module (an auxiliary loss), or the unit's"
-                " parameters are used outside of it. Its gradient would be lost. Return it from the"
-                " unit's forward, take it out by a forward hook of a module in the unit, or leave"
-                " it out of the loss."
+                " its outputs: the unit has put it into a list that is already there, or stored it"
+                " outside of its modules; or the unit's parameters are used outside of it. Its"
+                " gradient would be lost. Store it in an attribute of a module in the unit"
+                " (self.balance = loss), return it from the unit's forward, take it out by a"
+                " forward hook of a module in the unit, or leave it out of the loss."
             )
         leaves = [node.next_functions[0][0].variable for node in nodes if _is_output(node)]
         if any(leaf._owner is not self._owner for leaf in leaves):

@@ -42,6 +42,7 @@ from lightning_cephalo.execution.orders import Choice
 from lightning_cephalo.execution.over_batch import exchange_rows, refuse_own_weight
 from lightning_cephalo.execution.state_moves import StateMoves
 from lightning_cephalo.execution.step import ForwardOutcome, MicrobatchCall, Step
+from lightning_cephalo.execution.stored_outputs import StoredOutputs
 from lightning_cephalo.execution.unit_hooks import Meet, UnitHooks
 from lightning_cephalo.execution.user_collectives import UserCollectives
 from lightning_cephalo.execution.user_writes import UserWrites, explained
@@ -142,6 +143,7 @@ class Executor:
         # with manual optimization
         self._is_cut = self._sends_gradients = False
         self.state = ModuleState(units[ROOT].module, several_ranks=control.world_size > 1)
+        self.stored = StoredOutputs(unit.module.modules() for unit in units)
         self.numbers = ModuleNumbers(self.state, control, accelerator)
         self.buffers = CombinedBuffers(units[ROOT].module, self.state, control, accelerator)
         self.early = EarlyUpdates(units)
@@ -344,6 +346,7 @@ class Executor:
                 self.buffers.of_microbatches,
                 meets=True,
                 first_layers=first_layers,
+                stored=self.stored,
             )
             for call in calls
         ]

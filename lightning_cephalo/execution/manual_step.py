@@ -181,6 +181,7 @@ class ManualSteps:
                 state=executor.state,
                 buffers=executor.buffers.of_microbatches,
                 outside=own.suspended,
+                stored=executor.stored,
             )
             for each, own in zip(calls, functions, strict=True)
         ]

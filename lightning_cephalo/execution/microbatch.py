@@ -53,6 +53,7 @@ from lightning_cephalo.execution.normalisation import Meeting
 from lightning_cephalo.execution.offload import HostArena
 from lightning_cephalo.execution.over_batch import Asking, StepGreenlet, refuse_manual
 from lightning_cephalo.execution.replay import ChangingBuffers, RandomState, ThreadState
+from lightning_cephalo.execution.stored_outputs import StoredOutputs
 from lightning_cephalo.execution.training_modes import Modes
 from lightning_cephalo.execution.visit_records import Entered, UnitRecord, VisitRecords
 from lightning_cephalo.execution.vocabulary.attendance import VocabularyAttendance
@@ -105,6 +106,7 @@ class Microbatch:
             step has one backward only. See ``execution/manual_step.py``.
         meets: Whether the step meets all others, for losses over the whole batch and statistics.
         first_layers: As for :class:`~lightning_cephalo.execution.boundaries.Boundaries`.
+        stored: The attributes in which units store tensors; None: such tensors are refused.
 
     Attributes:
         training_modes: Modes of all modules, as it has left them; None: it has not run.
@@ -133,8 +135,10 @@ class Microbatch:
         *,
         meets: bool = False,
         first_layers: Mapping[int, str] = MappingProxyType({}),
+        stored: StoredOutputs | None = None,
     ) -> None:
         self._inside = inside
+        self._stored = stored
         self._outside = outside
         self.has_one_backward = outside is None
         self._has_backward = meets or outside is not None
@@ -350,7 +354,7 @@ class Microbatch:
                 versions = [each._version for each in inputs if isinstance(each, Tensor)]
                 entered.record = UnitRecord(position, body, inputs, structure, versions)
                 self._records.add(entered.record)
-                outputs = self._differentiable(entered.record, buffers, modes)
+                outputs = self._differentiable(entered, entered.record, buffers, modes)
             else:
                 self._records.add(None)
                 outputs = body(*args, **kwargs)
@@ -383,9 +387,12 @@ class Microbatch:
         return modes
 
     def _differentiable(
-        self, record: UnitRecord, buffers: ChangingBuffers, modes: ThreadState
+        self, entered: Entered, record: UnitRecord, buffers: ChangingBuffers, modes: ThreadState
     ) -> Any:
         args, kwargs = record.structure.unflatten(record.inputs)
+        searches, found = self._inside is not None, None
+        if self._stored is not None:
+            found = self._stored.before(entered.unit, searches=searches)
         if self._recompute:
             result = self._without_graph(record, buffers, modes, args, kwargs)
         else:
@@ -395,14 +402,35 @@ class Microbatch:
         outputs, output_structure = flatten_result(result)
         if not self._recompute:
             record.outputs = list(outputs)
+        self._show(record, outputs, 0)
+        if self._stored is not None and found is not None:
+            has_graph = searches or not self._recompute
+            record.places = self._stored.written(
+                entered.unit, found, has_graph=has_graph, searches=searches
+            )
+            if record.places:
+                self._show_stored(record, len(outputs))
+        return output_structure.unflatten(outputs)
+
+    def _show(self, record: UnitRecord, outputs: list[Any], start: int) -> None:
+        """Replace outputs by stand-ins for leaves; the first has this place among all outputs."""
         for index, output in enumerate(outputs):
             if not isinstance(output, Tensor) or not can_have_gradient(output):
                 continue
             if not self._recompute and not output.requires_grad:
                 continue
             leaf, outputs[index] = self._boundaries.show(output, record.position)
-            record.output_leaves.append((index, leaf))
-        return output_structure.unflatten(outputs)
+            record.output_leaves.append((start + index, leaf))
+
+    def _show_stored(self, record: UnitRecord, start: int) -> None:
+        """Make what the unit has stored on its modules outputs of the unit."""
+        for place in record.places:
+            values = place.values()
+            if record.outputs is not None:
+                record.outputs += values
+            self._show(record, values, start)
+            place.show(values)
+            start += len(values)
 
     def _without_graph(
         self,
@@ -607,11 +635,20 @@ class Microbatch:
         record.random.restore()
         try:
             if self._state is None or record.stored is None or not self._state.is_used:
-                return flatten_result(record.body(*args, **kwargs))[0]
+                return self._outputs_again(record, args, kwargs)
             with self._state.replayed(record.stored):
-                return flatten_result(record.body(*args, **kwargs))[0]
+                return self._outputs_again(record, args, kwargs)
         finally:
             drawn.restore()
             before.restore()
             if record.meetings:  # they have made cuts
                 self._boundaries.end_forward()
+
+    @staticmethod
+    def _outputs_again(
+        record: UnitRecord, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Sequence[Any]:
+        outputs = flatten_result(record.body(*args, **kwargs))[0]
+        for place in record.places:
+            outputs += place.values()
+        return outputs

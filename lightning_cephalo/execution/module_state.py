@@ -142,7 +142,7 @@ class ModuleState:
         self._paths = {id(vars(inner)): path for path, inner in module.named_modules()}
         # the top module comes first
         self._places: list[dict[str, Any]] = [
-            vars(inner) for inner in module.modules() if inner is module or _may_store(inner)
+            vars(inner) for inner in module.modules() if inner is module or may_store(inner)
         ]
         self._known: dict[tuple[int, str], _Attribute] = {}
         self._before: list[_Before] = []
@@ -408,7 +408,7 @@ class ModuleState:
                 attribute.write(value)
 
 
-def _may_store(module: nn.Module) -> bool:
+def may_store(module: nn.Module) -> bool:
     return not any(
         kind.__module__.startswith(_SKIPPED)
         for kind in (type(module), *(k for k in type(module).__mro__ if k.__name__ == "Metric"))

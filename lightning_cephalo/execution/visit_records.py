@@ -14,6 +14,7 @@ from lightning_cephalo.execution.module_state import Stored
 from lightning_cephalo.execution.normalisation import Meeting
 from lightning_cephalo.execution.offload import OffloadedTensor
 from lightning_cephalo.execution.replay import RandomState, ThreadState
+from lightning_cephalo.execution.stored_outputs import Place
 from lightning_cephalo.execution.vocabulary.questions import Question
 
 
@@ -53,6 +54,7 @@ class UnitRecord:
         meetings: Layers in the unit that need statistics of the global batch. The unit's backward
             begins at the last.
         captures: Tensors that hooks have seen in the unit.
+        places: Attributes in which the unit has stored tensors, which follow its outputs.
         is_passed: Whether the backward of the code behind the last meeting is done.
     """
 
@@ -72,6 +74,7 @@ class UnitRecord:
     away: Sequence[OffloadedTensor] = ()
     meetings: Sequence[Meeting] = ()
     captures: Sequence[Capture] = ()
+    places: Sequence[Place] = ()
     is_passed: bool = False
 
     def inputs_are_unchanged(self) -> bool:

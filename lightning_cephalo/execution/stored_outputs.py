@@ -1,0 +1,205 @@
+"""Tensors that the code of a unit stores on its modules, such as auxiliary losses.
+
+``self.balance = probabilities.square().mean()`` in a unit's forward is read by ``training_step``
+behind it, and added to the loss. The tensor leaves the unit beside its outputs, so it becomes one:
+the attribute shows a stand-in for a leaf, whose gradient goes into the unit's graph. Containers
+that the forward makes anew count with all tensors in them.
+
+A step that looks for tensors that leave units (``Boundaries.refuse_leaks``) learns the attributes,
+and which of them hold a graph: with recomputation later steps have none. Later steps look at those
+that may come to hold a tensor, and at new ones. What a unit adds to a container in place, or stores
+on anything but its modules, is refused where steps look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from operator import is_not
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_cephalo.common.errors import UnitUseError
+from lightning_cephalo.execution.boundaries import can_have_gradient
+from lightning_cephalo.execution.call_tree import flatten_result
+from lightning_cephalo.execution.module_state import may_store
+from lightning_cephalo.execution.undone_step import MISSING
+
+
+@dataclass(frozen=True)
+class Place:
+    """An attribute of a module in a unit, in which the unit has stored tensors.
+
+    Attributes:
+        names: The attributes of the module.
+        name: Its name there.
+        count: Number of values in what it holds.
+    """
+
+    names: dict[str, Any]
+    name: str
+    count: int
+
+    def values(self) -> list[Any]:
+        """Return what the attribute holds now, without containers.
+
+        Raises:
+            UnitUseError: If the number of values is another one.
+        """
+        values = flatten_result(self.names.get(self.name, MISSING))[0]
+        if len(values) != self.count or values == [MISSING]:
+            raise UnitUseError(
+                f"A unit stored other tensors in its attribute {self.name!r} when it was computed"
+                " again for the backward. Store the same ones each time, or use"
+                " CephaloStrategy(recompute=False)."
+            )
+        return values
+
+    def show(self, values: list[Any]) -> None:
+        """Replace what :meth:`values` has returned."""
+        structure = flatten_result(self.names[self.name])[1]
+        self.names[self.name] = structure.unflatten(values)
+
+
+@dataclass(slots=True)
+class Before:
+    """What a unit finds on its modules. It is complete: others may look before the unit returns.
+
+    Attributes:
+        watched: Attributes that may get tensors.
+        values: What these hold. They stay alive: another value is another object.
+        names: The names of each module's attributes.
+        lengths: Their numbers.
+    """
+
+    watched: list[tuple[dict[str, Any], str]]
+    values: list[Any]
+    names: list[frozenset[str]]
+    lengths: list[int]
+
+
+class _Attributes:
+    """The attributes of a unit's modules; those of torch's own base class are left out.
+
+    Args:
+        modules: The attributes of each module.
+    """
+
+    def __init__(self, modules: list[dict[str, Any]]) -> None:
+        self.modules = modules
+        self.shown: set[tuple[int, str]] = set()
+        self.detached: set[tuple[int, str]] = set()
+        self.watch_all()
+
+    def watch_all(self) -> None:
+        """Watch all attributes that there are now."""
+        self._names = [frozenset(names) for names in self.modules]
+        self._lengths = [*map(len, self.modules)]
+        self._watched = [(n, name) for n in self.modules for name in n if name not in _OF_TORCH]
+
+    def watch_few(self) -> None:
+        """Watch those that have held a graph, or may come to hold one."""
+        self.watch_all()
+        self._watched = [
+            (names, name)
+            for names, name in self._watched
+            if (id(names), name) in self.shown or _may_change(names[name])
+        ]
+
+    def before(self) -> Before:
+        """Return what the watched attributes hold."""
+        return Before(self._watched, _read(self._watched), self._names, self._lengths)
+
+    def fresh(self, before: Before) -> list[tuple[dict[str, Any], str]]:
+        """Return the attributes that have another value than before, or were not there."""
+        found = []
+        if any(map(is_not, now := _read(before.watched), before.values)):
+            pairs = zip(before.watched, now, before.values, strict=True)
+            found = [at for at, value, old in pairs if value is not old]
+        if [*map(len, self.modules)] != before.lengths:
+            modules = zip(self.modules, before.names, strict=True)
+            found += [(names, name) for names, old in modules for name in names if name not in old]
+        return found
+
+
+class StoredOutputs:
+    """The attributes in which the units of a model store tensors with a graph.
+
+    ::
+
+        before = stored.before(unit, searches=True)
+        body(x)
+        for place in stored.written(unit, before, has_graph=True, searches=True):
+            place.show([stand_in_of(value) for value in place.values()])
+
+    Args:
+        units: The modules of each unit, by its index.
+    """
+
+    def __init__(self, units: Iterable[Iterable[nn.Module]]) -> None:
+        self._of = [_Attributes([vars(each) for each in of if may_store(each)]) for of in units]
+
+    def before(self, unit: int, *, searches: bool) -> Before:
+        """Return what a unit finds on its modules.
+
+        Args:
+            unit: Its index.
+            searches: Whether to learn of attributes, in a step in which all code has a graph.
+        """
+        of = self._of[unit]
+        if searches:
+            of.watch_all()
+        return of.before()
+
+    def written(
+        self, unit: int, before: Before, *, has_graph: bool, searches: bool
+    ) -> Sequence[Place]:
+        """Return the attributes to which the unit's code has given tensors with a graph.
+
+        Args:
+            unit: Its index.
+            before: What the code has found.
+            has_graph: Whether the code ran with a graph. If not, tensors may have one on one
+                device unless a search has shown otherwise.
+            searches: As before.
+        """
+        of = self._of[unit]
+        fresh = of.fresh(before)
+        if not (fresh or searches):
+            return ()
+        places, known = [], len(of.shown)
+        for names, name in fresh:
+            key, values = (id(names), name), flatten_result(names.get(name, MISSING))[0]
+            tensors = [value for value in values if _is_value(value)]
+            if has_graph and not any(tensor.requires_grad for tensor in tensors):
+                if searches and tensors:
+                    of.detached.add(key)
+                continue
+            if tensors and (has_graph or key not in of.detached):
+                of.shown.add(key)
+                places.append(Place(names, name, len(values)))
+        if searches or len(of.shown) > known or before.lengths != [*map(len, of.modules)]:
+            of.watch_few()
+        return places
+
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+
+
+def _read(places: list[tuple[dict[str, Any], str]]) -> list[Any]:
+    return [names.get(name, MISSING) for names, name in places]
+
+
+def _is_value(value: Any) -> bool:
+    is_tensor = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+    return is_tensor and can_have_gradient(value)
+
+
+def _may_change(value: Any) -> bool:
+    """Whether an attribute with this value may be meant for a tensor of later steps."""
+    if isinstance(value, Tensor):
+        return _is_value(value)
+    if isinstance(value, list | tuple | dict):
+        return not value
+    return value is None or (type(value) in (int, float) and value == 0)
