@@ -2,9 +2,9 @@
 
 [Note: early updates]
 A unit's gradient is final when its reduce is done. Its rows are updated then, and the memory of
-the gradient is given back. So a rank never holds the gradients of more than two units. All other
-parameters are updated by the optimizer's own ``step``: those of the root unit, and those of which
-this rank cannot know yet whether any rank has used them.
+the gradient is given back: that of the full one, in which it has stayed. All other parameters
+are updated by the optimizer's own ``step``: those of the root unit, and those of which this rank
+cannot know yet whether any rank has used them.
 
 A rank knows it of parameters that it has used itself. Of others it knows it where the summed
 gradient is not zero: it looks where it has used little of a unit, or has no samples. The exchange

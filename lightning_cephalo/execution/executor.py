@@ -116,6 +116,8 @@ class Executor:
         arena: Host memory for boundaries; None: they stay on the device.
         user_collectives: Reports collectives of torch.distributed in the user's step; None: they
             run as they are.
+        drops_gradients: Whether steps drop the gradients of units where early updates would use
+            them, and update nothing.
         gave_up: Whether all ranks have raised at the same place of the last pass.
     """
 
@@ -150,7 +152,7 @@ class Executor:
         self.state_moves = StateMoves()
         self.arena: HostArena | None = None
         self.user_collectives: UserCollectives | None = None
-        self.gave_up = False
+        self.gave_up = self.drops_gradients = False
         self._visits = Visits()
         self._throttle = Throttle(accelerator)
         self._observers: tuple[Observer, ...] = ()
@@ -257,6 +259,18 @@ class Executor:
     def is_observed_by(self, observer: Observer) -> bool:
         """Whether an observer is attached."""
         return any(other is observer for other in self._observers)
+
+    @contextmanager
+    def dropping_gradients(self) -> Iterator[None]:
+        """Let steps inside hold no gradients of units, as steps with early updates do.
+
+        The steps need not be announced to any optimizer, and update nothing.
+        """
+        self.drops_gradients = True
+        try:
+            yield
+        finally:
+            self.drops_gradients = False
 
     @contextmanager
     def observed_by(self, observer: Observer) -> Iterator[None]:
@@ -377,8 +391,8 @@ class Executor:
             step.trainable,
             reshard_after_forward=self._reshard_after_forward,
             offload_boundaries=self.arena is not None,
-            updates_early=self.early.is_on,
-            homes=self.state_moves.homes,
+            updates_early=self.early.is_on or self.drops_gradients,
+            homes=() if self.drops_gradients else self.state_moves.homes,
             sends_gradients=self._sends_gradients and not self.early.is_on,
             ends=step.ends,
         )
@@ -762,7 +776,8 @@ class Executor:
 
     def _reduce(self, instruction: Instruction) -> None:
         part, step = self._part(instruction.unit), self._step
-        start = partial(part.start_reduce, step.gradient_scale)
+        in_place = instruction.unit in step.program.updated_in_backward
+        start = partial(part.start_reduce, step.gradient_scale, in_place=in_place)
         if isinstance(part, Unit) and part.ends:
             apart = root_gathers_without(step.ends)
             step.used[instruction.unit] = part.used(apart)
@@ -791,9 +806,12 @@ class Executor:
         unit = self.units[index]
         if self._reducing is unit:
             self._finish_reduce(None)
-        self.early.count()
-        has_samples = bool(step.calls)
-        self.failure.guarded(self.early.update, unit, step.used[index], has_samples, on_host)
+        if not self.drops_gradients:
+            self.early.count()
+            has_samples = bool(step.calls)
+            self.failure.guarded(self.early.update, unit, step.used[index], has_samples, on_host)
+        if self.drops_gradients or self.failure.error is not None:
+            unit.drop_gradients()  # the next units need the memory
 
     def _send_gradient(self, instruction: Instruction) -> None:
         step, unit = self._step, self.units[instruction.unit]

@@ -223,7 +223,7 @@ class TrainingMemory(Observer):
         made = [self._model.module, *_state_of(self._optimizers), *self._model.buffers()]
         for flat in self._model.flats:
             made += [flat.shard, flat.full]
-            made += [] if flat.grad_shard is None else [flat.grad_shard]
+            made += [] if flat.own_gradient is None else [flat.own_gradient]
         return made
 
     def before_forward(self, batch: Any) -> None:
@@ -285,7 +285,7 @@ class TrainingMemory(Observer):
         flats = self._model.flats
         rows = distinct_bytes([flat.shard for flat in flats])
         gradients = distinct_bytes(
-            [flat.grad_shard for flat in flats if flat.grad_shard is not None]
+            [flat.own_gradient for flat in flats if flat.own_gradient is not None]
         )
         # early updates give gradients back: what holds their memory now counts where it belongs
         optimizer = max(0, self._state_bytes() - rows - gradients)
@@ -326,7 +326,7 @@ class TrainingMemory(Observer):
     def _state_bytes(self) -> int:
         flats = self._model.flats
         held = [flat.shard for flat in flats]
-        held += [flat.grad_shard for flat in flats if flat.grad_shard is not None]
+        held += [flat.own_gradient for flat in flats if flat.own_gradient is not None]
         # not part of the state: a counter per parameter, which does not depend on the share
         held += [local_part(v) for v in _state_of(self._optimizers) if isinstance(v, DTensor)]
         if self.moved is None:

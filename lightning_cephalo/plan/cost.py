@@ -29,8 +29,8 @@ A rank that does not recompute also retains the activations inside its units.
 There are three such sums, and a rank needs the largest one. The first is that of a step up to the
 first reduce: all boundaries are held, and the peak is often that of the loss. The second is that of
 the backward from there on: the last unit's boundaries are gone, and the share of the state is
-larger, by what reduces receive into and by the gradient of an early update. The third is that of an
-early update: nothing computes, but the gradients of two units are held.
+larger, by what reduces receive into. The third is that of an early update: nothing computes, but
+the optimizer makes tensors of its own, and the root unit's gradient is held.
 
 A rank that offloads holds the boundaries of only three units: the values of the unit in use, the
 values of the unit being copied, and the gradients that pass between units. Copies run at the same

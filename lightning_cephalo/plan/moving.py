@@ -63,8 +63,8 @@ from lightning_cephalo.plan.state_homes import (
 
 # A planned share lies between two whole units, so that rows that are cut elsewhere change nothing.
 _BETWEEN = 0.25
-# Units whose gradients are on the device while they leave for the host.
-_LEAVING_UNITS = 3
+# Units whose gradients are on the device while they leave for the host: late, and early.
+_LEAVING_UNITS, _COPIED_UNITS = 3, 2
 # Numbers of units and of parts for the host that a plan chooses among.
 _LEVELS, _PARTS = 32, 4
 # Parts of what the host updates that it may update before the norm is known.
@@ -129,13 +129,14 @@ class MovedState:
     def device_bytes(self, problem: Problem) -> float:
         """Return what a rank with all of the state holds more on its device; negative for less.
 
-        Streamed state passes through two buffers, and a gradient stays until it is copied. Late
+        Streamed state passes through two buffers. Gradients of early updates take no memory of
+        their own, but for those that the host needs: one is being reduced, one is copied. Late
         updates hold the other gradients; where those that the host needs leave, three units have
         theirs on the device: one is copied, one has been reduced, one is being reduced.
         """
         away = self.count(StateHome.STREAMED) + self.count(StateHome.HOST)
         staged = STAGED_UNITS * self.largest(StateHome.STREAMED)
-        gradients = self.largest(StateHome.HOST) if problem.early_update else 0
+        gradients = _COPIED_UNITS * self.largest(StateHome.HOST) if problem.early_update else 0
         if problem.sends_gradients and not problem.early_update:
             sent = self.count(StateHome.HOST) - self.root_on_host
             gradients = min(0, _LEAVING_UNITS * self.largest(StateHome.HOST) - sent)

@@ -11,7 +11,7 @@ build it from the visits of a model::
     keep_gathered     drops X1 from the forward and G1 from the backward
     prefetch          moves G1 before Z0 and G2 before F1.0; in the backward, G1 before Z2
     offload           with three units: adds O1.0 after F1.0, and H1.0 after B3.0
-    update_early      adds U2 after R1, and U1 after R0; U updates the rest
+    update_early      adds U2 after R1 X1, and U1 after R0 X0; U updates the rest
     move_state        unit 2 streamed: adds I2 after R2, and S2 after U2
                       unit 1 updated by the host: C1 for U1, and S1 after U
     release_ends      adds Xf after F0.1, Gl before F1.0 and Zl before F2.0; in the backward, Rl Xl
@@ -41,6 +41,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 
 from lightning_cephalo.plan.state_homes import STAGED_UNITS, StateHome
@@ -205,6 +206,11 @@ class Program:
     def instructions(self) -> Instructions:
         """Instructions of all three parts."""
         return (*self.forward, *self.backward, *self.update)
+
+    @cached_property
+    def updated_in_backward(self) -> frozenset[int]:
+        """The units that the device updates inside the backward."""
+        return frozenset(i.unit for i in self.backward if i.operation is Operation.UPDATE)
 
     def __str__(self) -> str:
         return "\n".join(text(part) for part in (self.forward, self.backward, self.update))
@@ -545,16 +551,18 @@ def offload(program: Program, visits: Sequence[Visit]) -> Program:
 def update_early(program: Program) -> Program:
     """Update each unit as soon as its reduce is done, which the next reduce has waited for.
 
-    The root unit's reduce is the last one: its update stays where it is.
+    Collectives that follow begin before: both travel while the unit is updated. The root unit's
+    reduce is the last one: its update stays where it is.
     """
     backward: list[Instruction] = []
-    reduced = NONE
+    reduced = due = NONE
     for instruction in program.backward:
+        if due != NONE and instruction.operation not in (Operation.FREE, Operation.GATHER):
+            backward.append(Instruction(Operation.UPDATE, due))
+            due = NONE
         backward.append(instruction)
         if instruction.operation is Operation.REDUCE:
-            if reduced != NONE:
-                backward.append(Instruction(Operation.UPDATE, reduced))
-            reduced = instruction.unit
+            reduced, due = instruction.unit, reduced
     return replace(program, backward=tuple(backward))
 
 

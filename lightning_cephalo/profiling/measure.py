@@ -151,6 +151,7 @@ def measure(
         lost_rank_explained(control.rank, "profiling"),
         progress,
         isolated(trainer, model.module, model.accelerator) as put_back,
+        model.executor.dropping_gradients(),  # beside an optimizer there may be no room for them
     ):
         prober = Prober(model, clock, counted_batch, step, context, manual)
         sweep = Sweep(
@@ -189,7 +190,6 @@ def measure(
         progress.say("profiling: network")
         # a backend allocates when it first communicates, and cannot use memory that torch caches
         model.accelerator.empty_cache()
-        # before the network: measuring it drops the gradients that clipping is timed with
         clip = clipping(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         optimizer_s = optimizer_time(model, clock, clip)
         network = measure_network(model, clock, device.capacity_bytes)

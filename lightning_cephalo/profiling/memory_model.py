@@ -48,7 +48,7 @@ from lightning_cephalo.sharding.unit import Unit
 # shards, so it is not known yet: ``preparation/held_state.py`` corrects
 # the plan then.
 _STATE_COPIES = 4
-_EARLY_COPIES = 3  # early updates hold the gradients of two units at most
+_EARLY_COPIES = 3  # early updates use gradients in the memory of full ones
 # Temporary tensors of an update, of the size of what it updates: torch's loops over parameters make
 # two of one parameter, its loops over lists one of each.
 _UPDATE_COPIES = 2
@@ -99,24 +99,29 @@ def _cut_itemsize(flat: Flat) -> int:
 def reducing_state_bytes(model: ShardedModel) -> int:
     """Return the bytes that the same fractions divide from the first reduce on, in addition.
 
-    With early updates these are the gradient of the largest unit, and the buffers into which a rank
-    receives gradients.
+    With early updates these are the buffers into which a rank receives gradients. Those of units
+    that the host updates come in addition; see ``plan/moving.py``.
     """
-    return _receive_bytes(model) - _of_last_layers(model)[1] + _gradients(model)[0]
+    return _receive_bytes(model) - _of_last_layers(model)[1]
 
 
 def updating_state_bytes(model: ShardedModel) -> int:
-    """Return the same while a unit is updated inside the backward, with what an update makes."""
-    first, second = _gradients(model)
+    """Return the same while a unit is updated inside the backward, with what an update makes.
+
+    The last unit is updated while the root unit is reduced, and the root unit behind it, when
+    nothing is received any more.
+    """
+    root, *others = model.units
+    summands = model.routing.summands
     last, received = _of_last_layers(model)
-    held = _receive_bytes(model) - received + first + second + _UPDATE_COPIES * first
-    root = model.units[ROOT]
-    if last:  # they are updated with the root unit, when nothing is received any more
-        held = max(held, (1 + _UPDATE_COPIES) * root.gradient_bytes - last - received)
+    makes = _UPDATE_COPIES * max((unit.gradient_bytes for unit in others), default=0)
+    held = makes + max((_received(summands, unit) for unit in others), default=0)
+    held = max(held, makes + _received(summands, root) - received + _of_root(model)) - received
+    held = max(held, (1 + _UPDATE_COPIES) * root.gradient_bytes - last - received)
     if not root.cuts:
         return held
     # tables that stay cut are updated at the very end: no other gradient is there
-    received = _received(model.routing.summands, root)
+    received = _received(summands, root)
     tables = sum(f.numel * f.master_dtype.itemsize for f in root.cuts if f.trainable)
     return max(held, received + (1 + _UPDATE_COPIES) * (root.gradient_bytes + tables))
 
@@ -130,15 +135,12 @@ def unresharded_peak_bytes(model: ShardedModel) -> int:
     return max((unit.full_bytes for unit in model.units[1:]), default=0)
 
 
-def _gradients(model: ShardedModel) -> tuple[int, int]:
-    """Return the bytes of the two largest units' gradients.
+def _of_root(model: ShardedModel) -> int:
+    """Return the bytes of the root unit's gradient, which is reduced last.
 
     Tables that stay cut are left out, and last layers that are apart.
     """
-    root, *others = [unit.gradient_bytes for unit in model.units]
-    sizes = sorted([root - _of_last_layers(model)[0], *others], reverse=True)
-    first, second = [*sizes, 0][:2]
-    return first, second
+    return model.units[ROOT].gradient_bytes - _of_last_layers(model)[0]
 
 
 def _of_last_layers(model: ShardedModel) -> tuple[int, int]:
@@ -180,7 +182,7 @@ def resting_bytes(model: ShardedModel) -> int:
     allocator = model.accelerator.allocator
     if allocator is not None:
         shards = [flat.shard for flat in model.flats]
-        shards += [flat.grad_shard for flat in model.flats if flat.grad_shard is not None]
+        shards += [flat.own_gradient for flat in model.flats if flat.own_gradient is not None]
         lent = sum(pool.held_bytes for pool in model.buffer_pools)
         state = sum(_nbytes(shard) for shard in shards)
         resting = max(resting, allocator.current_bytes - lent - state)
@@ -252,7 +254,7 @@ def predicted(problem: Problem, plan: Plan, model: ShardedModel) -> tuple[RankMe
         padded = model.padded_bytes()
         gathered, gradients = gathered + padded.gathers, gradients + padded.reduces
     # late updates count gradients with the state, and what a reduce receives into
-    beside = sum(_gradients(model)) if planned.early_update else -received
+    beside = _of_root(model) if planned.early_update else -received
     found = []
     for profile, rank in zip(problem.ranks, plan.ranks, strict=True):
         need = cost.device_need(planned, profile, cost.Mode.of(rank))

@@ -288,8 +288,9 @@ def _backward(units: Sequence[Unit]) -> None:
         unit.finish_gather()
         if before is not None:
             before.wait_reduce()
+            before.drop_gradients()
         if following is not None:
-            unit.start_reduce(1.0)
+            unit.start_reduce(1.0, in_place=True)
         unit.free()
         before = unit
 
@@ -352,8 +353,9 @@ def _gather(unit: Unit, apart: Collection[int]) -> None:
 
 
 def _reduce(unit: Unit, apart: Collection[int]) -> None:
-    unit.start_reduce(1.0, apart)
+    unit.start_reduce(1.0, apart, in_place=True)
     unit.wait_reduce()
+    unit.drop_gradients()
 
 
 def slowest(model: ShardedModel, clock: Callable[[], float], function: Callable[[], None]) -> float:

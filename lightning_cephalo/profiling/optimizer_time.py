@@ -74,20 +74,35 @@ def _clip_time(
     clock: Callable[[], float],
     clip: Callable[[Sequence[Tensor]], object],
 ) -> float:
-    parameters = [parameter for flat in flats for parameter in flat.sharded]
-    for flat in flats:
-        if flat.grad_shard is not None:
-            flat.publish([True] * len(flat.sharded))
+    held = _with_gradients(model, flats)
+    parameters = [parameter for flat in held for parameter in flat.sharded]
     times: list[float] = []
-    while len(times) <= _REPEATS and sum(times) < _LONG_S:
+    while held and len(times) <= _REPEATS and sum(times) < _LONG_S:
         model.control.barrier()
         start_s = clock()
         clip(parameters)
         # the maximum over ranks, so that all ranks stop after the same repetition
         times.append(model.control.max(clock() - start_s))
-    for parameter in parameters:
-        parameter.grad = None
-    return statistics.median(times[1:] or times)
+    for flat in held:
+        flat.forget_gradient()
+    if not times:
+        return 0.0
+    # what is left out takes as long for each element
+    share = sum(flat.numel for flat in held) / sum(flat.numel for flat in flats)
+    return statistics.median(times[1:] or times) / share
+
+
+def _with_gradients(model: ShardedModel, flats: Sequence[Flat]) -> Sequence[Flat]:
+    """Return those of the flats whose gradients all ranks have memory for; they hold them."""
+    count = 0
+    with contextlib.suppress(torch.OutOfMemoryError):
+        for flat in flats:
+            flat.hold_gradient()
+            count += 1
+    common = min(int(each) for (each,) in model.control.gather([float(count)]))
+    for flat in flats[common:]:
+        flat.forget_gradient()
+    return flats[:common]
 
 
 def _adamw_time(model: ShardedModel, flats: Sequence[Flat], clock: Callable[[], float]) -> float:

@@ -9,6 +9,12 @@
                 accumulates in place into views of it, so nothing is copied in before a reduce.
 ``grad_shard``  the reduced gradient of this rank's slice; ``sharded[i].grad`` are views of it.
 
+[Note: gradients in place]
+A unit that is updated inside the backward needs its reduced gradient for a moment only. It stays
+in the memory of ``grad_full`` then, as this rank's part of it. That buffer is given back behind the
+update rather than behind the reduce, and before the next unit is armed: no more buffers are needed.
+New memory for it would cost page faults on a CPU in each step.
+
 [Note: residence]
 :class:`Residence` says where ``full`` has its memory:
 
@@ -218,6 +224,9 @@ class Flat:
         self._armed_versions: list[int] = []
         self.grad_shard: torch.Tensor | None = None
         self._grad_faces: list[DTensor | None] = []
+        # the buffer that a reduced gradient stays in, and its faces by buffer
+        self._reduced_in: Buffer | None = None
+        self._faces_in: WeakKeyDictionary[Buffer, list[DTensor]] = WeakKeyDictionary()
         self._spent_faces: dict[int, DTensor] = {}
         self._touched: dict[int, TouchedRows] = {}
 
@@ -305,7 +314,7 @@ class Flat:
             return
         gradients = [sharded.grad for sharded in self.sharded]
         self.forget_gradient()
-        self._spent_faces = {}  # they have the old shapes
+        self._forget_faces()
         group = self.context.gather_group
         with torch.no_grad():
             self.shard = moved(self.shard, old.cuts, layout.cuts, group)
@@ -329,13 +338,17 @@ class Flat:
             layout: The cuts between these ranks, of the same parameters.
         """
         self.forget_gradient()
-        self._spent_faces = {}
+        self._forget_faces()
         with torch.no_grad():
             master = self.master()
             self.context = context
             self._set_layout(layout)
             self.shard = master[self._start : self._end].clone()
             self._show_shard()
+
+    def _forget_faces(self) -> None:
+        """Forget faces of gradients, which have the old shapes."""
+        self._spent_faces, self._faces_in = {}, WeakKeyDictionary()
 
     def _show_shard(self) -> list[Placement]:
         """Let the sharded parameters show another shard, by the layout; return their rows."""
@@ -535,6 +548,11 @@ class Flat:
                 each.grad = grad
         self._shown_flags, self._has_stand_in = list(flags), list(stand_ins)
 
+    @property
+    def own_gradient(self) -> torch.Tensor | None:
+        """The reduced gradient, if it has memory of its own; see [Note: gradients in place]."""
+        return self.grad_shard if self._reduced_in is None else None
+
     def rows_and_gradients(self) -> list[torch.Tensor]:
         """Return plain tensors with all that this rank holds of parameters and gradients."""
         held = [self.shard] if self.grad_shard is None else [self.shard, self.grad_shard]
@@ -630,6 +648,8 @@ class Flat:
                 touched.clear()
         dtype = self.master_dtype if self.dtype.is_floating_point else self.dtype
         numel = self._end - self._start if self.is_cut else self.numel
+        if self._reduced_in is not None:  # of a step that has failed
+            self.forget_gradient()
         if self._grad_buffer is None:
             nbytes = numel * dtype.itemsize
             self._grad_buffer = self.context.gradient_buffers.take(nbytes, self.context.device)
@@ -687,22 +707,24 @@ class Flat:
             for view, version in zip(self._grad_views, self._armed_versions, strict=True)
         ]
 
-    def reduce(self, scale: float) -> Pending:
+    def reduce(self, scale: float, *, in_place: bool = False) -> Pending:
         """Begin to sum ``grad_full`` over the ranks, times ``scale``, into ``grad_shard``.
 
         Adds to gradients that the sharded parameters still hold (accumulation over steps).
+
+        Args:
+            scale: Factor of the sum.
+            in_place: Whether the sum may stay in the memory of ``grad_full``, which is given back
+                with it, where there are no such gradients; see [Note: gradients in place].
         """
         assert self.grad_full is not None
         rounding = self.context.rounding
         for parameter in self.parameters:
             parameter.grad = None
-        if self.grad_shard is None:
-            # every element is written below: zeros would cost each early update another pass
-            self.grad_shard = torch.empty(
-                self._end - self._start, dtype=self.grad_full.dtype, device=self.context.device
-            )
-            self._grad_faces = list(self._faces(self.grad_shard))
         accumulate = any(parameter.grad is not None for parameter in self.sharded)
+        if self.grad_shard is None:
+            is_apart = accumulate or self._is_armed_cut  # such a buffer has this rank's rows only
+            self.grad_shard = self._gradient_memory(in_place and not is_apart)
         if accumulate:
             self._keep_only_held_gradients()
         if self.context.is_alone or self._is_armed_cut:
@@ -726,6 +748,23 @@ class Flat:
             if rounding is not None and rounding.is_measured:
                 self._measure(rounding, pending)
         return pending
+
+    def _gradient_memory(self, in_place: bool) -> torch.Tensor:
+        """Return memory for the reduced gradient: this rank's part of the full one, or its own."""
+        assert self.grad_full is not None and self._grad_buffer is not None
+        if not in_place:
+            # every element will be written: zeros would cost another pass
+            size, device = self._end - self._start, self.context.device
+            own = torch.empty(size, dtype=self.grad_full.dtype, device=device)
+            self._grad_faces = list(self._faces(own))
+            return own
+        self._reduced_in = buffer = self._grad_buffer
+        part = self.grad_full[self._start : self._end]
+        faces = self._faces_in.get(buffer)
+        if faces is None:
+            faces = self._faces_in[buffer] = self._faces(part)
+        self._grad_faces = list(faces)
+        return part
 
     def _measure(self, rounding: Rounding, pending: Pending) -> None:
         finish, shard = pending.finish, self.grad_shard
@@ -790,13 +829,34 @@ class Flat:
         self.grad_full, self._grad_views = None, []
         if self._grad_buffer is not None:
             buffer, self._grad_buffer = self._grad_buffer, None
-            self.context.gradient_buffers.give(buffer)
+            if buffer is not self._reduced_in:
+                self.context.gradient_buffers.give(buffer)
 
     def forget_gradient(self) -> None:
         """Release ``grad_shard``; the next reduce creates it again."""
         for parameter in self.sharded:
             parameter.grad = None
-        self.grad_shard, self._grad_faces = None, []
+        self._release_gradient([])
+
+    def _release_gradient(self, faces: list[DTensor | None]) -> None:
+        """Give the memory of ``grad_shard`` back, and leave these gradients."""
+        self.grad_shard, self._grad_faces = None, faces
+        if self._reduced_in is not None:
+            buffer, self._reduced_in = self._reduced_in, None
+            if buffer is not self._grad_buffer:
+                self.context.gradient_buffers.give(buffer)
+
+    def hold_gradient(self) -> None:
+        """Make memory for ``grad_shard`` and show it, as a reduce does; its values are ones."""
+        if self.grad_shard is None:
+            size, dtype = self._end - self._start, self.master_dtype
+            own = torch.ones(size, dtype=dtype, device=self.context.device)
+            self.grad_shard, self._grad_faces = own, list(self._faces(own))
+        self.publish([True] * len(self.sharded))
+
+    def drop_gradient(self) -> None:
+        """Release a ``grad_shard`` of which nobody shall see anything."""
+        self._release_gradient([None] * len(self.sharded))
 
     def publish(self, used: Sequence[bool]) -> None:
         """Set ``.grad`` of the sharded parameters that any rank used; leave it for the others.
@@ -845,7 +905,7 @@ class Flat:
             else:
                 kept = None
             faces.append(kept)
-        self.grad_shard, self._grad_faces = None, faces
+        self._release_gradient(faces)
 
 
 def _like_parameter(

@@ -158,10 +158,10 @@ class FlatGroup:
         """Per trainable flat and parameter, whether a gradient has landed on this rank."""
         return [used for flat in self._trained for used in flat.used()]
 
-    def start_reduce(self, scale: float) -> None:
-        """Begin to sum the gradients over the ranks, times ``scale``."""
+    def start_reduce(self, scale: float, *, in_place: bool = False) -> None:
+        """Begin to sum the gradients over the ranks; see ``Flat.reduce``."""
         for flat in self._trained[len(self._reducing) :]:  # as in start_gather
-            self._reducing.append(flat.reduce(scale))
+            self._reducing.append(flat.reduce(scale, in_place=in_place))
 
     def wait_reduce(self, wait: Wait = wait_for) -> None:
         """Wait for this rank's slice of the summed gradients and free the full gradients.

@@ -444,10 +444,18 @@ class Unit:
         """Per trainable flat and parameter, whether a gradient has landed on this rank."""
         return [used for group in self._beside(apart) for used in group.used()]
 
-    def start_reduce(self, scale: float, apart: Collection[int] = ()) -> None:
-        """Begin to sum the gradients over the ranks, times ``scale``."""
+    def start_reduce(
+        self, scale: float, apart: Collection[int] = (), *, in_place: bool = False
+    ) -> None:
+        """Begin to sum the gradients over the ranks, times ``scale``.
+
+        Args:
+            scale: Factor of the sum.
+            apart: Ends that stay as they are.
+            in_place: Whether the sum may stay in the memory of the full gradient.
+        """
         for group in self._beside(apart):
-            group.start_reduce(scale)
+            group.start_reduce(scale, in_place=in_place)
 
     def wait_reduce(self, wait: Wait = wait_for) -> None:
         """Wait for this rank's slice of the summed gradients and free the full gradients.
@@ -457,6 +465,11 @@ class Unit:
         """
         for group in self._groups.values():
             group.wait_reduce(wait)
+
+    def drop_gradients(self) -> None:
+        """Release the summed gradients, which nobody shall see."""
+        for flat in self.flats:
+            flat.drop_gradient()
 
     def publish(self, used: Sequence[bool], apart: Collection[int] = ()) -> None:
         """Set ``.grad`` where any rank used the parameter; flags in the order of :meth:`used`."""

@@ -63,10 +63,10 @@ class Observer:
             self._look()
             return pending
 
-        def watched_reduce(scale: float) -> Pending:
+        def watched_reduce(scale: float, *, in_place: bool) -> Pending:
             self.reduces[index] += 1
             self.order.append(f"reduce {index}")
-            pending = reduce(scale)
+            pending = reduce(scale, in_place=in_place)
             self._look()
             return pending
 

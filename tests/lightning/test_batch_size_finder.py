@@ -326,10 +326,10 @@ def _fails_alone_in_a_reduce(folder: Path, is_measured: bool) -> tuple[str, floa
         # the second size is measured before it is tried
         return model.batch_size == 4 if is_measured else bool(model.tried)
 
-    def start_reduce(unit: Unit, *args: Any) -> None:
+    def start_reduce(unit: Unit, *args: Any, **options: Any) -> None:
         if unit.name == "blocks.1" and runs.global_rank == 1 and is_hungry():
             raise torch.OutOfMemoryError("out of memory in a reduce")
-        reduce(unit, *args)
+        reduce(unit, *args, **options)
 
     started_s = time.monotonic()
     with pytest.MonkeyPatch.context() as patch:

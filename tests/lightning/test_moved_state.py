@@ -273,6 +273,20 @@ class Breaks(Callback):
             trainer.optimizers[0].param_groups[0]["betas"] = None
 
 
+class LacksPinned(Partly):
+    """Its ranks pin host memory, of which that of rank 1 has none to give."""
+
+    def configure_optimizers(self) -> Any:
+        accelerator = self.trainer.strategy.session.model.accelerator
+        accelerator.pins_host_memory = True
+        if self.trainer.global_rank == 1:
+            accelerator.allocate_host = self.refuse
+        return super().configure_optimizers()
+
+    def refuse(self, nbytes: int) -> Tensor:
+        raise RuntimeError("CUDA error: out of memory")  # as torch raises it
+
+
 class Whole(Partly):
     """Has an optimizer whose updates are not element-wise."""
 
@@ -291,29 +305,53 @@ def _raised(plan: Plan, module: Any, callbacks: Any = (), **strategy: Any) -> st
 
 
 def _bad() -> list[str]:
-    modules = [Partly(), Partly()]
-    for module in modules:
-        module.head.weight.data[0] = torch.nan
-    wanted = fitted(PLANS["3:1"], "auto", modules[0])
-    found = fitted(moved("3:1", 0.0), "auto", modules[1])
-    assert wanted.values["blocks.0.up.weight"].isnan().all()
-    for name, value in wanted.values.items():
-        torch.testing.assert_close(found.values[name], value, rtol=0, atol=0, equal_nan=True)
-    streamed = moved("3:1", 0.0)
+    streamed, on_host = moved("3:1", 0.0), moved("3:1", 0.0, 1.0)
     return [
         _raised(streamed, Whole()),
         _raised(streamed, Partly(), host_memory_cap=1000),
-        _raised(moved("3:1", 0.0, 1.0), Partly(), [Breaks()]),
+        _raised(on_host, Partly(), [Breaks()]),
+        *(_raised(plan, LacksPinned()) for plan in (streamed, on_host)),
     ]
 
 
 def test_what_cannot_be_is_named_on_all_ranks():
     other, own = in_ranks(2, _bad)
-    for whole, small, _ in (other, own):
+    for whole, small, *_ in (other, own):
         assert "(resident_fraction), but it has to stay on the devices: Adafactor is not" in whole
         assert "HostMemoryError: Optimizer state needs" in small and "host_memory_cap=" in small
     assert own[2].startswith("TypeError: cannot unpack") and "Weights are half-updated" in own[2]
     assert "Rank 1" in other[2] and "failed: TypeError: cannot unpack" in other[2]
+    for lacks, told in zip(own[3:], other[3:], strict=True):
+        assert lacks.startswith("HostMemoryError: This rank's host did not give")
+        assert told.startswith("RemoteRankError: Rank 1") and "allocating host memory" in told
+        for said in (lacks, told):
+            assert "CUDA error: out of memory" in said and "Lower host_memory_cap=" in said
+
+
+class Poisoned(Partly):
+    """Has weights of the head that make every gradient behind it NaN."""
+
+    def __init__(self) -> None:
+        super().__init__(fused=True)  # as the host updates
+        self.head.weight.data[0] = torch.nan
+
+
+def _poisoned() -> None:
+    for options in ({}, {"gradient_clip_val": 0.5}):
+        wanted = fitted(PLANS["3:1"], "auto", Poisoned(), **options)
+        assert wanted.values["blocks.0.up.weight"].isnan().all()
+        for on_host in (0.0, 0.5, 1.0):
+            found = fitted(moved("3:1", 0.0, on_host), "auto", Poisoned(), **options)
+            pairs = [(found.values, wanted.values)]
+            if wanted.state:  # rank 0 has it
+                kept = [list(notes.state["state"].values()) for notes in (found, wanted)]
+                pairs += zip(*kept, strict=True)
+            for one, other in pairs:
+                torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def test_gradients_that_are_nan_give_what_they_give_on_the_device():
+    in_ranks(2, _poisoned)
 
 
 # -- time ----------------------------------------------------------------------------------------

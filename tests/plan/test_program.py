@@ -195,7 +195,7 @@ def test_offload_copies_behind_the_forward_and_fetches_two_visits_ahead():
 def test_an_early_update_follows_the_next_reduce_and_the_rest_is_left_to_the_last():
     assert str(update_early(layered(chain(2), 2))) == (
         "G0 Z0 F0.0 F0.1 G1 F1.0 F1.1 X1 G2 F2.0 L0.0 F2.1 L0.1 A\n"
-        "Z2 B2.0 B2.1 R2 X2 G1 Z1 B1.0 B1.1 R1 U2 X1 R0 U1 X0 A\n"
+        "Z2 B2.0 B2.1 R2 X2 G1 Z1 B1.0 B1.1 R1 X1 U2 R0 X0 U1 A\n"
         "U"
     )
     assert str(update_early(layered([], 1))) == str(layered([], 1))
@@ -210,13 +210,13 @@ def test_state_in_host_memory_travels_with_the_units_updates():
     late, early = layered(chain(4), 0), update_early(layered(chain(4), 0))
     streamed = move_state(early, homes_of("rrsss"))
     assert text(streamed.backward) == (
-        "Z4 R4 I4 X4 G3 Z3 R3 I3 U4 S4 X3 G2 Z2 R2 I2 U3 S3 X2 G1 Z1 R1 U2 S2 X1 R0 U1 X0 A"
+        "Z4 R4 I4 X4 G3 Z3 R3 I3 X3 G2 U4 S4 Z2 R2 I2 X2 G1 U3 S3 Z1 R1 X1 U2 S2 R0 X0 U1 A"
     )
     assert text(streamed.update) == "U"
     # the host begins at once; what it has updated is taken at last
     mixed = move_state(early, homes_of("srhsh"))
     assert text(mixed.backward) == (
-        "Z4 R4 X4 G3 Z3 R3 I3 C4 X3 G2 Z2 R2 U3 S3 X2 G1 Z1 R1 C2 X1 R0 U1 X0 A"
+        "Z4 R4 X4 G3 Z3 R3 I3 X3 G2 C4 Z2 R2 X2 G1 U3 S3 Z1 R1 X1 C2 R0 X0 U1 A"
     )
     assert text(mixed.update) == "I0 U0 S0 U S4 S2"
     behind = move_state(late, homes_of("rshss"))
@@ -965,11 +965,11 @@ WORDS = {str(each): each for each in VALID.instructions}
 @pytest.mark.parametrize(
     ("was", "becomes", "because"),
     [
-        ("R2 U3", "U3 R2 U3", "cannot run U3 (update of unit 3): the unit is updated already"),
+        ("X2 U3", "U3 X2 U3", "cannot run U3 (update of unit 3): the unit is updated already"),
         ("R3", "U3 R3", "cannot run U3 (update of unit 3): the unit is not reduced yet"),
         ("R3 X3", "R3 U3 X3", "cannot run U3 (update of unit 3): the unit is gathered still"),
-        ("R0 U1", "R0", "cannot run U (update): units [1] have missed their early update"),
-        ("R0 U1 X0 A", "R0 U1 X0 G1 X1 A", "cannot run G1 (gather of unit 1): the unit is updated"),
+        ("X0 U1", "X0", "cannot run U (update): units [1] have missed their early update"),
+        ("X0 U1 A", "X0 U1 G1 X1 A", "cannot run G1 (gather of unit 1): the unit is updated"),
     ],
 )
 def test_an_early_update_that_is_too_early_left_out_or_followed_by_a_use_is_refused(

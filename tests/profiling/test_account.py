@@ -100,9 +100,9 @@ def test_kinds_are_what_arithmetic_says(plan, emulated):
     model = GPT(**MODEL).network
     block = parameters_of(model.blocks[0])
     root = parameters_of(model) - DEPTH * block
-    # parameters, Adam's two moments, and the gradients of two units
+    # parameters, Adam's two moments, and the root unit's gradient: those of units are in full ones
     state = [rank.state_bytes for rank in measured]
-    assert sum(state) == NUMBER * (3 * parameters_of(model) + 2 * block)
+    assert sum(state) == NUMBER * (3 * parameters_of(model) + root)
     for rank, part in zip(measured, plan.ranks, strict=True):
         # cuts lie between rows
         expected = part.state_fraction * sum(state)

@@ -14,7 +14,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_cephalo import Plan, RankPlan
 from lightning_cephalo.adapters.held_state import held_per_parameter
 from lightning_cephalo.emulation import active_device
+from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.plan import cost
+from lightning_cephalo.plan.program import Operation
 from lightning_cephalo.preparation.held_state import counted_on
 
 
@@ -171,6 +173,83 @@ def test_predicted_bytes_are_those_of_the_optimizer(name):
     for rank in all_cases(True, "32-true"):
         predicted, held = rank[name]
         assert held <= predicted <= 1.1 * held
+
+
+class AtFirstReduce(Callback, Observer):
+    """Most bytes up to the first reduce of the last training step, and from there on."""
+
+    def on_train_start(self, trainer, pl_module):
+        trainer.strategy.session.model.executor.attach(self)
+
+    def on_train_batch_start(self, *_):
+        self.peaks_bytes = []
+        active_device().reset_peak()
+
+    def before(self, instruction):
+        if instruction.operation is Operation.REDUCE and not self.peaks_bytes:
+            self._look()
+
+    def on_train_batch_end(self, *_):
+        self._look()
+
+    def _look(self):
+        self.peaks_bytes.append(active_device().peak_bytes)
+        active_device().reset_peak()
+
+
+MANY = ((1, 1), (16, 16), (8, 24))
+
+
+def at_each_moment():
+    """What this rank predicts and holds, for each of these numbers of microbatches."""
+    model = {"width": 64, "depth": 3, "context": 32}
+    options = {"speeds": (1.0, 1.0), "is_time_shared": False}
+    data = loader(context=32, batch_size=8)
+    problem = profile(GPT(**model), data, **options).with_early_update()
+    found, rank = [], dist.get_rank()
+    for counts in MANY:
+        plan = Plan(ranks=parts([(1,) * count for count in counts], (0.3, 0.7)))
+        held = AtFirstReduce()
+        data = loader(context=32, batch_size=sum(counts) // 2)
+        fit(GPT(**model), data, strategy={"plan": plan}, callbacks=[held], max_steps=2, **options)
+        planned, own = cost.as_planned(problem, plan), plan.ranks[rank]
+        first, *later = [
+            own.state_fraction * need.state + need.of(own.microbatch_sizes)
+            for need in (find(planned, problem.ranks[rank]) for find in cost.DEVICE_NEEDS)
+        ]
+        found.append(((first, max(later)), held.peaks_bytes))
+    return found
+
+
+def test_each_moment_of_a_step_is_predicted_however_many_microbatches_there_are():
+    for rank in in_ranks(2, at_each_moment):
+        for predicted, held in rank:
+            for expected, own in zip(predicted, held, strict=True):
+                assert own <= expected <= 1.05 * own
+
+
+class SeesGradients(GPT):
+    """Finds what units hold of the gradients of the steps before."""
+
+    most_bytes = 0
+
+    def training_step(self, batch, batch_idx):
+        units = self.trainer.strategy.session.model.units[1:]
+        gradients = [flat.grad_shard for unit in units for flat in unit.flats]
+        held = sum(each.nbytes for each in gradients if each is not None)
+        self.most_bytes = max(self.most_bytes, held)
+        return super().training_step(batch, batch_idx)
+
+
+def gradients_of_measuring(options):
+    module = SeesGradients()
+    profile(module, loader(), is_time_shared=False, speeds=(1.0, 1.0), **options)
+    return module.most_bytes
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_clip_val": 0.5}])
+def test_measuring_holds_no_gradients_of_units(options):
+    assert in_ranks(2, gradients_of_measuring, options) == [0, 0]
 
 
 class Wide(nn.Module):

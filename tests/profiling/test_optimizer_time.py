@@ -114,6 +114,34 @@ def test_clipping_is_timed_with_gradients_that_are_gone_afterwards():
         assert count == 6 and had_gradients == {True} and no_gradients
 
 
+def _with_little_room(rank):
+    sharded = sharded_model(6, 20)
+    for unit in sharded.units:
+        unit.drop_gradients()
+    flats = [flat for unit in sharded.units for flat in unit.flats if flat.trainable]
+    if rank == 1:  # it has room for the first two of four units
+        flats[2].hold_gradient = _no_room
+    host, clipped = VirtualHost(), []
+
+    def clip(parameters):
+        clipped.append([parameter.grad is not None for parameter in parameters])
+        host.run(1e-3 * len(parameters))
+
+    told_s = optimizer_time(sharded, host.now, clip)
+    held = [flat.grad_shard for flat in flats if flat.grad_shard is not None]
+    return told_s, clipped[0], held
+
+
+def _no_room():
+    raise torch.OutOfMemoryError("no room")
+
+
+def test_clipping_is_timed_with_gradients_that_all_ranks_have_room_for():
+    for told_s, had_gradients, held in run_ranks(2, _with_little_room):
+        assert had_gradients == 12 * [True] and not held
+        assert told_s == pytest.approx(24e-3)
+
+
 def test_what_is_clipped_in_a_step_is_what_the_trainer_says():
     parameters = [nn.Parameter(torch.ones(4)) for _ in range(2)]
     assert clipping(None, None) is None and clipping(0.0, "norm") is None

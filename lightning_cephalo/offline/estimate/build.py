@@ -240,20 +240,19 @@ def _largest(work: ModelWork) -> float:
 
 
 def _held_in_updates(work: ModelWork) -> float:
-    """Return the elements of two gradients, of a reduce, and of what torch's update makes."""
-    units = [work.largest_unit_parameters] * min(2, work.units)
-    last = work.last_parameters
-    first, second = sorted((work.root_parameters - last, *units), reverse=True)[:2]
-    inside = _largest(work) - last + first + second + 2 * first
-    # the root unit is updated as one, with the last layers, which count all the time
-    return max(inside, 3 * work.root_parameters - 2 * last)
+    """Return the elements of gradients, and of what torch's update makes.
+
+    The last unit is updated while the root unit is reduced, and then the root unit with the last
+    layers. Those count all the time.
+    """
+    root, last, unit = work.root_parameters, work.last_parameters, work.largest_unit_parameters
+    inside = 2 * unit + max(unit, 2 * (root - last))
+    return max(inside - last, 3 * root - 2 * last)
 
 
 def _held_in_reduces(work: ModelWork) -> float:
-    """Return the elements of a gradient and of its reduce; those of the last layers count apart."""
-    last = work.last_parameters
-    own = max(work.largest_unit_parameters, work.root_parameters - last)
-    return _largest(work) - last + own
+    """Return the elements of a reduce; those of the last layers count apart."""
+    return _largest(work) - work.last_parameters
 
 
 def gathered_bytes(work: ModelWork) -> float:
