@@ -14,22 +14,19 @@ from __future__ import annotations
 
 import atexit
 import gc
-import io
-import itertools
-import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch.distributed as dist
 
 from lightning_cephalo.accelerator.backends import backend_of
 from lightning_cephalo.common.errors import RemoteRankError
+from lightning_cephalo.ranks import unwritten
 from lightning_cephalo.ranks.aborting import abort_groups
 from lightning_cephalo.ranks.closing import close_connections
 from lightning_cephalo.ranks.connecting import Lookout, Watch, connect_watched
@@ -38,7 +35,6 @@ from lightning_cephalo.ranks.crash_report import CrashReport, is_lost_connection
 from lightning_cephalo.ranks.groups import Groups, set_timeout
 from lightning_cephalo.ranks.roll_call import patience, what_follows
 from lightning_cephalo.ranks.switchboard import Switchboard
-from lightning_cephalo.ranks.whereabouts import is_installed
 
 _LEAVING_S = 0.02
 
@@ -317,43 +313,11 @@ def _hurry() -> None:
     in cycles would lose what is not written yet. So would objects of the user's that write it when
     they are deleted: where there are any, the interpreter looks.
     """
-    objects = gc.get_objects()
-    # one look at each object: there are half a million, which no cache of the processor holds
-    kinds = list(map(type, objects))
-    if any(map(_acts_at_its_end, set(kinds))):
-        return
-    flush_files(_files_among(objects, kinds))
+    that_act = unwritten.classes_that_act_at_their_end()
+    if that_act or unwritten.has_files_to_write():
+        objects = gc.get_objects()
+        kinds = list(map(type, objects))
+        if not that_act.isdisjoint(kinds):
+            return
+        unwritten.flush_files(unwritten.files_among(objects, kinds))
     gc.freeze()
-
-
-def _acts_at_its_end(kind: type) -> bool:
-    """Return whether objects of a class of the user's do something when they are deleted."""
-    if not hasattr(kind, "__del__"):
-        return False
-    path = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return kind.__module__ == "__main__" or (path is not None and not is_installed(path))
-
-
-def open_files() -> list[io.IOBase]:
-    """Return the files of this process, of objects that are not frozen."""
-    objects = gc.get_objects()
-    return _files_among(objects, list(map(type, objects)))
-
-
-def _files_among(objects: Sequence[Any], kinds: Sequence[type]) -> list[Any]:
-    # the classes of files first: to ask each of all classes takes a tenth of a second
-    of_files: set[type] = set()
-    others: list[type] = [kind for kind in io.IOBase.__mro__ if kind is not object]
-    while others:
-        of_files.update(others)
-        below: list[list[type]] = [type.__subclasses__(kind) for kind in others]
-        others = list(itertools.chain.from_iterable(below))
-    places = itertools.compress(range(len(kinds)), map(of_files.__contains__, kinds))
-    return [objects[place] for place in places]
-
-
-def flush_files(files: Sequence[io.IOBase]) -> None:
-    """Write what files have in their buffers."""
-    for each in files:
-        with suppress(Exception):  # such as of a closed file
-            each.flush()

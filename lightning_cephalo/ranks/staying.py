@@ -42,9 +42,9 @@ from typing_extensions import override
 
 from lightning_cephalo.accelerator.torch_device import used_device
 from lightning_cephalo.common.errors import RecoveryError, RemoteRankError
-from lightning_cephalo.ranks.connection import flush_files, open_files
 from lightning_cephalo.ranks.crash_report import is_lost_connection
 from lightning_cephalo.ranks.rounds import STAYED, STORE, Rounds
+from lightning_cephalo.ranks.unwritten import flush_files, open_files
 
 LOST_ANOTHER = 75
 """Exit status of a fork that has lost another rank."""

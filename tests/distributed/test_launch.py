@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import mmap
+import os
+import pty
+import signal
+import socket
+import stat
+import sys
 import time
 import weakref
 
@@ -53,31 +61,93 @@ class _Holds:
         pass
 
 
-class _WritesAtItsEnd:
-    def __del__(self):
-        pass
-
-
-def _leaves(rank, folder, failed_alone, kept=None):
-    """Whether the interpreter still looks for cycles when it ends, and what a file has by then."""
-    gc.freeze()  # what other tests have made
-    frozen = gc.get_freeze_count()
-    of_user = kept and kept()
-    path = folder / f"{failed_alone} {of_user is None}"
-    holder, file = _Holds(failed_alone), path.open("w")
-    made = connection.Connection(None)
-    made.hold(holder)
+def _has_text(file):
     file.write("all")
-    connection._leave(weakref.ref(made))
-    return gc.get_freeze_count() == frozen, path.read_text()
+    return lambda: file  # it lives on, as in a cycle
 
 
+def _file(folder):
+    return _has_text((folder / "text").open("w"))
+
+
+def _pipe_to_another(folder):
+    reading, writing = os.pipe()
+    other = os.fork()
+    if other == 0:
+        signal.alarm(10)
+        os.close(writing)
+        (folder / "text").write_bytes(os.read(reading, 3))
+        os._exit(0)
+    os.close(reading)
+    kept = _has_text(os.fdopen(writing, "w"))
+    return lambda: os.waitpid(other, 0) and kept
+
+
+def _terminal(folder):
+    reading, writing = pty.openpty()
+    os.set_blocking(reading, False)
+    kept = _has_text(os.fdopen(writing, "w"))
+    return lambda: (folder / "text").write_bytes(os.read(reading, 3)) and kept
+
+
+def _nothing_to_write(folder):
+    """What ranks have open: sockets, pipes to themselves, files to read, mappings."""
+    kept = [*socket.socketpair(), *os.pipe(), (folder / "read").open("w+").close()]
+    kept += [(folder / "read").open(), os.open(os.devnull, os.O_WRONLY)]
+    with (folder / "mapped").open("wb+") as file:
+        file.truncate(4096)
+        kept.append(mmap.mmap(file.fileno(), 4096))
+    return lambda: kept
+
+
+def _writes_at_its_end(folder):
+    class WritesAtItsEnd:
+        def __del__(self):
+            pass
+
+    kept = WritesAtItsEnd()
+    return lambda: kept
+
+
+def _leaves(rank, folder, failed_alone, made=None):
+    """Whether the interpreter still looks for cycles when it ends, and has searched all objects."""
+    gc.freeze()  # what other tests have made
+    for number in os.listdir("/proc/self/fd"):  # as above: pytest has files open
+        with contextlib.suppress(OSError):
+            if int(number) > 2 and not stat.S_ISSOCK(os.fstat(int(number)).st_mode):
+                os.close(int(number))
+    frozen, searched, look = gc.get_freeze_count(), [], gc.get_objects
+    behind = made(folder) if made else None
+    holder = _Holds(failed_alone)
+    known = connection.Connection(None)
+    known.hold(holder)
+    gc.get_objects = lambda: [searched.append(True), look()][1]
+    connection._leave(weakref.ref(known))
+    if behind is not None:
+        behind()
+    return gc.get_freeze_count() == frozen, bool(searched)
+
+
+def _written(path):
+    with contextlib.suppress(FileNotFoundError):
+        return path.read_text()
+    return ""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="others search all objects")
 def test_a_rank_that_fails_ends_soon_and_loses_nothing_that_it_writes(tmp_path):
     """Also where the script catches the error, and ends otherwise."""
-    for given, looks, written in (
-        ((False,), True, ""),
-        ((True,), False, "all"),
-        ((True, _WritesAtItsEnd), True, ""),
+    for given, looks, searches, written in (
+        ((False,), True, False, ""),
+        ((True,), False, False, ""),
+        ((True, _nothing_to_write), False, False, ""),
+        ((True, _file), False, True, "all"),
+        ((True, _pipe_to_another), False, True, "all"),
+        ((True, _terminal), False, True, "all"),
+        ((True, _writes_at_its_end), True, True, ""),
     ):
-        found = launch.run_ranks(1, _leaves, tmp_path, *given, process_group=False)
-        assert found == [(looks, written)], given
+        folder = tmp_path / str(given)
+        folder.mkdir()
+        found = launch.run_ranks(1, _leaves, folder, *given, process_group=False)
+        assert found == [(looks, searches)], given
+        assert _written(folder / "text") == written, given
