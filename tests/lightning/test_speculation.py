@@ -17,6 +17,7 @@ from test_repeated_steps import MOVING, PLAN, Sends, _result
 
 from lightning_cephalo import Plan
 from lightning_cephalo.adapters import host_update, speculation
+from lightning_cephalo.common.errors import UnsupportedError
 
 # what `_Gated` computes depends on the number of samples
 pytestmark = pytest.mark.filterwarnings("ignore:The loss of .* samples is")
@@ -284,6 +285,29 @@ def test_an_update_that_fails_with_the_norm_too_ends_all_ranks():
     other, own = in_ranks(2, _broken)
     assert own.startswith("TypeError: cannot unpack") and "Weights are half-updated" in own
     assert "Rank 1" in other and "failed: TypeError: cannot unpack" in other
+
+
+class ByValue(Partly):
+    """Clips the third step by value, which is said behind its forward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.trainer.gradient_clip_algorithm = "value" if batch_idx == 2 else "norm"
+        return loss
+
+
+def _by_value() -> str:
+    try:
+        run(moved("3:1", 0.0, 1.0), Clips(NOT), ByValue())
+    except UnsupportedError as failure:
+        return str(failure)
+    return ""
+
+
+def test_gradients_that_have_left_are_not_clipped_by_value_in_silence():
+    for said in in_ranks(2, _by_value):
+        assert "clipped by value, but those of the parameters 'blocks.0.up.weight'" in said
+        assert "are on the host already: the step began with clipping by norm" in said
 
 
 # -- what is said -----------------------------------------------------------------------------
