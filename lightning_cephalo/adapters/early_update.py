@@ -32,6 +32,8 @@ from lightning_cephalo.adapters.moved_state import MovedState
 from lightning_cephalo.adapters.optimizer import put_in_order, step_is_replaced, update_rows
 from lightning_cephalo.adapters.scope import Scope, known_scope
 from lightning_cephalo.adapters.sparse_gradients import takes_sparse_gradients
+from lightning_cephalo.adapters.unchanged import changed_option, kept_options
+from lightning_cephalo.common.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -247,6 +249,9 @@ class EarlyUpdater:
         self._has_warned = self._may = False
         self._groups: dict[int, int] = {}
         self._states = 0
+        # what updates of this step have used: options by parameter group, and how they clip
+        self._used: dict[int, dict[str, Any]] = {}
+        self._clip: Any = None
 
     def look(self, optimizer: Optimizer) -> None:
         """Look whether this step may update early; called before anything of the step.
@@ -272,6 +277,7 @@ class EarlyUpdater:
         """Return whether the step that begins may update early: :meth:`look` has found so."""
         # a step that nobody has announced updates nothing: it is one of several that add up
         may, self._may = self._may, False
+        self._used = {}
         if may:
             groups = enumerate(self._optimizer.param_groups)
             self._groups = {id(p): index for index, group in groups for p in group["params"]}
@@ -296,13 +302,46 @@ class EarlyUpdater:
             updated.append(group is not None and parameter.grad is not None)
             if group is not None and parameter.grad is not None:
                 chosen[group].append(parameter)
-        trainer = self._trainer
-        clip: Any = trainer.gradient_clip_val or None
+        clip: Any = self._trainer.gradient_clip_val or None
+        self._note(chosen, clip)
         if self.moved is None:
             update_rows(self._optimizer, chosen, clip)
         else:
             self.moved.update_chosen(chosen, clip, on_host)
         return updated
+
+    def _note(self, chosen: Sequence[Sequence[Tensor]], clip: Any) -> None:
+        if not self._used:
+            self._clip = clip
+        for index, (group, own) in enumerate(
+            zip(self._optimizer.param_groups, chosen, strict=True)
+        ):
+            if own and index not in self._used:
+                self._used[index] = kept_options(group)
+
+    def check(self) -> None:
+        """Raise if code has changed in the backward what updates there had used before.
+
+        Raises:
+            UnsupportedError: The message names the option.
+        """
+        groups, what = self._optimizer.param_groups, ""
+        for index, used in self._used.items():
+            name = changed_option(groups[index], used) if index < len(groups) else "params"
+            if name:
+                what = f"param_groups[{index}][{name!r}] (now {groups[index].get(name)!r})"
+                break
+        if self._used and not what:
+            clip = self._trainer.gradient_clip_val
+            if (clip or None) != self._clip or _late_by_trainer(self._trainer):
+                what = f"the clipping of gradients (now gradient_clip_val={clip!r})"
+        if what:
+            raise UnsupportedError(
+                f"Code has changed {what} inside of the backward, where units are updated: some"
+                " updates have used the value of before. On one device all use the last value."
+                " Change it before the backward or behind the step, such as in"
+                " on_train_batch_start(). Or say CephaloStrategy(early_update=False)."
+            )
 
     def finish(self) -> None:
         """Put states that the step has made into the order of the groups, as ``step`` makes them.

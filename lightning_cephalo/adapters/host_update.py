@@ -144,19 +144,28 @@ class HostUpdates:
             self._out.wait(arrival)
         self._leaving = []
 
-    def guess(self, unit: int, optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]]) -> None:
-        """Begin to update by gradients that have left, as if nothing will be clipped.
+    def may_guess(self, unit: int, optimizer: Optimizer) -> bool:
+        """Return whether a unit may be updated before the norm is known, in this step.
 
-        Does nothing where the plan does not say so, where the last steps were clipped, and where
-        the optimizer's kernel may write to gradients. Only the host's own copies change.
+        It may not where the plan does not say so, where the last steps were clipped, and where the
+        optimizer's kernel may write to gradients.
 
         Args:
             unit: Index of the unit.
             optimizer: One of torch's element-wise optimizers.
+        """
+        return unit in self._speculated and self._pays.now and updates_ahead(optimizer)
+
+    def guess(self, unit: int, optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]]) -> None:
+        """Begin to update by gradients that have left, as if nothing will be clipped.
+
+        Only the host's own copies change.
+
+        Args:
+            unit: Index of a unit for which :meth:`may_guess` is true, whose state is on the host.
+            optimizer: One of torch's element-wise optimizers.
             chosen: By parameter group, parameters whose gradients have left.
         """
-        if unit not in self._speculated or not self._pays.now or not updates_ahead(optimizer):
-            return
         second = SecondState(partial(self._second_of, unit))
         assumed = Assumed.of(optimizer, chosen)
         try:
@@ -194,6 +203,7 @@ class HostUpdates:
         assert guess is not None
         if guess.has_failed or not guess.assumed.holds(optimizer, chosen):
             self._forget([job])
+            self._pays.was_in_vain()
             return set()
         self._pays.learn(False)
         job.future = guess.confirm()
@@ -318,6 +328,7 @@ class HostUpdates:
         """
         job = self._jobs.pop(unit)
         if job.again is not None and job.future.exception() is not None:
+            self._pays.was_in_vain()
             job.again()
             job = self._jobs.pop(unit)
         arrivals = job.future.result()

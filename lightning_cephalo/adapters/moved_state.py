@@ -320,8 +320,10 @@ class MovedState:
             return [None] * len(parameters)
         unit = self._unit_of[id(chosen[0])]
         sent = self._host.send(unit, chosen)
-        if not self._leaving:  # state is in its place
-            self._host.guess(unit, self._optimizer, groups)
+        if self._host.may_guess(unit, self._optimizer):
+            self._settle(unit)  # loaded state, or what code has put in its place
+            if not self._leaving:
+                self._host.guess(unit, self._optimizer, groups)
         found = dict(zip(map(id, chosen), sent, strict=True))
         return [found.get(id(parameter)) for parameter in parameters]
 
@@ -414,6 +416,7 @@ class MovedState:
         for optimizer in optimizers:
             self._optimizer = optimizer
             self.settle(optimizer)
+            self._place_numbers(optimizer)
             for parameter in _parameters_of(self._units, self._homes, StateHome.RESIDENT):
                 for name, value in list(optimizer.state.get(parameter, {}).items()):
                     rows = local_part(value) if isinstance(value, Tensor) else None
@@ -424,6 +427,26 @@ class MovedState:
                         on_device.copy_(rows)
                         optimizer.state[parameter][name] = as_state(name, parameter, on_device)
         self.finish()
+
+    def _place_numbers(self, optimizer: Optimizer) -> None:
+        """Put numbers on the device, such as step counts, that kernels of the device read there.
+
+        What the host updates has them in host memory. The rule is that of torch's optimizers for
+        loaded state.
+        """
+        for group in optimizer.param_groups:
+            if not (group.get("fused") or group.get("capturable")):
+                continue
+            for parameter in group["params"]:
+                unit = self._unit_of.get(id(parameter))
+                if unit is None or self._homes[unit] is StateHome.HOST:
+                    continue
+                entries = optimizer.state.get(parameter, {})
+                for name, value in list(entries.items()):
+                    if isinstance(value, Tensor) and not has_rows(
+                        name, parameter, local_part(value)
+                    ):
+                        entries[name] = value.to(self._accelerator.device)
 
     def settle(self, optimizer: Optimizer) -> None:
         """Move state to host memory that belongs there and lies elsewhere."""

@@ -29,6 +29,7 @@ from lightning_cephalo.adapters.compiled_step import without_compiling
 from lightning_cephalo.adapters.owned_update import OwnedUpdate, following
 from lightning_cephalo.adapters.scope import known_scope
 from lightning_cephalo.adapters.sparse_gradients import SparseGradients
+from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.sharding.collectives import all_reduce
 from lightning_cephalo.sharding.placement import (
     Rows,
@@ -44,6 +45,7 @@ from lightning_cephalo.sharding.spent_gradients import (
     refuse_spent,
     sent_gradient,
 )
+from lightning_cephalo.sharding.write_guard import Locked, spelled
 
 
 class UpdatesElsewhere(Protocol):
@@ -399,9 +401,33 @@ def _square_of_norm(parts: list[_Part], device: torch.device) -> Tensor:
 
 
 def clip_by_value(parameters: Iterable[Tensor], largest: float) -> None:
-    """Clamp every element of the gradients to between minus and plus ``largest``."""
-    with _without_torch_functions(), _rows_of(list(parameters)) as rows:
+    """Clamp every element of the gradients to between minus and plus ``largest``.
+
+    Args:
+        parameters: Parameters; those whose gradients have updated them are left out.
+        largest: The largest element.
+
+    Raises:
+        UnsupportedError: If gradients have left for the host, which is told a factor only.
+    """
+    held = list(parameters)
+    left = [name for name in map(_name_of_sent, held) if name]
+    if left:
+        raise UnsupportedError(
+            f"Gradients are clipped by value, but those of {spelled(left)} are on the host already:"
+            " the step began with clipping by norm. Change gradient_clip_algorithm before a step,"
+            " such as in on_train_batch_start()."
+        )
+    with _without_torch_functions(), _rows_of(held) as rows:
         torch.nn.utils.clip_grad_value_(rows, largest)
+
+
+def _name_of_sent(parameter: Tensor) -> str:
+    """Return the full name of a parameter whose gradient is on the host; empty: it is not."""
+    gradient = parameter.grad
+    if gradient is None or sent_gradient(gradient) is None:
+        return ""
+    return str(cast(Locked, local_part(gradient)).full_name)
 
 
 @contextmanager

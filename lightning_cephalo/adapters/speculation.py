@@ -16,7 +16,8 @@ failed, it is forgotten, and the host updates as if it had never begun. So no er
 that late updates do not make, and a step that is repeated finds all as before.
 
 An update that was in vain keeps the processors busy while the right one waits. So a step assumes
-something only behind steps that were not clipped: one, and twice as many behind each error.
+something only behind steps that were not clipped: one, and twice as many behind each error,
+whatever has changed.
 """
 
 from __future__ import annotations
@@ -28,11 +29,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_cephalo.adapters.optimizer import has_rows
+from lightning_cephalo.adapters.unchanged import (
+    changed_option,
+    entries_unchanged,
+    kept,
+    kept_options,
+)
 from lightning_cephalo.sharding.placement import local_part
 from lightning_cephalo.sharding.spent_gradients import sent_gradient
 
@@ -108,27 +114,31 @@ class Assumed:
     Attributes:
         optimizer: What updates.
         members: By parameter group, the parameters.
-        options: By parameter group, its options, with copies of tensors.
-        state: By parameter, its state, and the versions of its tensors.
+        options: By parameter group, its options; of a group without members, none.
+        state: By parameter, its state.
         versions: By parameter, the version of its rows.
     """
 
     optimizer: Optimizer
     members: tuple[tuple[Tensor, ...], ...]
     options: tuple[dict[str, Any], ...]
-    state: tuple[dict[str, tuple[Any, int]], ...]
+    state: tuple[dict[str, Any], ...]
     versions: tuple[int, ...]
 
     @classmethod
     def of(cls, optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]]) -> Assumed:
         """Return what is true now of parameters, by parameter group."""
         parameters = [parameter for group in chosen for parameter in group]
+        pairs = zip(optimizer.param_groups, chosen, strict=True)
         return cls(
             optimizer,
             tuple(tuple(group) for group in chosen),
-            tuple(_options(group) for group in optimizer.param_groups),
-            tuple(_seen(optimizer.state.get(parameter, {})) for parameter in parameters),
-            tuple(local_part(parameter)._version for parameter in parameters),
+            tuple(kept_options(group) if own else {} for group, own in pairs),
+            tuple(
+                {name: kept(value) for name, value in optimizer.state.get(parameter, {}).items()}
+                for parameter in parameters
+            ),
+            _versions_of(parameters),
         )
 
     @property
@@ -143,63 +153,28 @@ class Assumed:
             optimizer: The optimizer whose step it is.
             chosen: By parameter group, parameters with gradients, of which it may be a part.
         """
-        if optimizer is not self.optimizer or len(chosen) != len(self.members):
+        groups, parameters = optimizer.param_groups, self.parameters
+        if optimizer is not self.optimizer or not len(chosen) == len(self.members) == len(groups):
             return False
-        for own, group in zip(self.members, chosen, strict=True):
-            if not {*map(id, own)} <= {*map(id, group)}:
+        for group, own, given, options in zip(
+            groups, self.members, chosen, self.options, strict=True
+        ):
+            if not {*map(id, own)} <= {*map(id, given)}:
                 return False
-        for parameter in self.parameters:
+            if own and changed_option(group, options):
+                return False
+        for parameter in parameters:
             sent = sent_gradient(parameter.grad)
             if sent is None or sent.factor != 1.0:
                 return False
-        now = Assumed.of(optimizer, self.members)
-        if now.versions != self.versions or len(now.options) != len(self.options):
+        if _versions_of(parameters) != self.versions:
             return False
-        pairs = [*zip(now.options, self.options, strict=True)]
-        state = [*zip(now.state, self.state, strict=True)]
-        return all(_same(*pair) for pair in pairs) and all(_unchanged(*pair) for pair in state)
+        now = (optimizer.state.get(parameter, {}) for parameter in parameters)
+        return all(map(entries_unchanged, now, self.state))
 
 
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    options = {name: value for name, value in group.items() if name != "params"}
-    return {
-        name: value.detach().clone() if isinstance(value, Tensor) else value
-        for name, value in options.items()
-    }
-
-
-def _same(found: dict[str, Any], assumed: dict[str, Any]) -> bool:
-    if found.keys() != assumed.keys():
-        return False
-    for name, value in found.items():
-        other = assumed[name]
-        if isinstance(value, Tensor) and isinstance(other, Tensor):
-            if not torch.equal(value, other):
-                return False
-        elif isinstance(value, (list, tuple)) and any(isinstance(e, Tensor) for e in value):
-            return False  # of tensors in pairs there are no copies to compare with
-        elif type(value) is not type(other) or value != other:
-            return False
-    return True
-
-
-def _seen(entries: dict[str, Any]) -> dict[str, tuple[Any, int]]:
-    found = {}
-    for name, value in entries.items():
-        own = local_part(value) if isinstance(value, Tensor) else value
-        found[name] = own, own._version if isinstance(own, Tensor) else 0
-    return found
-
-
-def _unchanged(found: dict[str, tuple[Any, int]], seen: dict[str, tuple[Any, int]]) -> bool:
-    if found.keys() != seen.keys():
-        return False
-    for name, (value, version) in found.items():
-        before, version_before = seen[name]
-        is_same = value is before if isinstance(value, Tensor) else value == before
-        if not is_same or version != version_before:
-            return False
-    return True
+def _versions_of(parameters: Sequence[Tensor]) -> tuple[int, ...]:
+    return tuple(local_part(parameter)._version for parameter in parameters)
 
 
 class WhetherItPays:
@@ -217,7 +192,7 @@ class WhetherItPays:
 
     def __init__(self) -> None:
         self._unclipped, self._patience = 0, 1
-        self._has_begun = False
+        self._has_begun = self._was_in_vain = False
         self._is_clipped: bool | None = None
 
     @property
@@ -233,9 +208,13 @@ class WhetherItPays:
         """Say whether gradients of this step were clipped."""
         self._is_clipped = is_clipped
 
+    def was_in_vain(self) -> None:
+        """Say that an update of this step does not hold, whatever the factor."""
+        self._was_in_vain = True
+
     def begin_step(self) -> None:
         """Begin the next step; one that was repeated has told nothing."""
-        if self._is_clipped:
+        if self._is_clipped is not None and (self._is_clipped or self._was_in_vain):
             self._unclipped = 0
             if self._has_begun:
                 self._patience = min(2 * self._patience, _MOST_PATIENCE)
@@ -243,7 +222,7 @@ class WhetherItPays:
             self._unclipped += 1
             if self._has_begun:
                 self._patience = max(1, self._patience // 2)
-        self._is_clipped, self._has_begun = None, False
+        self._is_clipped, self._has_begun, self._was_in_vain = None, False, False
 
 
 class Guess:

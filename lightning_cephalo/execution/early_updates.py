@@ -44,6 +44,9 @@ class Updater(Protocol):
     def holds(self, parameter: nn.Parameter) -> bool:
         """Return whether the optimizer updates this sharded parameter."""
 
+    def check(self) -> None:
+        """Raise if code has changed in the backward what updates there had used before."""
+
     def finish(self) -> None:
         """End a step, behind the optimizer's own."""
 
@@ -112,6 +115,11 @@ class EarlyUpdates:
         unit.publish(unit.surely_used(used, has_samples))
         parameters = unit.reduced_parameters()
         unit.give_back(self.updater.update(parameters, on_host))
+
+    def check(self) -> None:
+        """Raise if the optimizer's step would not make the updates that units have had."""
+        if self.is_on and self.updater is not None:
+            self.updater.check()
 
     def finish(self) -> None:
         """Give all gradients back that the optimizer's step has used."""

@@ -936,6 +936,7 @@ class Executor:
             self._throttle.end_step()
         self.failure.guarded(self.writes.check, _BEFORE_BACKWARD)
         self.failure.guarded(self._refuse_late_gradients)
+        self.failure.guarded(self.early.check)
         flags = [self.failure.error is not None]
         for used in step.used.values():
             flags.extend(used)

@@ -7,11 +7,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import numpy
 import pytest
 import torch
+from torch import nn
 from torch.optim import SGD
 
 from lightning_cephalo.adapters.speculation import Assumed, Guess, SecondState, WhetherItPays
+from lightning_cephalo.sharding.spent_gradients import SentGradient, SpentGradient
 
 
 class Host:
@@ -119,6 +122,15 @@ def test_a_step_assumes_something_behind_twice_as_many_steps_after_each_error():
     assert told("nrnr") == ".xxx"
 
 
+def sent_parameter() -> nn.Parameter:
+    """A parameter whose gradient is on the host."""
+    parameter = nn.Parameter(torch.zeros(1))
+    stand_in = SpentGradient(torch.zeros(1), "weight")
+    stand_in.sent = SentGradient(torch.tensor(1.0))
+    parameter.grad = stand_in
+    return parameter
+
+
 @pytest.mark.parametrize(
     ("name", "value", "holds"),
     [
@@ -131,18 +143,28 @@ def test_a_step_assumes_something_behind_twice_as_many_steps_after_each_error():
     ],
 )
 def test_another_option_of_a_group_is_another_update(name, value, holds):
-    optimizer = SGD([torch.zeros(1)], lr=1.0, momentum=0.0)
-    assumed = Assumed.of(optimizer, [[]])
+    parameter, other = sent_parameter(), sent_parameter()
+    groups = [{"params": [parameter]}, {"params": [other]}]
+    optimizer = SGD(groups, lr=1.0, momentum=0.0)
+    assumed = Assumed.of(optimizer, [[parameter], []])
+    assert assumed.holds(optimizer, [[parameter], [other]])
+    optimizer.param_groups[1][name] = value  # of other parameters
+    assert assumed.holds(optimizer, [[parameter], [other]])
     optimizer.param_groups[0][name] = value
-    assert assumed.holds(optimizer, [[]]) is holds
-    assert not assumed.holds(SGD([torch.zeros(1)], lr=1.0), [[]])
+    assert assumed.holds(optimizer, [[parameter], []]) is holds
+    assert not assumed.holds(optimizer, [[], []])
+    assert not assumed.holds(SGD([parameter], lr=1.0), [[parameter]])
 
 
-def test_options_that_are_tensors_are_compared_by_what_they_were():
-    optimizer = SGD([torch.zeros(1)], lr=torch.tensor(1.0))
-    assumed = Assumed.of(optimizer, [[]])
-    assert assumed.holds(optimizer, [[]])
-    optimizer.param_groups[0]["lr"].mul_(2)
-    assert not assumed.holds(optimizer, [[]])
-    optimizer.param_groups[0].update(lr=torch.tensor(1.0), pair=(torch.tensor(0.9),))
-    assert not Assumed.of(optimizer, [[]]).holds(optimizer, [[]])
+def test_state_of_any_kind_is_compared():
+    parameter = sent_parameter()
+    optimizer = SGD([parameter], lr=1.0)
+    entries = optimizer.state[parameter] = {"rows": torch.zeros(1), "history": [numpy.zeros(2)]}
+    assumed = Assumed.of(optimizer, [[parameter]])
+    assert assumed.holds(optimizer, [[parameter]])
+    entries["history"].append(1)
+    assert not assumed.holds(optimizer, [[parameter]])
+    entries["history"].pop()
+    assert assumed.holds(optimizer, [[parameter]])
+    entries["rows"].add_(0)
+    assert not assumed.holds(optimizer, [[parameter]])

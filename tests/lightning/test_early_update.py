@@ -352,6 +352,52 @@ def test_an_error_between_two_updates_says_on_all_ranks_that_weights_are_half_up
     assert own_late[0] == "ValueError: this rank's own" and "half" not in other_late[0]
 
 
+class Alters(Net):
+    """Changes something in the second backward, behind the updates of two blocks, on one rank."""
+
+    def __init__(self, change: Any, rank: int) -> None:
+        super().__init__()
+        self.change, self.rank = change, rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inputs(x)
+        if self.global_rank == self.rank and self.trainer.global_step == 1 and x.requires_grad:
+            x.register_hook(lambda gradient: self.change(self.trainer))
+        for block in self.blocks:
+            x = block(x)
+        return self.outputs(torch.tanh(self.head(x))).sum(1, keepdim=True) * self.gain
+
+
+def _alter_rate(trainer: Any) -> None:
+    trainer.optimizers[0].param_groups[1]["lr"] = 0.5
+
+
+def _alter_clipping(trainer: Any) -> None:
+    trainer.gradient_clip_val = 0.5
+
+
+def _altered() -> list[tuple[str, str]]:
+    found = []
+    for change, early in ((_alter_rate, "auto"), (_alter_clipping, "auto"), (_alter_rate, False)):
+        runs = trainer("3:1", {"early_update": early}, limit_val_batches=0, **CLIP)
+        try:
+            runs.fit(Alters(change, rank=1), loader(), loader(8))
+        except Exception as failure:
+            found.append((type(failure).__name__, str(failure)))
+    return found
+
+
+def test_an_option_that_changes_between_two_updates_is_named_on_all_ranks():
+    others, own = in_ranks(2, _altered)
+    values = "param_groups[1]['lr'] (now 0.5)", "clipping of gradients (now gradient_clip_val=0.5)"
+    assert len(own) == len(others) == 2  # late updates have one value
+    for value, (kind, said), (other, remote) in zip(values, own, others, strict=True):
+        assert kind == "UnsupportedError" and value in said and value in remote
+        assert other == "RemoteRankError" and "Rank 1 failed while running the backward" in remote
+        for message in (said, remote):
+            assert "Weights are half-updated: this step had updated 3 of 4 units" in message
+
+
 # -- when updates are late ------------------------------------------------------------------------
 
 
