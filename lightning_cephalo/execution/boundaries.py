@@ -179,6 +179,9 @@ class Boundaries:
         lets_go: Whether :meth:`let_go` will be called.
         first_layers: Names of the parameters that are freed before their backward, by their ids, in
             a step that searches for graphs that need their values; empty: no search.
+
+    Attributes:
+        owner: The microbatch, as its leaves refer to it.
     """
 
     def __init__(
@@ -198,8 +201,8 @@ class Boundaries:
         self._needed_until: dict[int, list[Tensor]] = {}
         self._shown: list[_Cut] = []
         self._lets_go = lets_go
-        self._owner = _Owner()
-        self._refuse = self._owner.refuse
+        self.owner = _Owner()
+        self._refuse = self.owner.refuse
         self._without_memory: dict[tuple[Any, ...], Tensor] = {}
         self._handles: list[RemovableHandle] = []
         self._hooked: list[dict[Any, Any]] = []
@@ -222,13 +225,13 @@ class Boundaries:
             if not is_inside and self._searches:
                 self.refuse_leaks(value)
                 self._watch_before(value)
-            cut = _Cut(TensorWeakRef(value), value.grad_fn, _new_leaf(value))
+            cut = _Cut(TensorWeakRef(value), value.grad_fn, _new_leaf(value, None))
             self._cuts[id(value)] = cut
             edge = get_gradient_edge(value)
             self._glue.setdefault(position, []).append(_Glue(edge, cut.leaf))
         if not cut.is_used:
             cut.is_used = True
-            self._hooked.append(_add_hook(value, self._owner, self._refuse))
+            self._hooked.append(_add_hook(value, self.owner, self._refuse))
             if self._lets_go:
                 self._entered.setdefault(position, []).append(cut)
             needed = self._needed_until.get(position)
@@ -246,14 +249,12 @@ class Boundaries:
             variable = getattr(node, "variable", None)
             if variable is not None and id(variable) not in self._watched:
                 self._watched.add(id(variable))
-                self._handles.append(variable.register_hook(self._owner.refuse))
+                self._handles.append(variable.register_hook(self.owner.refuse))
 
     def show(self, output: Tensor, position: int) -> tuple[Tensor, Tensor]:
         """Cut an output of a unit; return its leaf and the glue's stand-in for it."""
-        leaf = _new_leaf(output)
-        leaf._visit = position  # type: ignore[attr-defined]
-        leaf._owner = self._owner  # type: ignore[attr-defined]
-        shown: Tensor = _out_of_unit(leaf, self._owner)
+        leaf = _new_leaf(output, (self.owner, position))
+        shown: Tensor = _out_of_unit(leaf, self.owner)
         cut = _Cut(TensorWeakRef(shown), shown.grad_fn, leaf)
         self._cuts[id(shown)] = cut
         self._shown.append(cut)
@@ -287,7 +288,7 @@ class Boundaries:
         for handle in self._handles:
             handle.remove()
         for hooks in self._hooked:
-            hooks.pop(self._owner, None)
+            hooks.pop(self.owner, None)
         self._handles, self._hooked = [], []
 
     def clear(self) -> None:
@@ -312,7 +313,7 @@ class Boundaries:
 
     def set_refusing(self, refuses: bool) -> bool:
         """Refuse gradients through units from now on, or not; return what was set before."""
-        before, self._owner.runs = self._owner.runs, refuses
+        before, self.owner.runs = self.owner.runs, refuses
         return before
 
     def refuse_leaks(self, tensor: Tensor) -> None:
@@ -340,7 +341,7 @@ class Boundaries:
                 " forward hook of a module in the unit, or leave it out of the loss."
             )
         leaves = [node.next_functions[0][0].variable for node in nodes if _is_output(node)]
-        if any(leaf._owner is not self._owner for leaf in leaves):
+        if any(leaf._leaf_of_unit[0] is not self.owner for leaf in leaves):
             raise UnitUseError(
                 "The loss depends on a tensor of another microbatch, which a hook has put into a"
                 " list or object that microbatches share. They take turns at units. Let"
@@ -431,7 +432,8 @@ class Boundaries:
             glue = []
             while leaves:
                 leaf = leaves.pop()
-                position = getattr(leaf, "_visit", None)
+                origin = getattr(leaf, "_leaf_of_unit", None)
+                position = None if origin is None else origin[1]
                 if position in found.positions:
                     continue
                 if position is not None:
@@ -589,9 +591,16 @@ def _add_hook(
     return hooks
 
 
-def _new_leaf(tensor: Tensor) -> Tensor:
+def _new_leaf(tensor: Tensor, origin: tuple[_Owner, int] | None) -> Tensor:
+    """Return a leaf with the tensor's values.
+
+    Args:
+        tensor: A tensor.
+        origin: The microbatch and the position of the visit whose output it is; None: it is the
+            input of a unit.
+    """
     leaf = tensor.detach().requires_grad_()
-    leaf._leaf_of_unit = True  # type: ignore[attr-defined]
+    leaf._leaf_of_unit = origin  # type: ignore[attr-defined]
     return leaf
 
 

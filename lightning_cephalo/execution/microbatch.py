@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cache, partial
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -58,7 +58,7 @@ from lightning_cephalo.execution.training_modes import Modes
 from lightning_cephalo.execution.visit_records import Entered, UnitRecord, VisitRecords
 from lightning_cephalo.execution.vocabulary.attendance import VocabularyAttendance
 from lightning_cephalo.execution.vocabulary.questions import Question
-from lightning_cephalo.plan.program import NONE, ROOT, Visit
+from lightning_cephalo.plan.program import NONE, ROOT, Visit, visit_of
 
 BEHIND_THE_LAST = Visit(NONE)
 """The place of a microbatch that has passed the last unit; only its loss is left."""
@@ -82,9 +82,11 @@ _CHANGED_INPUT = (
 )
 
 
-@cache
-def _use_of(unit: int, differentiable: bool) -> Visit:
-    return Visit(unit, differentiable)
+def _needs_gradient(values: Sequence[Any]) -> bool:
+    for value in values:  # noqa: SIM110  every visit asks
+        if isinstance(value, Tensor) and value.requires_grad:
+            return True
+    return False
 
 
 class Microbatch:
@@ -190,11 +192,11 @@ class Microbatch:
         if self._scheduler_modes is None:
             self._scheduler_modes = ThreadState.capture(self._device_types)
         # with several backwards, manual_step.py refuses gradients through units
-        self._boundaries.set_refusing(self.has_one_backward)
+        self._boundaries.owner.runs = self.has_one_backward
         try:
             switched = self._greenlet.switch()
         finally:
-            self._boundaries.set_refusing(False)
+            self._boundaries.owner.runs = False
             if self._greenlet.dead:  # else it has restored them when it parked
                 self._scheduler_modes.restore()
         if self._greenlet.dead:
@@ -335,13 +337,11 @@ class Microbatch:
         if grad and self._recompute and not isinstance(structure, CallStructure):
             args, kwargs = without_empty_caches(args, kwargs)
             flat, structure = flatten_call(args, kwargs)
-        differentiable = grad and (
-            trainable or any(isinstance(value, Tensor) and value.requires_grad for value in flat)
-        )
+        differentiable = grad and (trainable or _needs_gradient(flat))
         if differentiable:
             refuse_saved_tensor_hooks("unit", ", or choose larger units with unit_names=")
         self._boundaries.drop_values()
-        modes = self._park(_use_of(unit, differentiable))
+        modes = self._park(visit_of(unit, differentiable, NONE))
         position = len(self._records)  # visits that others have made meanwhile count
         # autocast would cache casts of weights that are about to be freed, and would cache them
         # without a graph where the forward runs without one
@@ -351,8 +351,7 @@ class Microbatch:
             if differentiable:
                 leaf_of = self._boundaries.leaf_of
                 inputs = [leaf_of(value, position) for value in flat]
-                versions = [each._version for each in inputs if isinstance(each, Tensor)]
-                entered.record = UnitRecord(position, body, inputs, structure, versions)
+                entered.record = UnitRecord(position, body, inputs, structure)
                 self._records.add(entered.record)
                 outputs = self._differentiable(entered, entered.record, buffers, modes)
             else:
@@ -442,6 +441,7 @@ class Microbatch:
     ) -> Any:
         """Run a body that will be computed again, and note the state that it has found."""
         record.random, record.modes = RandomState(self._accelerator), modes
+        record.input_versions = record.versions_now()
         if buffers.modules:
             before, kept = buffers.versions(), buffers.save()
             record.shown = () if self._buffers is None else self._buffers.now(buffers.modules)
@@ -569,9 +569,12 @@ class Microbatch:
             for index, leaf in record.output_leaves
             if (gradient := leaf.grad) is not None
         ]
-        captured = any(capture.leaf.grad is not None for capture in record.captures)
         # a layer of synchronised normalisation has gradients of other microbatches' losses
-        if not gradients and not record.meetings and not captured:
+        if (
+            not gradients
+            and not record.meetings
+            and all(capture.leaf.grad is None for capture in record.captures)
+        ):
             return False
         if record.shown or record.buffers:
             with self._replayed_buffers(record):
@@ -589,11 +592,10 @@ class Microbatch:
         reached = [(outputs[index], gradient) for index, gradient in gradients]
         if is_again and (record.captures or self.captures.has_seen_again):
             reached += self.captures.reached_again(record)
-        roots = [output for output, _ in reached if output.requires_grad]
-        if roots:
+        reached = [pair for pair in reached if pair[0].requires_grad]
+        if reached:
             run_backward(
-                roots,
-                [gradient for output, gradient in reached if output.requires_grad],
+                *zip(*reached, strict=True),
                 # code before a cut in the unit may share nodes with the code behind it
                 retain=bool(record.meetings or record.captures) or (self._retains and not is_again),
             )

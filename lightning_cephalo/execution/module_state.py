@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 
 import torch
@@ -103,17 +104,23 @@ class _Before:
 
     Attributes:
         names: The module's attributes.
-        values: A copy. It keeps the values alive, so that equal ids are equal objects.
-        ids: The ids of the values.
+        values: A copy.
+        in_order: Its values.
     """
 
     names: dict[str, Any]
     values: dict[str, Any]
-    ids: list[int]
+    in_order: list[Any]
 
     @classmethod
     def of(cls, names: dict[str, Any]) -> _Before:
-        return cls(names, dict(names), [*map(id, names.values())])
+        return cls(names, dict(names), [*names.values()])
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether the module holds the same objects in the same order; in C, for every visit."""
+        now, before = self.names, self.in_order
+        return len(now) == len(before) and all(map(is_, now.values(), before))
 
 
 class ModuleState:
@@ -212,7 +219,7 @@ class ModuleState:
 
     def _find(self, before: _Before) -> bool:
         names, found = before.names, False
-        if [*map(id, names.values())] == before.ids:
+        if before.is_untouched:
             return False
         for name, value in names.items():
             first = before.values.get(name, _MISSING)

@@ -153,7 +153,7 @@ class Meeting:
         self.parameters = [(p, leaf) for p, leaf in named if p is not None and p.requires_grad]
         if self.record is not None:  # what leaves the unit otherwise than as its output is refused
             for leaf in self.own:
-                leaf._leaf_of_unit = True  # type: ignore[attr-defined]
+                leaf._leaf_of_unit = None  # type: ignore[attr-defined]
         return self._apply(own, weight, bias)
 
     def _affine(self, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,10 +5,11 @@ The state is torch's modes per thread, the random number generators, and buffers
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,60 +18,68 @@ from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.attention import ATTENTION_KERNELS
 
 _ATTENTION_ALLOWED = tuple(allowed for allowed, _ in ATTENTION_KERNELS)
+_ALLOW_ATTENTION = tuple(allow for _, allow in ATTENTION_KERNELS)
+_KERNELS = len(ATTENTION_KERNELS)
 
 
-def _attention() -> tuple[bool, ...]:
-    return tuple([allowed() for allowed in _ATTENTION_ALLOWED])
+@cache
+def _readers(device_types: tuple[str, ...]) -> tuple[Callable[[], Any], ...]:
+    """Return the functions that read the modes of a thread, in the order of a ThreadState."""
+    return (
+        torch.is_grad_enabled,
+        torch.is_autocast_cache_enabled,
+        torch.get_default_dtype,
+        *_ATTENTION_ALLOWED,
+        *(partial(torch.is_autocast_enabled, kind) for kind in device_types),
+        *(partial(torch.get_autocast_dtype, kind) for kind in device_types),
+    )
 
 
-class ThreadState(NamedTuple):
+class ThreadState(tuple[Any, ...]):
     """Modes that torch keeps per thread, not per greenlet.
 
     Microbatches share a thread. Each one must resume with the modes that it had when it parked.
-    A named tuple, since every visit makes one and compares it.
 
-    Attributes:
-        grad_enabled: Whether autograd records.
-        autocast: Per device type ``(type, enabled, dtype)``.
-        autocast_cache: Whether autocast caches cast weights.
-        default_dtype: Dtype of new floating-point tensors.
-        attention: Whether each attention kernel is allowed (``sdpa_kernel`` around the model).
+    A flat tuple, since every visit makes one and compares it: whether autograd records; whether
+    autocast caches cast weights; the dtype of new floating-point tensors; whether each attention
+    kernel is allowed (``sdpa_kernel`` around the model); per device type, whether autocast is on,
+    and its dtype; and the device types.
     """
 
-    grad_enabled: bool
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
-    autocast_cache: bool
-    default_dtype: torch.dtype
-    attention: tuple[bool, ...]
+    __slots__ = ()
 
     @classmethod
     def capture(cls, device_types: tuple[str, ...]) -> ThreadState:
         """Read the modes of this thread."""
-        return cls(
-            torch.is_grad_enabled(),
-            tuple(
-                [
-                    (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-                    for kind in device_types
-                ]
-            ),
-            torch.is_autocast_cache_enabled(),
-            torch.get_default_dtype(),
-            _attention(),
-        )
+        modes = [read() for read in _readers(device_types)]
+        modes.append(device_types)
+        return cls(modes)
+
+    @property
+    def autocast_cache(self) -> bool:
+        """Whether autocast caches cast weights."""
+        return bool(self[1])
 
     def restore(self) -> None:
         """Set the modes of this thread."""
         # private: the public function is a context manager, which costs several times as much
-        torch._C._set_grad_enabled(self.grad_enabled)
-        for kind, enabled, dtype in self.autocast:
-            torch.set_autocast_enabled(kind, enabled)
-            torch.set_autocast_dtype(kind, dtype)
-        torch.set_autocast_cache_enabled(self.autocast_cache)
-        if torch.get_default_dtype() != self.default_dtype:
-            torch.set_default_dtype(self.default_dtype)
-        if _attention() != self.attention:
-            for value, (_, allow) in zip(self.attention, ATTENTION_KERNELS, strict=True):
+        torch._C._set_grad_enabled(self[0])
+        torch.set_autocast_cache_enabled(self[1])
+        # to set the others takes longer than to read them, and few models set any
+        if ThreadState.capture(self[-1]) != self:
+            self._restore_others()
+
+    def _restore_others(self) -> None:
+        _, _, default_dtype, *others, device_types = self
+        autocast = others[_KERNELS:]
+        for place, kind in enumerate(device_types):
+            torch.set_autocast_enabled(kind, autocast[place])
+            torch.set_autocast_dtype(kind, autocast[place + len(device_types)])
+        if torch.get_default_dtype() != default_dtype:
+            torch.set_default_dtype(default_dtype)
+        attention = others[:_KERNELS]
+        if [allowed() for allowed in _ATTENTION_ALLOWED] != attention:
+            for allow, value in zip(_ALLOW_ATTENTION, attention, strict=True):
                 allow(value)
 
 

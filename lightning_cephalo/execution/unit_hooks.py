@@ -302,6 +302,9 @@ class _UnitForward:
         self._buffers = ChangingBuffers(module)
         self.inner = [*module.modules()][1:]
         self._modes = TrainingModes([module, *self.inner])
+        # most calls share one body
+        self._entered_in: Modes = ()
+        self._in_modes: Callable[..., Any] | None = None
         self.begin_step()
         # modules wrapped by torch.compile also have a forward on the instance
         self._replaced = module.__dict__.get("forward")
@@ -331,7 +334,11 @@ class _UnitForward:
         return self._compiled is not None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        body = partial(self._body_in, self._modes.now())
+        modes = self._modes.now()
+        body = self._in_modes
+        if body is None or modes != self._entered_in:
+            body = partial(self._body_in, modes)
+            self._entered_in, self._in_modes = modes, body
         return self._enter(body, self._buffers, args, kwargs)
 
     def _body_in(self, modes: Modes, /, *args: Any, **kwargs: Any) -> Any:
@@ -363,5 +370,6 @@ class _UnitForward:
 
     def remove(self) -> None:
         """Restore the module's own forward."""
+        self._in_modes = None  # it refers to this object
         self._restore_forward()
         self._module._compiled_call_impl = self._compiled

@@ -42,7 +42,8 @@ class UnitRecord:
         body: The unit's own forward.
         inputs: Its arguments, with leaves in place of tensors that need a gradient.
         structure: Rebuilds the call from the inputs.
-        input_versions: Versions of the inputs that are tensors, before the body ran.
+        input_versions: Versions of the inputs that are tensors, before the body ran, for
+            recomputation.
         output_leaves: The leaves of its outputs, with their places among all outputs.
         outputs: The outputs, with their graph; None if the unit is recomputed.
         random: The random number generators before the body ran, for recomputation.
@@ -62,7 +63,7 @@ class UnitRecord:
     body: Callable[..., Any]
     inputs: list[Any]
     structure: Structure | CallStructure
-    input_versions: list[int]
+    input_versions: Sequence[int] = ()
     output_leaves: list[tuple[int, Tensor]] = field(default_factory=list)
     outputs: list[Any] | None = None
     random: RandomState | None = None
@@ -79,8 +80,11 @@ class UnitRecord:
 
     def inputs_are_unchanged(self) -> bool:
         """Whether nothing has written to the inputs since the body began."""
-        versions = self.input_versions
-        return versions == [each._version for each in self.inputs if isinstance(each, Tensor)]
+        return self.input_versions == self.versions_now()
+
+    def versions_now(self) -> list[int]:
+        """Return the versions of the inputs that are tensors."""
+        return [each._version for each in self.inputs if isinstance(each, Tensor)]
 
     @property
     def differentiable_inputs(self) -> list[Tensor]:

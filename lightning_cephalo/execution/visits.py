@@ -32,7 +32,14 @@ from dataclasses import dataclass, field, replace
 
 from lightning_cephalo.execution.orders import Choice, is_too_long, merged
 from lightning_cephalo.plan.check import check
-from lightning_cephalo.plan.program import WHOLE_ROOT, Ends, Program, Visit, compile_step
+from lightning_cephalo.plan.program import (
+    WHOLE_ROOT,
+    Ends,
+    Program,
+    Visit,
+    compile_step,
+    visit_of,
+)
 from lightning_cephalo.plan.state_homes import StateHome
 
 # sent in place of a unit's index
@@ -85,7 +92,7 @@ def agree(said: Sequence[Sequence[float]], choice: Choice) -> tuple[Visit | None
     if any(unit == FAILED for unit, _, _ in with_data):
         return None, False
     wanted = [
-        Visit(int(unit), bool(flag), int(meeting))
+        visit_of(int(unit), bool(flag), int(meeting))
         for unit, flag, meeting in with_data
         if unit != FINISHED
     ]
@@ -156,6 +163,8 @@ class Visits:
         self._count(paths is not None)
         if paths is not None:
             order = merged([() if known is None else known.visits, *paths])
+            # those of other ranks are copies
+            order = tuple(visit_of(at.unit, at.differentiable, at.meeting) for at in order)
             if is_too_long(order, paths):
                 self._known.pop(trainable, None)
             else:

@@ -41,7 +41,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import groupby
 
 from lightning_cephalo.plan.state_homes import STAGED_UNITS, StateHome
@@ -157,6 +157,12 @@ class Visit:
     def is_meeting(self) -> bool:
         """Whether microbatches meet there; no unit is entered."""
         return self.meeting != NONE
+
+
+@cache
+def visit_of(unit: int, differentiable: bool, meeting: int) -> Visit:
+    """Return the visit, as the same object each time: most comparisons then end immediately."""
+    return Visit(unit, differentiable, meeting)
 
 
 Instructions = tuple[Instruction, ...]

@@ -15,10 +15,11 @@ class Buffer:
 
     Attributes:
         storage: The memory.
+        nbytes: Its size.
     """
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        self.storage = storage
+        self.storage, self.nbytes = storage, storage.nbytes()
 
     def view(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return its beginning as a 1-d tensor."""
@@ -46,7 +47,7 @@ class BufferPool:
     @property
     def held_bytes(self) -> int:
         """Bytes of all buffers."""
-        return sum(buffer.storage.nbytes() for buffer in self.buffers)
+        return sum(buffer.nbytes for buffer in self.buffers)
 
     def take(self, nbytes: int, device: torch.device) -> Buffer:
         """Lend the smallest idle buffer of at least ``nbytes``.
@@ -57,17 +58,24 @@ class BufferPool:
         Raises:
             torch.OutOfMemoryError: If there is no memory for a new one.
         """
-        fitting = [buffer for buffer in self._idle if buffer.storage.nbytes() >= nbytes]
-        if fitting:
-            chosen = min(fitting, key=lambda buffer: buffer.storage.nbytes())
+        chosen = self._smallest(nbytes)
+        if chosen is not None:
             self._idle.remove(chosen)
         else:
             if self._idle:
-                self._idle.remove(max(self._idle, key=lambda buffer: buffer.storage.nbytes()))
+                self._idle.remove(max(self._idle, key=lambda buffer: buffer.nbytes))
             memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
             chosen = Buffer(memory.untyped_storage())
         self._lent.append(chosen)
         return chosen
+
+    def _smallest(self, nbytes: int) -> Buffer | None:
+        """Return the smallest idle buffer of at least so many bytes."""
+        found = None
+        for buffer in self._idle:
+            if buffer.nbytes >= nbytes and (found is None or buffer.nbytes < found.nbytes):
+                found = buffer
+        return found
 
     def give(self, buffer: Buffer) -> None:
         """Take a lent buffer back."""

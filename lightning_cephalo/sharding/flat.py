@@ -37,6 +37,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from weakref import WeakKeyDictionary
 
 import torch
@@ -131,12 +132,13 @@ class ShardingContext:
     rounding: Rounding | None = None
     across: Across | None = None
 
-    @property
+    # read for each unit of each step, where torch looks the group up each time
+    @cached_property
     def rank(self) -> int:
         """This process's rank among those that hold the state together."""
         return dist.get_rank(self.gather_group)
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         """Number of ranks that hold the state together."""
         return dist.get_world_size(self.gather_group)
@@ -205,7 +207,7 @@ class Flat:
                 self.full.split(self._numels), self.shapes, originals, strict=True
             )
         ]
-        self._own_views = [parameter.data for parameter in self.parameters]
+        self._own_views = [self._own_full, *(parameter.data for parameter in self.parameters)]
         self._read_versions = [parameter._version for parameter in self.parameters]
         self._shown_flags = [parameter.requires_grad for parameter in self.parameters]
         self._has_stand_in = [False] * len(self.parameters)
@@ -378,31 +380,41 @@ class Flat:
 
     def gather(self) -> Pending:
         """Allocate or borrow memory for ``full`` and begin to fill it."""
-        with torch.inference_mode(False), torch.no_grad():
-            if self.is_cut:
-                rows = self.shard.view(-1, *self.shapes[0][1:])
-                self.rows = rows.detach().to(self.dtype)
-                return Pending()
-            if self._full_buffer is None and self.full.untyped_storage().nbytes() == 0:
-                self._find_memory()
-            # saved tensors of a retained graph point into `full`; refilling it with equal values
-            # is sound
-            with torch.autograd._unsafe_preserve_version_counter(self.full):
-                self.full[self._start : self._end].copy_(self.shard)
-            for parameter, sharded in zip(self.parameters, self.sharded, strict=True):
-                if parameter.requires_grad != sharded.requires_grad:
-                    parameter.requires_grad_(sharded.requires_grad)
-            if self.layout is None or self.context.world_size == 1:
-                return Pending()
-            with torch.autograd._unsafe_preserve_version_counter(self.full):
-                return gather_slices(
-                    self.full,
-                    self.sizes,
-                    self.context.gather_group,
-                    self.context.padding,
-                    self.context.stage,
-                    self.context.routing.route,
-                )
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.gather()
+        # private: each unit comes here twice a step, and a context manager takes ten times as long
+        records = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            return self._gather()
+        finally:
+            torch._C._set_grad_enabled(records)
+
+    def _gather(self) -> Pending:
+        if self.is_cut:
+            rows = self.shard.view(-1, *self.shapes[0][1:])
+            self.rows = rows.detach().to(self.dtype)
+            return Pending()
+        if self._full_buffer is None and self.full.untyped_storage().nbytes() == 0:
+            self._find_memory()
+        # saved tensors of a retained graph point into `full`; refilling it with equal values is
+        # sound, and `.data` has a version of its own
+        full = self.full.data
+        full[self._start : self._end].copy_(self.shard)
+        for parameter, sharded in zip(self.parameters, self.sharded, strict=True):
+            if parameter.requires_grad != sharded.requires_grad:
+                parameter.requires_grad_(sharded.requires_grad)
+        if self.layout is None or self.context.world_size == 1:
+            return Pending()
+        return gather_slices(
+            full,
+            self.sizes,
+            self.context.gather_group,
+            self.context.padding,
+            self.context.stage,
+            self.context.routing.route,
+        )
 
     def _find_memory(self) -> None:
         if self.residence is not Residence.POOLED or not self.numel:
@@ -432,7 +444,7 @@ class Flat:
             if self.residence is not Residence.RESIDENT:
                 self.release()
             return
-        self._point_to([self._own_full, *self._own_views])
+        self._point_to(self._own_views)
         buffer, self._full_buffer = self._full_buffer, None
         self.context.buffers.give(buffer)
 

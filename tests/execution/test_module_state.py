@@ -46,6 +46,13 @@ def test_each_microbatch_finds_its_own_values_and_hooks_find_all():
     assert all(map(torch.equal, found, stores))
 
 
+def test_a_value_that_equals_the_one_before_is_found():
+    module = _Top()
+    module.kept = torch.zeros(1)
+    equal = [torch.zeros(1), torch.zeros(1)]
+    _step(ModuleState(module), module, (1, 1), equal)  # compares objects, and never their values
+
+
 def test_a_rank_without_samples_keeps_its_values():
     module = _Top()
     state = ModuleState(module)

@@ -55,6 +55,20 @@ def test_the_default_dtype_is_found_again():
     assert torch.ones(1).dtype is torch.float32
 
 
+def test_modes_of_several_device_types_are_found_again():
+    types = ("cpu", "cuda")
+    outside = ThreadState.capture(types)
+    with torch.autocast("cpu", dtype=torch.float16):
+        inside = ThreadState.capture(types)
+        outside.restore()
+        assert ThreadState.capture(types) == outside
+        inside.restore()
+        assert torch.is_autocast_enabled("cpu") and not torch.is_autocast_enabled("cuda")
+        assert torch.get_autocast_dtype("cpu") is torch.float16
+        assert inside.autocast_cache
+    outside.restore()
+
+
 def test_random_numbers_are_drawn_again_and_the_order_goes_on():
     accelerator = Cpu(torch.device("cpu"))
     torch.manual_seed(3)

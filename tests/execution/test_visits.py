@@ -17,7 +17,7 @@ from lightning_cephalo.execution.visits import (
     where,
     without_backward,
 )
-from lightning_cephalo.plan.program import Operation, Visit
+from lightning_cephalo.plan.program import Operation, Visit, visit_of
 
 ORDER = (Visit(1), Visit(2))
 ALL = (True, True, True)
@@ -65,6 +65,14 @@ def test_where_a_rank_is_as_numbers(failed, parked, expected):
 def test_ranks_agree_on_the_next_visit_whatever_their_order(said, expected):
     for rows in permutations(said):
         assert agree(rows, Choice(())) == expected
+
+
+def test_an_order_holds_the_objects_at_which_microbatches_park(visits):
+    agreed, _ = agree([(3.0, 1.0, -1.0, 0.0)], Choice(()))
+    assert agreed is visit_of(3, True, -1)
+    copies = [Visit(1), Visit(3)]  # as they come from another rank
+    learn(visits, copies, paths=[copies])
+    assert [at is visit_of(at.unit, True, -1) for at in visits.known(ALL)] == [True, True]
 
 
 def learn(visits, order=ORDER, trainable=ALL, made=None, paths=None, is_checked=True):
