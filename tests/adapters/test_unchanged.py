@@ -38,7 +38,6 @@ def changed(value, change) -> tuple[bool, bool]:
         ((torch.tensor(0.9), 0.999), lambda betas: betas[0].fill_(0.8)),
         (torch.tensor(0.1), lambda rate: rate.mul_(2).div_(2)),  # another thread may have read it
     ],
-    ids=str,
 )
 def test_a_change_in_place_is_seen(value, change):
     assert changed(value, change) == (True, False)
@@ -61,7 +60,6 @@ def test_a_change_in_place_is_seen(value, change):
         ([numpy.arange(2)], [numpy.arange(2)], False),
         (Strange(), Strange(), False),
     ],
-    ids=str,
 )
 def test_another_value_is_the_same_only_if_that_is_certain(value, other, same):
     assert is_unchanged(value, kept(value))
