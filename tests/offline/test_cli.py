@@ -44,7 +44,7 @@ def problem(tmp_path: Path) -> Path:
     ranks = [rank("fast", 3), rank("slow", 1)]
     path = tmp_path / "problem.yaml"
     Problem(
-        ranks, units=24, gather_s=0.5, state_bytes=600, global_batch_size=16, optimizer_s=1
+        ranks, units=24, gather_s=0.5, state_bytes=600, global_batch_size=16, update_overhead_s=1
     ).save(path)
     return path
 
