@@ -88,6 +88,7 @@ def build_problem(
     allow_offload: bool = False,
     optimizer_offload: bool | Literal["auto"] = False,
     early_update: bool = False,
+    clip_by_norm: bool = False,
     hybrid_sharding: bool = False,
     largest_microbatch_size: int = LARGEST_MICROBATCH_SIZE,
     uneven_factor: float = UNEVEN_FACTOR,
@@ -113,6 +114,8 @@ def build_problem(
         optimizer_offload: as for the strategy; it needs host memory in the cluster.
         early_update: whether units are updated inside the backward, as the trainer does unless
             something needs all gradients at once, such as clipping by norm.
+        clip_by_norm: whether clipping by norm is what makes updates late. Gradients that the host
+            needs then leave early, and the plan may let it update before the norm is known.
         hybrid_sharding: whether each node holds the whole state. Its optimizer state stays on the
             devices.
         largest_microbatch_size: larger sizes are not considered.
@@ -196,6 +199,8 @@ def build_problem(
         early_reducing_state_bytes=GRADIENT_BYTES * _held_in_reduces(work) + received,
         early_updating_state_bytes=GRADIENT_BYTES * _held_in_updates(work) + received,
         optimizer_offload=False if hybrid_sharding else optimizer_offload,
+        sends_gradients=clip_by_norm,
+        may_speculate=clip_by_norm,
         unit_parameters=(
             round(work.root_parameters),
             *(round(work.unit_parameters) for _ in range(work.units)),
