@@ -37,8 +37,9 @@ from torch import Tensor
 
 from lightning_cephalo.offline.estimate import Cluster, build_problem, work_of
 from lightning_cephalo.plan import InfeasibleError, Plan, Problem, predict, solve
-from lightning_cephalo.plan.moving import exposure, moved_by
+from lightning_cephalo.plan.moving import moved_by, moving_exposure
 from lightning_cephalo.plan.state_homes import STAGED_UNITS, StateHome
+from lightning_cephalo.plan.updates import least_update_s, with_updates
 
 # Nodes, and the link between them.
 CLUSTERS = {
@@ -80,14 +81,14 @@ def kinds(problem: Problem) -> dict[str, Problem]:
     speculated = replace(
         early, state_bytes=problem.state_bytes, reducing_state_bytes=0.0, updating_state_bytes=0.0
     )
-    # the devices' own updates wait for the norm
+    # the devices' own updates wait for the norm, those of even shares
+    even_s = least_update_s(speculated, 1 / len(problem.ranks))
+    speculated = replace(with_updates(speculated, even_s), unit_update_s=0.0)
     return {
-        "late": replace(problem, unit_update_s=0.0),
-        "leaving": replace(problem, unit_update_s=0.0, sends_gradients=True),
-        "by the host": replace(
-            problem, unit_update_s=0.0, sends_gradients=True, may_speculate=True
-        ),
-        "speculated": replace(speculated, unit_update_s=0.0),
+        "late": problem,
+        "leaving": replace(problem, sends_gradients=True),
+        "by the host": replace(problem, sends_gradients=True, may_speculate=True),
+        "speculated": speculated,
         "early": early,
     }
 
@@ -109,7 +110,7 @@ def between_steps(problem: Problem, plan: Plan) -> tuple[float, float, float]:
     found = [0.0, 0.0, 0.0]
     for profile, rank in zip(problem.ranks, plan.ranks, strict=True):
         moved, share = moved_by(problem, rank), rank.state_fraction
-        exposed_s = exposure(problem, profile, moved, 0.0).of(share)
+        exposed_s = moving_exposure(problem, profile, moved, 0.0).of(share)
         nbytes = [
             share * size * problem.moment_bytes
             for size, home in zip(moved.sizes, moved.homes, strict=True)

@@ -77,7 +77,7 @@ def random_problem(random: np.random.Generator) -> Problem:
         gathered_bytes=float(random.choice([0.0, 2.0])),
         minimum_microbatch_size=int(random.choice([1, 1, 1, 2])),
         equal_microbatches=bool(random.random() < 1 / 3),
-        optimizer_s=float(random.choice([0.0, 1.0])),
+        update_overhead_s=float(random.choice([0.0, 1.0])),
         reshard_after_forward=[True, "auto", False][random.integers(0, 3)],
         unresharded_bytes=float(random.choice([0.0, 5.0])),
     )

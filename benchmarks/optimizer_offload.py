@@ -230,8 +230,7 @@ def _late(problem: Problem) -> Problem:
     """Return the problem with updates behind the backward, which hold all gradients."""
     gradients = problem.element_bytes * sum(problem.unit_parameters)
     reducing = problem.reducing_state_bytes
-    late = problem.with_late_update(problem.state_bytes + gradients + reducing)
-    return replace(late, unit_update_s=0.0)
+    return problem.with_late_update(problem.state_bytes + gradients + reducing)
 
 
 def blocking_s(problem: Problem, plan: Plan) -> float:

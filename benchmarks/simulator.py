@@ -132,7 +132,7 @@ def random_case(
         fill_s=both_s,  # as in profiles and estimates
         root_gather_s=gather_s * random.uniform(0, 2),
         root_reduce_s=reduce_s * random.uniform(0, 2),
-        optimizer_s=forward_s * random.uniform(0, 1),
+        update_overhead_s=forward_s * random.uniform(0, 1),
         gathered_bytes=800.0 * _MIB,
     )
     return problem, Plan(parts)

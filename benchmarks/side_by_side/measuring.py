@@ -26,6 +26,7 @@ from lightning_cephalo.profiling.memory_model import state_bytes
 from lightning_cephalo.profiling.network import measure_network
 from lightning_cephalo.profiling.optimizer_time import optimizer_time
 from lightning_cephalo.profiling.probe import Prober
+from lightning_cephalo.profiling.state_rates import with_unit_parameters
 from lightning_cephalo.profiling.sweep import Sweep, ladder, measure_times
 
 from . import links
@@ -191,7 +192,7 @@ def _profile(
     sizes = sorted({*ladder(1, case.samples), case.global_batch_size})
     devices = sharded.control.gather(device.name)
     measured = measure_times(prober, Sweep(sizes, case.global_batch_size, _PROFILE_S, devices))
-    optimizer_s = optimizer_time(sharded, clock, None)
+    updates = optimizer_time(sharded, clock, None)
     network = measure_network(sharded, clock, math.inf)
     for unit in sharded.units:
         for flat in unit.flats:
@@ -212,7 +213,7 @@ def _profile(
         capacity_bytes=math.inf,
     )
     profiles = sharded.control.gather(own)
-    return Problem(
+    problem = Problem(
         ranks=tuple(merge_equal_ranks(profiles)),
         units=units,
         gather_s=network.gather_s,
@@ -220,7 +221,6 @@ def _profile(
         gather_and_reduce_s=network.gather_and_reduce_s,
         state_bytes=float(state_bytes(sharded)),
         global_batch_size=case.global_batch_size,
-        optimizer_s=optimizer_s,
         step_overhead_s=network.step_overhead_s,
         even_gather_s=network.even_gather_s,
         even_reduce_s=network.even_reduce_s,
@@ -233,6 +233,8 @@ def _profile(
         reshard_after_forward="auto",
         unresharded_bytes=float(sharded.unresharded_bytes),
     )
+    problem = with_unit_parameters(problem, sharded)
+    return updates.in_problem(problem, problem.unit_part)
 
 
 def _solved(problem: Problem, case: Case) -> Plan:

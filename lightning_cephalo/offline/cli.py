@@ -232,6 +232,7 @@ def _scenario(options: argparse.Namespace, notes: Console) -> Scenario:
                 offload=options.offload,
                 optimizer_offload=options.optimizer_offload,
                 early_update=options.early_update,
+                clip_by_norm=options.clip_by_norm,
             )
         )
     for line in asked.left_out:
@@ -454,6 +455,12 @@ def _command(commands: Any, name: str, run: Any, summary: str) -> argparse.Argum
         action="store_true",
         help="update units inside the backward, as training does unless it clips by norm or the "
         "like: less memory, and moves of optimizer state hide",
+    )
+    what.add_argument(
+        "--clip-by-norm",
+        action="store_true",
+        help="gradients are clipped by norm: updates follow the backward, and with "
+        "--optimizer-offload hosts may update before the norm is known",
     )
     times = command.add_argument_group("times")
     times.add_argument(

@@ -70,6 +70,7 @@ class Question:
         optimizer_offload: ``"on"``, ``"off"`` or ``"auto"``: whether optimizer state moves there;
             None: ``"off"``.
         early_update: whether units are updated inside the backward.
+        clip_by_norm: whether gradients are clipped by norm.
     """
 
     problem: Path | None = None
@@ -86,6 +87,7 @@ class Question:
     offload: bool = False
     optimizer_offload: str | None = None
     early_update: bool = False
+    clip_by_norm: bool = False
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,11 @@ def read(question: Question) -> Scenario:
             "--offload: expected --recompute on or choose, but got off. Activations that are kept "
             "inside units hold what enters them: there is nothing to move."
         )
+    if question.clip_by_norm and question.early_update:
+        raise PlanError(
+            "--clip-by-norm: expected updates behind the backward, which know the norm of all "
+            "gradients, but got --early-update. Leave one of the two out."
+        )
     options = dict(_model_option(option) for option in question.model_options)
     work = work_of(
         question.model,
@@ -191,6 +198,7 @@ def read(question: Question) -> Scenario:
             allow_offload=question.offload,
             optimizer_offload=_MOVES[question.optimizer_offload],
             early_update=question.early_update,
+            clip_by_norm=question.clip_by_norm,
             hybrid_sharding=hybrid_sharding,
         )
 
@@ -267,12 +275,13 @@ def _published(
     question: Question, cluster: Cluster, model: str, global_batch_size: int
 ) -> Scenario:
     """Build a problem from published profiles alone: they have no times of links or the tail."""
-    own = question.model_options or question.tables or question.offload or question.early_update
+    own = question.model_options or question.tables or question.offload
+    own = own or question.early_update or question.clip_by_norm
     moves_state = question.optimizer_offload not in (None, "off")
     if own or moves_state or question.recompute not in (None, "on"):
         raise PlanError(
             "--published has its own model and times: leave out --model-option, --table, "
-            "--recompute, --offload, --optimizer-offload and --early-update."
+            "--recompute, --offload, --optimizer-offload, --early-update and --clip-by-norm."
         )
     assert question.published is not None
     profiles = read_published(question.published)

@@ -39,7 +39,7 @@ from lightning_cephalo.common import records
 from lightning_cephalo.offline.state_lanes import StateLanes, homes_of
 from lightning_cephalo.plan import Plan, Problem, RankPlan, RankProfile, cost
 from lightning_cephalo.plan.check import check
-from lightning_cephalo.plan.moving import more_update, moved_by
+from lightning_cephalo.plan.moving import moved_by
 from lightning_cephalo.plan.program import (
     LAST_LAYERS,
     NONE,
@@ -52,6 +52,7 @@ from lightning_cephalo.plan.program import (
     Visit,
     compile_step,
 )
+from lightning_cephalo.plan.state_homes import StateHome
 from lightning_cephalo.plan.timeline import (
     Event,
     Held,
@@ -99,7 +100,6 @@ def simulate(problem: Problem, plan: Plan, *, steps: int = 1) -> Simulation:
         kinds.setdefault((profile, *doing), []).append(rank)
     programs = programs_of(problem, plan)
     check([programs[ranks[0]] for ranks in kinds.values()])
-    # a share's own update counts where state moves, as in the closed form
     lanes = [
         _Lane(
             problem,
@@ -107,7 +107,6 @@ def simulate(problem: Problem, plan: Plan, *, steps: int = 1) -> Simulation:
             plan.ranks[ranks[0]],
             programs[ranks[0]],
             ranks,
-            counts_updates=plan.moves_state,
         )
         for ranks in kinds.values()
     ]
@@ -222,8 +221,6 @@ class _Lane:
         part: RankPlan,
         program: Program,
         ranks: Sequence[int],
-        *,
-        counts_updates: bool,
     ) -> None:
         mode = cost.Mode.of(part)
         reducing = cost.reducing_need(problem, profile, mode)
@@ -247,17 +244,17 @@ class _Lane:
         if part.offload and problem.units > UNITS_THAT_STAY:
             resting += problem.boundary_bytes * part.batch_size  # gradients between units
         self._resting_bytes = resting
-        moved_bytes, self._state_host_bytes = 0.0, 0.0
+        moved_bytes, self._state_host_bytes, by_host = 0.0, 0.0, 0
         self._state: StateLanes | None = None
         if part.moves_state:
             moved = moved_by(problem, part)
             moved_bytes = moved.device_bytes(problem)
             self._state_host_bytes = part.state_fraction * moved.host_bytes(problem)
             self._state = StateLanes(problem, profile, part, self.record)
-        self._more_update_s = 0.0
-        if counts_updates:
-            own = more_update(problem, profile, moved_by(problem, part))
-            self._more_update_s = max(0.0, part.state_fraction * own[0] - own[1])
+            by_host = moved.count(StateHome.HOST)
+        seconds_of = part.state_fraction / profile.updated_parameters_per_s
+        self._rows_s = seconds_of * (problem.parameters - by_host)
+        self._unit_rows_s = seconds_of * problem.parameters * problem.unit_part
         self._states_bytes = [
             part.state_fraction * (size + moved_bytes) for size in problem.states_bytes
         ]
@@ -291,7 +288,8 @@ class _Lane:
                 self._forward_end_s = max(self.free_s, *self._gathered_s.values())
             self._move(instruction)
             if instruction.operation is Operation.UPDATE:
-                self._update(instruction, self._reduced_s[instruction.unit], self._unit_update_s)
+                seconds = self._unit_update_s + self._unit_rows_s
+                self._update(instruction, self._reduced_s[instruction.unit], seconds)
             if instruction.microbatch != NONE:
                 self._run(instruction)
         return None
@@ -353,8 +351,8 @@ class _Lane:
 
     def run_update(self, start_s: float) -> float:
         """Simulate the optimizer's step and return when it ends."""
-        rest_s = self._problem.optimizer_s - self._updates * self._unit_update_s
-        rest_s = max(0.0, rest_s) + self._more_update_s
+        rest_s = self._problem.update_overhead_s - self._updates * self._unit_update_s
+        rest_s = max(0.0, rest_s) + max(0.0, self._rows_s - self._updates * self._unit_rows_s)
         self._update_start_s = max(self.free_s, start_s)
         self.free_s = self._update_start_s if self._state is not None else self.free_s
         for instruction in self._updates_last:

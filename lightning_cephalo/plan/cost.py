@@ -7,7 +7,7 @@ each unit and pass. Forward, backward and tail may each have another slowest ran
 (docs/planning.md)::
 
     T = (U - 1) max(G, F) + F + max(G, B) + (U - 2) max(D, B) + max(R, B)
-        + max_i tail_i + root gather + root reduce + fill + optimizer + overhead
+        + max_i tail_i + root gather + root reduce + fill + max_i update_i + overhead
 
 U is the number of units, two or more. G and R are the times to gather and to reduce one unit. D is
 that of both beside each other: G + R, if it was not measured. F is max_i F_i, and B is max_i B_i.
@@ -19,7 +19,8 @@ for uneven shards, or for even ones if all ranks hold equal shares (``Problem.wi
 If units stay gathered from the forward to the backward (FSDP's ``reshard_after_forward=False``),
 the backward has only R to hide.
 
-An early update runs inside of the backward, where it hides behind the same collectives
+A rank's update takes as long as its share of the state takes its device (``plan/updates.py``). An
+early update runs inside of the backward, where it hides behind the same collectives
 (``Problem.early_update``).
 
 A rank holds its share of the state, the gathered buffers and the largest peak of its microbatches.
@@ -58,13 +59,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_cephalo.common.errors import PlanError
-from lightning_cephalo.plan.moving import exposure, moved_by
+from lightning_cephalo.plan.moving import device_exposure, moved_by, moving_exposure
 from lightning_cephalo.plan.plan import Plan, RankPlan
 from lightning_cephalo.plan.problem import Problem, RankProfile
 from lightning_cephalo.plan.program import UNITS_THAT_STAY
 from lightning_cephalo.plan.state_groups import members_of
 from lightning_cephalo.plan.windows import (
-    backward_collectives_s,
     backward_windows,
     exposed_last_gather_s,
     forward_windows,
@@ -81,8 +81,9 @@ class RankPrediction:
     """Predicted times and memory of one rank in a step.
 
     Times are sums over the rank's microbatches, in seconds per unit (``tail_s``: per step).
-    ``exposed_s`` is what state in host memory adds to the step, and ``columns_s`` the time of this
-    rank's columns of a vocabulary that stays cut. Memory is the peak on the device
+    ``exposed_s`` is what state in host memory adds to the step, ``update_s`` what the device's
+    updates add in addition to their overhead, and ``columns_s`` the time of this rank's columns of
+    a vocabulary that stays cut. Memory is the peak on the device
     and the totals on the host, of boundaries and of optimizer state, in bytes.
     """
 
@@ -94,6 +95,7 @@ class RankPrediction:
     state_host_bytes: float = 0.0
     exposed_s: float = 0.0
     columns_s: float = 0.0
+    update_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -423,42 +425,34 @@ def predict(problem: Problem, ranks: Plan | Sequence[RankPlan]) -> StepPredictio
         )
     slowest = [max(getattr(rank, name) for rank in predictions) for name in _TIMES]
     step_s = step_time(problem, *slowest) + max(rank.columns_s for rank in predictions)
-    if any(rank.moves_state for rank in ranks):
-        backward_s = paced_backward_s(problem, slowest[1])
+    if problem.shares_take_time or any(rank.moves_state for rank in ranks):
         predictions = [
-            replace(
-                found,
-                exposed_s=exposure(problem, profile, moved_by(problem, rank), backward_s).of(
-                    rank.state_fraction
-                ),
-            )
+            replace(found, **_of_share(problem, profile, rank, slowest[1]))
             for profile, rank, found in zip(problem.ranks, ranks, predictions, strict=True)
         ]
-        step_s += max(rank.exposed_s for rank in predictions)
+        step_s += max(rank.update_s + rank.exposed_s for rank in predictions)
     return StepPrediction(step_s=step_s, ranks=tuple(predictions))
+
+
+def _of_share(
+    problem: Problem, profile: RankProfile, rank: RankPlan, backward_s: float
+) -> dict[str, float]:
+    """Return the seconds that a rank's share of the state adds to a step."""
+    case, share = (problem, profile, moved_by(problem, rank), backward_s), rank.state_fraction
+    return {
+        "update_s": device_exposure(*case).of(share),
+        "exposed_s": moving_exposure(*case).of(share) if rank.moves_state else 0.0,
+    }
 
 
 _TIMES = ("forward_s", "backward_s", "tail_s")
 
 
-def paced_backward_s(problem: Problem, backward_s: float) -> float:
-    """Return the seconds of a unit's backward with its collectives and its update.
-
-    The unit is one in the middle of the backward.
-
-    Args:
-        problem: Ranks and work of the step.
-        backward_s: The slowest rank's backward of one unit.
-    """
-    update_s = problem.unit_update_s * problem.early_update
-    return max(backward_collectives_s(problem), backward_s) + update_s
-
-
 def step_time(problem: Problem, forward_s: float, backward_s: float, tail_s: float) -> float:
     """Return the seconds of a step, given the times of the slowest ranks.
 
-    Columns of a vocabulary that stays cut, and state that moves, come in addition. ``forward_s``
-    and ``backward_s`` are per unit, ``tail_s`` is per step.
+    Columns of a vocabulary that stays cut, updates and moves of a share of the state come in
+    addition. ``forward_s`` and ``backward_s`` are per unit, ``tail_s`` is per step.
     """
     passes_s = pass_s(forward_windows(problem), forward_s)
     passes_s += pass_s(backward_windows(problem), backward_s)
@@ -466,11 +460,11 @@ def step_time(problem: Problem, forward_s: float, backward_s: float, tail_s: flo
 
 
 def fixed_time(problem: Problem) -> float:
-    """Return the seconds of a step that no plan changes."""
+    """Return the seconds of a step that no plan changes, with the overhead of updates."""
     root = problem.root_gather_s + problem.root_reduce_s + problem.meeting_s
     root += exposed_last_gather_s(problem)
-    optimizer_s = problem.optimizer_s - hidden_updates_s(problem)
-    return root + problem.fill_s + optimizer_s + problem.step_overhead_s
+    update_s = problem.update_overhead_s - hidden_updates_s(problem)
+    return root + problem.fill_s + update_s + problem.step_overhead_s
 
 
 def rank_work(

@@ -113,7 +113,7 @@ class _Run:
 
 def _plan_by(problem: Problem, plan: Plan, batch_sizes: Sequence[int]) -> Plan | None:
     # how long moves take does not matter: the step has to fit
-    room = Room(problem, math.inf, math.inf) if problem.can_move_state else None
+    room = Room(problem, math.inf, (0.0, math.inf)) if problem.can_move_state else None
     ways = [
         list(_runs(problem, profile, batch, room))
         for profile, batch in zip(problem.ranks, batch_sizes, strict=True)

@@ -37,18 +37,17 @@ parameters back. Then ``link`` has one way of them, and some of it hides::
 and the memory has ``served`` all of that before it serves what follows the norm. If the host only
 updates a part ahead, the rest of ``host`` hides nowhere.
 
-A share that is larger than an even one takes the device longer to update. That counts too, where
-state moves: without, ``Problem.optimizer_s`` stands for all shares.
+What the device updates takes its time, too (``plan/updates.py``).
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from lightning_cephalo.plan.exposure import Exposure
 from lightning_cephalo.plan.pinned import most_taken
 from lightning_cephalo.plan.plan import RankPlan
 from lightning_cephalo.plan.problem import Problem, RankProfile
@@ -60,6 +59,8 @@ from lightning_cephalo.plan.state_homes import (
     speculated_units,
     state_homes,
 )
+from lightning_cephalo.plan.updates import update_exposure
+from lightning_cephalo.plan.windows import backward_collectives_s
 
 # A planned share lies between two whole units, so that rows that are cut elsewhere change nothing.
 _BETWEEN = 0.25
@@ -313,44 +314,57 @@ class HostTraffic:
         return (streamed * self.of_streamed() + on_host * self.of_host()) / bytes_per_s
 
 
-@dataclass(frozen=True)
-class Exposure:
-    """Seconds that a step takes longer, as a function of a rank's share of the state.
-
-    The seconds are ``sum(max(0, share * slope - hidden))`` over the parts, of each of which the
-    worst pair counts, and ``always * share`` in addition.
-    """
-
-    parts: tuple[tuple[tuple[float, float], ...], ...]
-    always: float = 0.0
-
-    def of(self, share: float) -> float:
-        """Return the seconds of a share."""
-        return share * self.always + math.fsum(
-            max(0.0, *(share * slope - hidden for slope, hidden in part)) for part in self.parts
-        )
-
-    @functools.cached_property
-    def lines(self) -> list[tuple[float, float]]:
-        """Slopes and hidden seconds, whose largest ``share * slope - hidden`` are the seconds."""
-        return [
-            (self.always + math.fsum(s for s, _ in pairs), math.fsum(h for _, h in pairs))
-            for pairs in itertools.product(*(((0.0, 0.0), *part) for part in self.parts))
-        ]
-
-
 def exposure(
-    problem: Problem, profile: RankProfile, moved: MovedState, backward_s: float
+    problem: Problem,
+    profile: RankProfile,
+    moved: MovedState,
+    backward_s: float,
+    least_backward_s: float | None = None,
 ) -> Exposure:
-    """Return the seconds that no compute hides, as a function of the rank's share.
+    """Return the seconds that updates and moves add to a step, as a function of the rank's share.
 
     Args:
         problem: Ranks and work of the step.
         profile: The rank.
         moved: Where its state lives.
-        backward_s: Seconds of one unit's backward on all ranks, with its collectives and update.
+        backward_s: The slowest rank's backward of one unit.
+        least_backward_s: What it takes at least: a backward hides moves, and lets collectives hide
+            fewer updates. None: the same.
     """
-    update = (more_update(problem, profile, moved),)
+    least_s = backward_s if least_backward_s is None else least_backward_s
+    found = device_exposure(problem, profile, moved, least_s)
+    is_moved = moved.count(StateHome.RESIDENT) < problem.parameters
+    return found + moving_exposure(problem, profile, moved, backward_s) if is_moved else found
+
+
+def device_exposure(
+    problem: Problem, profile: RankProfile, moved: MovedState, backward_s: float
+) -> Exposure:
+    """Return the seconds that the device's updates add to a step (``plan/updates.py``).
+
+    Args:
+        problem: As for :func:`exposure`.
+        profile: As for :func:`exposure`.
+        moved: As for :func:`exposure`.
+        backward_s: As for :func:`exposure`.
+    """
+    root = sum(moved.sizes[:1]) - moved.root_on_host
+    units = sum(moved.sizes) - moved.count(StateHome.HOST) - root
+    return update_exposure(problem, profile, root, units, backward_s)
+
+
+def moving_exposure(
+    problem: Problem, profile: RankProfile, moved: MovedState, backward_s: float
+) -> Exposure:
+    """Return the seconds of moves that no compute hides, as a function of the rank's share.
+
+    Args:
+        problem: As for :func:`exposure`.
+        profile: As for :func:`exposure`.
+        moved: As for :func:`exposure`.
+        backward_s: As for :func:`exposure`.
+    """
+    backward_s = paced_backward_s(problem, backward_s)
     speculated = moved.speculated or (False,) * len(moved.sizes)
     ways = [
         _way_s(problem, profile, size, home, is_ahead)
@@ -370,10 +384,10 @@ def exposure(
     last_s = max(ways[1:], default=0.0)
     if moved.ahead:
         speculated_s = _speculated(problem, profile, moved, backward_s)
-        return Exposure((update, speculated_s, ((last_s, 0.0),)), ways[0])
+        return Exposure((speculated_s, ((last_s, 0.0),)), ways[0])
     if not is_early:  # a root unit of another size fits no gap
         longest = ((link_s, 0.0), (host_s, 0.0), (memory_s, 0.0))
-        return Exposure((update, longest, ((last_s, 0.0),)), ways[0])
+        return Exposure((longest, ((last_s, 0.0),)), ways[0])
     pace_s = backward_s * problem.units / max(moved.units, 1)
 
     def hidden_s(units: int) -> float:
@@ -388,7 +402,20 @@ def exposure(
         (memory_s + last_s, hidden_s(away - 1)) if memory_s else (0.0, 0.0),
     )
     last = ((last_s, hidden_s(units - away - 1)),)
-    return Exposure((update, moving, last), ways[0])
+    return Exposure((moving, last), ways[0])
+
+
+def paced_backward_s(problem: Problem, backward_s: float) -> float:
+    """Return the least seconds between two backwards of units in the middle of a step.
+
+    They have collectives, and an update that takes no rank less than its overhead.
+
+    Args:
+        problem: Ranks and work of the step.
+        backward_s: The slowest rank's backward of one unit.
+    """
+    update_s = problem.unit_update_s * problem.early_update
+    return max(backward_collectives_s(problem), backward_s) + update_s
 
 
 def _speculated(
@@ -431,15 +458,6 @@ def _speculated(
     )
 
 
-def more_update(problem: Problem, profile: RankProfile, moved: MovedState) -> tuple[float, float]:
-    """Return the seconds of the device's updates for all of the state, and those of an even share.
-
-    The latter are a part of ``Problem.optimizer_s``.
-    """
-    on_device = moved.count(StateHome.RESIDENT) + moved.count(StateHome.STREAMED)
-    return on_device / profile.updated_parameters_per_s, _even_update_s(problem)
-
-
 def _way_s(
     problem: Problem, profile: RankProfile, size: int, home: StateHome, is_ahead: bool
 ) -> float:
@@ -456,9 +474,3 @@ def _way_s(
         return size * (there + back)
     update = max(1 / profile.host_updated_parameters_per_s, traffic.updated / memory)
     return size * (there + back + update * (traffic.slowdown if is_ahead else 1.0))
-
-
-def _even_update_s(problem: Problem) -> float:
-    """Return the part of ``Problem.optimizer_s`` that is the update of an even share."""
-    slowest = min(rank.updated_parameters_per_s for rank in problem.ranks)
-    return sum(problem.unit_parameters) / len(problem.ranks) / slowest

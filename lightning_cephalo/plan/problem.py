@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -84,8 +84,9 @@ class RankProfile(Record):
         host_capacity_bytes: host memory for boundary activations and optimizer state; 0: they stay
             on the device.
         offload_bytes_per_s: copy rate between device and host, in each direction.
-        updated_parameters_per_s: parameters that the device updates per second;
-            ``math.inf``: not known, and all shares of the state take ``Problem.optimizer_s``.
+        updated_parameters_per_s: parameters that the device updates per second, while all ranks of
+            the host update; ``math.inf``: all shares of the state take
+            ``Problem.update_overhead_s``.
         host_updated_parameters_per_s: the same of the host's processors, while all ranks of the
             host use theirs; 0: they update none.
         to_device_bytes_per_s: rate of copies to the device while others go to the host, on all
@@ -175,7 +176,9 @@ class Problem(FileRecord):
         kept_reducing_retained_bytes: the same on ranks that do not recompute.
         global_batch_size: samples of one step, over all ranks.
         boundary_bytes: bytes retained per sample and unit boundary during the step.
-        optimizer_s: time of the optimizer in a step.
+        update_overhead_s: time of the optimizer in a step that every rank takes, whatever its share
+            of the state: clipping, and calls. Each rank's rows come in addition, by its
+            ``updated_parameters_per_s`` and by ``unit_parameters``.
         gathered_bytes: full buffers (root, unit in use, prefetched unit, full gradients) that every
             rank holds in addition to its shard, whatever the plan.
         minimum_microbatch_size: least size of a microbatch (for batch norm); a rank may still take
@@ -227,14 +230,14 @@ class Problem(FileRecord):
             units stay gathered. Late updates count gradients that are not there yet, and have room.
         has_even_state: whether all ranks hold equal shares of the state. Then it leaves nothing to
             choose, and counts with the bytes that each rank holds whatever its samples.
-        unit_update_s: time of one unit's update, a part of ``optimizer_s``. An early update hides
-            behind the collectives of the backward.
+        unit_update_s: the part of ``update_overhead_s`` of one unit. An early update hides behind
+            the collectives of the backward.
         optimizer_offload: whether optimizer state may live in host memory. False: it stays on the
             devices. True: all of it lives there, on ranks with ``host_capacity_bytes``. "auto": the
             plan moves what makes it fit, or the step shorter.
         unit_parameters: trained parameters of each unit of the model, the root unit first. Empty:
-            optimizer state cannot move. Their number need not be that of ``units``: a step may
-            visit a unit several times.
+            optimizer state cannot move, and shares of it take no time. Their number need not be
+            that of ``units``: a step may visit a unit several times.
         moment_bytes: bytes of optimizer state for each, a part of ``state_bytes``.
         element_bytes: bytes of a parameter, and of its gradient.
         sends_gradients: whether, with late updates, gradients of units that the host updates leave
@@ -277,7 +280,7 @@ class Problem(FileRecord):
     state_bytes: Amount
     global_batch_size: Count
     boundary_bytes: Amount = 0.0
-    optimizer_s: Amount = 0.0
+    update_overhead_s: Amount = 0.0
     gathered_bytes: Amount = 0.0
     minimum_microbatch_size: Count = 1
     equal_microbatches: Annotated[bool, OneOf((True, False), "True or False")] = False
@@ -370,6 +373,28 @@ class Problem(FileRecord):
             for name in _OF_HYBRID:
                 data.pop(name, None)
         return data
+
+    @classmethod
+    def from_dict(
+        cls, data: Any, *, where: str | None = None, source: str | None = None
+    ) -> Problem:
+        """Return a problem from a mapping; see :meth:`Record.from_dict`.
+
+        Files of earlier versions have ``optimizer_s``: the slowest rank's time with an even share.
+        """
+        if not isinstance(data, Mapping) or "optimizer_s" not in data:
+            return super().from_dict(data, where=where, source=source)
+        overhead = {"update_overhead_s": data["optimizer_s"]}
+        rest = {name: value for name, value in data.items() if name != "optimizer_s"}
+        found = super().from_dict({**overhead, **rest}, where=where, source=source)
+        slowest = min(rank.updated_parameters_per_s for rank in found.ranks)
+        even_s = found.parameters / len(found.ranks) / slowest
+        even_unit_s = even_s * found.unit_part
+        return replace(
+            found,
+            update_overhead_s=max(0.0, found.update_overhead_s - even_s),
+            unit_update_s=max(0.0, found.unit_update_s - even_unit_s),
+        )
 
     def _check_hybrid(self) -> None:
         check_groups("state_groups", self.state_groups, len(self.ranks))
@@ -481,9 +506,25 @@ class Problem(FileRecord):
         )
 
     @property
+    def parameters(self) -> int:
+        """Trained parameters of the model, as far as they are known."""
+        return sum(self.unit_parameters)
+
+    @property
+    def unit_part(self) -> float:
+        """The part of an update that is one unit's, in the mean over units but the root."""
+        return sum(self.unit_parameters[1:]) / max(self.parameters, 1) / self.units
+
+    @property
+    def shares_take_time(self) -> bool:
+        """Whether a larger share of the state takes a rank longer to update."""
+        rates = (rank.updated_parameters_per_s for rank in self.ranks)
+        return self.parameters > 0 and any(map(math.isfinite, rates))
+
+    @property
     def can_move_state(self) -> bool:
         """Whether a plan may keep optimizer state in host memory."""
-        movable = self.moment_bytes * sum(self.unit_parameters)
+        movable = self.moment_bytes * self.parameters
         return self.optimizer_offload is not False and movable > 0 and not self.has_even_state
 
     @property

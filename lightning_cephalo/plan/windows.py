@@ -26,6 +26,9 @@ before. With u the time of one update, such a window takes ``max(D, B + u, G + u
 collectives count as ``max(D - u, G)``. No update precedes the backwards of units U and U - 1.
 Two updates are left for the reduces of unit 1 and of the root unit (``hidden_updates_s``).
 
+Here u is ``Problem.unit_update_s``, the part that all shares of the state take. A rank's share of
+the parameters comes in addition, and hides in what is left (``rooms_of_updates``).
+
 Source: the order of a step (``plan/program.py``). ``offline/simulate.py`` plays it.
 """
 
@@ -87,6 +90,27 @@ def hidden_updates_s(problem: Problem) -> float:
     _, reduce_s, _, update_s = _times(problem)
     behind_last_s = min(reduce_s, problem.fill_s) if problem.units > 1 else 0.0
     return min(update_s, behind_last_s) + min(update_s, problem.root_reduce_s)
+
+
+def rooms_of_updates(problem: Problem, backward_s: float) -> Windows:
+    """Return what hides each unit's update beyond ``Problem.unit_update_s``, the least room first.
+
+    ::
+
+        rooms_of_updates(problem, 1.0)    # ((0, 2), (1.5, 1), (2, 1)) of four units
+
+    Args:
+        problem: Ranks and work of the step; its updates are early.
+        backward_s: The slowest rank's backward of one unit.
+    """
+    gather_s, reduce_s, both_s, update_s = _times(problem)
+    rooms = [(problem.root_reduce_s, 1)]
+    if problem.units > 1:
+        rooms.append((min(reduce_s, problem.fill_s), 1))
+    if problem.units > 2:
+        rooms.append((reduce_s - backward_s, 1))
+        rooms.append((both_s - max(gather_s, backward_s), problem.units - 3))
+    return tuple(sorted((max(0.0, room_s - update_s), count) for room_s, count in rooms))
 
 
 def exposed_last_gather_s(problem: Problem) -> float:

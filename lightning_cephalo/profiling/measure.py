@@ -21,6 +21,7 @@ from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Problem, RankProfile
 from lightning_cephalo.plan.cost import fixed_time
 from lightning_cephalo.plan.program import ROOT
+from lightning_cephalo.plan.updates import least_update_s, with_updates
 from lightning_cephalo.profiling.disturbance import ProcessorWatch, disturbance
 from lightning_cephalo.profiling.isolation import expect_samples, isolated, moved_to_device
 from lightning_cephalo.profiling.lost_rank import lost_rank_explained
@@ -35,11 +36,11 @@ from lightning_cephalo.profiling.memory_model import (
 )
 from lightning_cephalo.profiling.network import NetworkTimes, measure_network
 from lightning_cephalo.profiling.no_recompute import measure_no_recompute, with_no_recompute
-from lightning_cephalo.profiling.optimizer_time import clipping, optimizer_time
+from lightning_cephalo.profiling.optimizer_time import OptimizerTime, clipping, optimizer_time
 from lightning_cephalo.profiling.progress import Progress
 from lightning_cephalo.profiling.save_curves import remember
 from lightning_cephalo.profiling.several_microbatches import SeveralMicrobatches, try_several
-from lightning_cephalo.profiling.state_rates import RATES
+from lightning_cephalo.profiling.state_rates import RATES, with_unit_parameters
 from lightning_cephalo.profiling.sweep import (
     Measured,
     Prober,
@@ -191,7 +192,7 @@ def measure(
         # a backend allocates when it first communicates, and cannot use memory that torch caches
         model.accelerator.empty_cache()
         clip = clipping(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
-        optimizer_s = optimizer_time(model, clock, clip)
+        updates = optimizer_time(model, clock, clip)
         network = measure_network(model, clock, device.capacity_bytes)
         vocabulary = None
         if model.units[ROOT].cuts:
@@ -216,7 +217,7 @@ def measure(
     units = max(1, sum(visit.differentiable for visit in visits))
     if known is not None:
         resting = control.max(float(resting_bytes(model)))
-        problem = _in_this_world(known, model, network, optimizer_s, resting)
+        problem = _in_this_world(known, model, network, updates, resting)
         problem = with_vocabulary(problem, vocabulary)
         seconds = model.accelerator.now_s() - started_s
         largest = [profile.largest_microbatch_size for profile in problem.ranks]
@@ -261,7 +262,7 @@ def measure(
         unresharded_peak_bytes=float(unresharded_peak_bytes(model)),
         disturbance=disturbed,
     )
-    problem = _in_this_world(alone, model, network, optimizer_s, resting)
+    problem = _in_this_world(alone, model, network, updates, resting)
     problem = with_vocabulary(problem, vocabulary)
     if manual is not None:
         problem = _with_turns(problem, several)
@@ -320,7 +321,7 @@ def _in_this_world(
     alone: Problem,
     model: ShardedModel,
     network: NetworkTimes,
-    optimizer_s: float,
+    updates: OptimizerTime,
     resting: float,
 ) -> Problem:
     """Return a problem with what depends on all ranks together.
@@ -329,12 +330,12 @@ def _in_this_world(
         alone: What each device does alone.
         model: The sharded model, whose visits are traced.
         network: Times of communication.
-        optimizer_s: Time of the update.
+        updates: Times of the optimizer's step.
         resting: Bytes that the rank with the most of them holds besides full buffers.
     """
     visits = [visit for visit in model.executor.visits if not visit.is_meeting]
     reduced = len({visit.unit for visit in visits if model.units[visit.unit].trainable})
-    units, share = alone.units, reduced / alone.units
+    share = reduced / alone.units
 
     def of_reduces(seconds: float | None, gather_s: float = 0.0) -> float | None:
         """Return the mean over all units of what only reduced ones take beyond a gather."""
@@ -342,8 +343,9 @@ def _in_this_world(
 
     gather_s = network.gather_s if visits else 0.0
     even_gather_s = network.gather_s if network.even_gather_s is None else network.even_gather_s
+    problem = with_unit_parameters(alone, model)
     return replace(
-        alone,
+        updates.in_problem(problem, problem.unit_part),
         # what a reduce receives into grows with the number of ranks
         state_bytes=float(state_bytes(model)),
         early_state_bytes=float(state_bytes(model, early=True)),
@@ -352,8 +354,6 @@ def _in_this_world(
         gather_s=gather_s,
         reduce_s=network.reduce_s * share,
         gather_and_reduce_s=of_reduces(network.gather_and_reduce_s, gather_s),
-        optimizer_s=optimizer_s,
-        unit_update_s=optimizer_s * _share_of_units(model) / units,
         gathered_bytes=model.gathered_bytes + resting,
         step_overhead_s=network.step_overhead_s,
         even_gather_s=network.even_gather_s if visits else None,
@@ -371,18 +371,13 @@ def _in_this_world(
     )
 
 
-def _share_of_units(model: ShardedModel) -> float:
-    """Return the part of an update that falls on all units but the root."""
-    numels = [sum(flat.numel for flat in unit.flats if flat.trainable) for unit in model.units]
-    return sum(numels[1:]) / max(1, sum(numels))
-
-
 def balanced_step_s(problem: Problem) -> float:
     """Return the seconds of a step in which every rank computes from its beginning to its end.
 
-    Ranks compute at the speed of their largest measured microbatches. The only other time is that
-    which no plan changes.
+    Ranks compute at the speed of their largest measured microbatches. The only other times are that
+    which no plan changes, and the least that updates take.
     """
+    problem = with_updates(problem, least_update_s(problem))
     samples_per_s = sum(
         rank.largest_microbatch_size
         / (problem.units * (rank.forward_s[-1] + rank.backward_s[-1]) + rank.tail_s[-1])
@@ -431,8 +426,8 @@ def merge_equal_ranks(profiles: Sequence[RankProfile]) -> list[RankProfile]:
 
     Otherwise equal devices would get unequal plans. Ranks are equal if they have the same name,
     capacities within 10%, and times within 10% of the median at every size that all of them have
-    measured. They get the medians, the largest memory figures and the smallest capacity. Each keeps
-    what copies and updates on its host take: hosts may differ.
+    measured. They get the medians, the largest memory figures, and the smallest capacity and rate
+    of updates. Each keeps what copies and updates on its host take: hosts may differ.
     """
     found = list(profiles)
     for name in {profile.name for profile in profiles}:
@@ -464,6 +459,7 @@ def merge_equal_ranks(profiles: Sequence[RankProfile]) -> list[RankProfile]:
             tail_s=tuple(curves["tail_s"]),
             compute_bytes=_highest([profile.compute_bytes for profile in group], length),
             capacity_bytes=min(capacities),
+            updated_parameters_per_s=min(profile.updated_parameters_per_s for profile in group),
             kept_backward_s=kept_backward,
             kept_compute_bytes=kept_peaks,
             reducing_compute_bytes=_highest(reducing, length) if all(reducing) else (),

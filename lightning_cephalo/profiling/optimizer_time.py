@@ -2,38 +2,82 @@
 
 The user's optimizer is created later, for the planned shards. AdamW is timed in its default form,
 since most users will use it. Small tensors cost by their number and large ones by their elements,
-so both are timed. First, as many tensors as the rank has, each cut to a size that is quick to
-update. Second, one large tensor, whose extra time stands for the elements that were cut off.
+so both are timed, on all ranks at the same time. First, as many tensors as the rank has, each cut
+to a size that is quick to update. Second, one large tensor, whose extra time gives the rate of the
+rank's device. What its rate does not explain of the first time is overhead.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from lightning_cephalo.adapters.optimizer import clip_by_norm, clip_by_value
 from lightning_cephalo.execution.sharded_model import ShardedModel
+from lightning_cephalo.plan import Problem
 from lightning_cephalo.sharding.flat import Flat
 from lightning_cephalo.sharding.placement import local_part
 
 # Repetitions, and the seconds after which they stop.
 _REPEATS, _LONG_S = 5, 0.25
+# A shorter difference is noise of the clock.
+_LEAST_S = 1e-9
 # Elements of all tensors that stand in for a rank's rows, and of the additional large tensor: more
 # than caches hold and, where kernels are launched, more than launching hides.
 _ROWS_NUMEL, _LARGE_NUMEL, _LAUNCHED_LARGE_NUMEL = 2**18, 2**20, 2**22
+
+
+@dataclass(frozen=True)
+class OptimizerTime:
+    """What the optimizer part of a step takes.
+
+    ::
+
+        found.overhead_s + numel / found.parameters_per_s[rank]    # a step of one rank's rows
+
+    Attributes:
+        overhead_s: Seconds whatever a rank's rows: clipping, and the slowest rank's calls.
+        parameters_per_s: By rank, the parameters that its device updates per second; infinite: they
+            take no time that can be measured.
+    """
+
+    overhead_s: float
+    parameters_per_s: tuple[float, ...]
+
+    def in_problem(self, problem: Problem, unit_part: float) -> Problem:
+        """Return a problem with these times; ranks that are alike get the slowest of their rates.
+
+        Args:
+            problem: Ranks that are alike have equal profiles in it.
+            unit_part: The part of the parameters that is one unit's.
+        """
+        bare = [replace(rank, updated_parameters_per_s=math.inf) for rank in problem.ranks]
+        found = list(zip(bare, self.parameters_per_s, strict=True))
+        ranks = [
+            replace(own, updated_parameters_per_s=min(rate for rank, rate in found if rank == own))
+            for own in bare
+        ]
+        return replace(
+            problem,
+            ranks=tuple(ranks),
+            update_overhead_s=self.overhead_s,
+            unit_update_s=self.overhead_s * unit_part,
+        )
 
 
 def optimizer_time(
     model: ShardedModel,
     clock: Callable[[], float],
     clip: Callable[[Sequence[Tensor]], object] | None,
-) -> float:
-    """Return the slowest rank's seconds of clipping and of AdamW over an even share; collective.
+) -> OptimizerTime:
+    """Return the times of clipping and of AdamW, whose rows are any; collective.
 
     Leaves no gradients behind.
 
@@ -46,13 +90,17 @@ def optimizer_time(
     model.executor.reshard()
     flats = [flat for unit in model.units for flat in unit.flats if flat.trainable]
     clip_s = 0.0 if clip is None else _clip_time(model, flats, clock, clip)
-    own_s = 0.0
+    own: tuple[float, float] | None = None
+    model.control.barrier()
     # the times of the other ranks count for a rank that is already full
     with contextlib.suppress(torch.OutOfMemoryError):
-        own_s = _adamw_time(model, flats, clock)
-    if not own_s:
+        own = _adamw_time(model, flats, clock)
+    if own is None:
         gc.collect()  # the frames of the failed step hold its tensors
-    return clip_s + model.control.max(own_s)
+    rows = model.control.gather((0.0, 0.0) if own is None else own)
+    slowest = min((rate for _, rate in rows if rate), default=math.inf)
+    rates = tuple(rate or slowest for _, rate in rows)
+    return OptimizerTime(clip_s + max(overhead_s for overhead_s, _ in rows), rates)
 
 
 def clipping(largest: float | None, algorithm: str | None) -> Callable[..., object] | None:
@@ -105,30 +153,34 @@ def _with_gradients(model: ShardedModel, flats: Sequence[Flat]) -> Sequence[Flat
     return flats[:common]
 
 
-def _adamw_time(model: ShardedModel, flats: Sequence[Flat], clock: Callable[[], float]) -> float:
+def _adamw_time(
+    model: ShardedModel, flats: Sequence[Flat], clock: Callable[[], float]
+) -> tuple[float, float]:
+    """Return this rank's seconds of overhead, and the parameters that it updates per second."""
     rows = [
         local_part(parameter).numel()
         for flat in flats
         for parameter in flat.sharded
         if parameter.requires_grad
     ]
-    if not rows:
-        return 0.0
-    most = max(1, _ROWS_NUMEL // len(rows))
+    trained = sum(flat.numel for flat in flats)
+    if not trained:
+        return 0.0, math.inf
+    most = max(1, _ROWS_NUMEL // max(len(rows), 1))
     stand_ins = [min(numel, most) for numel in rows]
-    own_s = update_time(stand_ins, model.device, clock)
-    share = sum(flat.numel for flat in flats) / model.control.world_size
-    beyond = share - sum(stand_ins)
-    if beyond > 0:
-        on_host = model.accelerator.computes_on_host
-        limit = _LARGE_NUMEL if on_host else _LAUNCHED_LARGE_NUMEL
-        large = max(2, min(int(beyond), limit))
-        more_s = update_time([large], model.device, clock) - update_time([1], model.device, clock)
-        own_s += max(0.0, more_s) / (large - 1) * beyond
-    return own_s
+    own_s = _update_time(stand_ins, model.device, clock) if rows else 0.0
+    on_host = model.accelerator.computes_on_host
+    limit = _LARGE_NUMEL if on_host else _LAUNCHED_LARGE_NUMEL
+    # no larger than an even share, which the rank has room for; small shares are mostly calls
+    share = trained // model.control.world_size
+    large = max(2, min(share - sum(stand_ins), limit), min(share, _ROWS_NUMEL))
+    one_s = _update_time([1], model.device, clock)
+    more_s = _update_time([large], model.device, clock) - one_s
+    rate = (large - 1) / more_s if more_s > _LEAST_S else math.inf
+    return max(0.0, own_s - sum(stand_ins) / rate), rate
 
 
-def update_time(numels: Sequence[int], device: torch.device, clock: Callable[[], float]) -> float:
+def _update_time(numels: Sequence[int], device: torch.device, clock: Callable[[], float]) -> float:
     """Return the median seconds of AdamW over tensors of these sizes."""
     parameters = [nn.Parameter(torch.zeros(numel, device=device)) for numel in numels]
     for parameter in parameters:

@@ -27,15 +27,13 @@ from lightning_cephalo.common.errors import HostMemoryError
 from lightning_cephalo.common.quantities import format_bytes, format_mib
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Problem, RankProfile
-from lightning_cephalo.profiling.optimizer_time import update_time
 
 _REPEATS = 4
 _COPIED_BYTES, _LEAST_BYTES = 2**24, 2**16
 # Part of the device that may be filled while measuring: a rank may be full of its share.
 _PART = 1 / 64
-# Moments of Adam, and the bytes of an element in a state of fp32.
+# Moments of Adam.
 MOMENTS = 2
-_UPDATE_BYTES = 16
 _HOST_ELEMENTS = 2**20
 # Of host memory that AdamW in fp32 reads and writes for one parameter.
 _UPDATED_BYTES = 28
@@ -56,7 +54,6 @@ class StateRates:
     """Rates of one rank, in parameters and in bytes per second; infinite: it takes no time.
 
     Attributes:
-        updated_parameters_per_s: Of its device.
         host_updated_parameters_per_s: Of its host's processors.
         to_device_bytes_per_s: Of copies to its device.
         to_host_bytes_per_s: Of copies to its host.
@@ -70,7 +67,6 @@ class StateRates:
         copies_beside_gathers: The same of copies and gathers.
     """
 
-    updated_parameters_per_s: float = math.inf
     host_updated_parameters_per_s: float = 0.0
     to_device_bytes_per_s: float = math.inf
     to_host_bytes_per_s: float = math.inf
@@ -200,8 +196,6 @@ def measure_state_rates(
         "allocating host memory to measure copies", partial(_Copies, model, nbytes)
     )
     to_device, to_host = copies.rates()
-    on_device = _update_rate(model, nbytes // _UPDATE_BYTES)
-    model.control.barrier()
     on_host, memory = 0.0, math.inf
     if with_host_updates:
         updates = _HostUpdates(model)
@@ -217,7 +211,7 @@ def measure_state_rates(
     del copies
     model.accelerator.empty_cache()
     figures = (*alone, beside_compute, beside_gathers)
-    rates = StateRates(on_device, on_host, to_device, to_host, memory, *figures)
+    rates = StateRates(on_host, to_device, to_host, memory, *figures)
     return [StateRates(*row) for row in model.control.gather(astuple(rates))]
 
 
@@ -387,16 +381,6 @@ def _gathers(model: ShardedModel) -> Callable[[], None]:
             largest.free()
 
     return work
-
-
-def _update_rate(model: ShardedModel, elements: int) -> float:
-    clock: Callable[[], float] = model.accelerator.clock
-    try:
-        seconds = update_time([elements], model.device, clock)
-        seconds -= update_time([1], model.device, clock)
-    except torch.OutOfMemoryError:
-        return math.inf  # ``Problem.optimizer_s`` stands for it
-    return _rate(elements, seconds)
 
 
 class _HostUpdates:

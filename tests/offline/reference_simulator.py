@@ -51,7 +51,7 @@ def reference_step(problem: Problem, plan: Plan) -> Reference:
             lane.backward(unit, ready_s)
         collective(reduce_s)
         ready_s = following_s
-    step_s = collective(problem.root_reduce_s) + problem.optimizer_s + problem.step_overhead_s
+    step_s = collective(problem.root_reduce_s) + problem.update_overhead_s + problem.step_overhead_s
     peaks = [lane.peaks() for lane in lanes]
     return Reference(step_s, tuple(p for p, _ in peaks), tuple(h for _, h in peaks))
 

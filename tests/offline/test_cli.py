@@ -44,7 +44,7 @@ def problem(tmp_path: Path) -> Path:
     ranks = [rank("fast", 3), rank("slow", 1)]
     path = tmp_path / "problem.yaml"
     Problem(
-        ranks, units=24, gather_s=0.5, state_bytes=600, global_batch_size=16, optimizer_s=1
+        ranks, units=24, gather_s=0.5, state_bytes=600, global_batch_size=16, update_overhead_s=1
     ).save(path)
     return path
 
@@ -323,6 +323,7 @@ WRONG = {
     "no device": (["plan", "--devices", "0x T4", *ASKED], "count of 'T4': expected a whole"),
     "no such name": (["plan", "--devices", "3091", *ASKED], "but got '3091'. Did you mean"),
     "offload": (["plan", *MINE, *ASKED, "--offload"], "--devices gives none. Use --cluster"),
+    "two updates": (["plan", *MINE, *ASKED, "--clip-by-norm", "--early-update"], "one of the two"),
     "import path": (["plan", *MINE, "--model", ":X", "--batch-size", "4"], "but got ':X'"),
     "folder": (["plan", *MINE, *ASKED, "-o", "/no/p.yaml"], "/no/p.yaml: cannot be written: No"),
     "problem's": (["plan", *MINE, *ASKED, "--save-problem", "/no/p.json"], "cannot be written"),

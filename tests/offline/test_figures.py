@@ -50,7 +50,7 @@ def case(names: str, *, offload: bool = False) -> tuple[Simulation, Problem, Pla
         global_batch_size=2 * len(names),
         boundary_bytes=2,
         gathered_bytes=7,
-        optimizer_s=0.5,
+        update_overhead_s=0.5,
         step_overhead_s=0.25,
     )
     plan = Plan([RankPlan((1, 1), 1 / len(names), offload=offload)] * len(names))

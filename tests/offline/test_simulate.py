@@ -44,7 +44,7 @@ def problem(gather_s: float, reduce_s: float, **changes) -> Problem:
         "state_bytes": 100,
         "global_batch_size": 2,
         "boundary_bytes": 2,
-        "optimizer_s": 0.5,
+        "update_overhead_s": 0.5,
         "gathered_bytes": 7,
         "step_overhead_s": 0.25,
         "root_gather_s": 1,
@@ -59,7 +59,7 @@ def random_case(seed: int, units: int) -> tuple[Problem, Plan]:
 
 def early(case: Problem, seed: int) -> Problem:
     """The case with updates inside the backward, of a part of the optimizer's time or all of it."""
-    update_s = case.optimizer_s * (1 + seed % 4) / 4 / case.units
+    update_s = case.update_overhead_s * (1 + seed % 4) / 4 / case.units
     held = 0.75 * case.state_bytes
     ranks = tuple(
         dataclasses.replace(
@@ -77,6 +77,24 @@ def early(case: Problem, seed: int) -> Problem:
         early_reducing_state_bytes=held / case.units,
         early_updating_state_bytes=held * (1 + seed % 3) / case.units,
     ).with_early_update()
+
+
+def with_rows(case: Problem, seed: int) -> Problem:
+    """The case with updates that take each rank as long as its share of the rows takes its device.
+
+    The rows of all units take a device from nothing up to twice the backwards of all units.
+    """
+    draw = np.random.default_rng(seed)
+    sizes = (int(draw.integers(0, 300)), *[100] * case.units)
+    slowest_s = max(rank.backward_s[0] for rank in case.ranks if rank.backward_s)
+    rate = 100 / slowest_s * 10 ** draw.uniform(-0.3, 1)
+    ranks = tuple(
+        dataclasses.replace(
+            rank, updated_parameters_per_s=draw.choice([rate, rate * draw.uniform(1, 4), math.inf])
+        )
+        for rank in case.ranks
+    )
+    return dataclasses.replace(case, ranks=ranks, unit_parameters=sizes)
 
 
 def spans(simulation: Simulation, rank: int, stream: Stream) -> list[tuple[str, int, float, float]]:
@@ -331,7 +349,7 @@ def test_a_stream_is_busy_for_the_work_that_it_has(seed, units):
         ]
         timeline = simulation.timeline(rank)
         assert timeline.compute_s == pytest.approx(
-            units * (one_pass[0] + one_pass[1]) + one_pass[2] + case.optimizer_s
+            units * (one_pass[0] + one_pass[1]) + one_pass[2] + case.update_overhead_s
         )
         assert timeline.communication_s == pytest.approx(
             (2 * units - 1) * gather_s
@@ -385,13 +403,64 @@ def test_from_24_units_on_the_closed_form_is_within_3_per_cent(seed, units):
 
 
 @fixed
-@given(seeds, st.integers(1, 24), st.booleans())
-def test_no_step_is_longer_than_the_closed_form(seed, units, is_early):
+@given(seeds, st.integers(1, 24), st.booleans(), st.booleans())
+def test_no_step_is_longer_than_the_closed_form(seed, units, is_early, has_rows):
     case, plan = random_case(seed, units)
     case = early(case, seed) if is_early else case
+    case = with_rows(case, seed) if has_rows else case
     for reshard in (True, False):
         plan = dataclasses.replace(plan, reshard_after_forward=reshard)
         assert simulate(case, plan).step_s <= predict(case, plan).step_s * (1 + 1e-12)
+
+
+@fixed
+@given(seeds, st.integers(1, 24))
+def test_late_updates_add_what_the_closed_form_says_and_early_ones_no_more(seed, units):
+    case, plan = random_case(seed, units)
+    late = with_rows(case, seed)
+    rows_s = [
+        part.state_fraction * late.parameters / rank.updated_parameters_per_s
+        for rank, part in zip(late.ranks, plan.ranks, strict=True)
+    ]
+    predicted = predict(late, plan)
+    assert [rank.update_s for rank in predicted.ranks] == pytest.approx(rows_s)
+    simulated = simulate(late, plan)
+    added_s = simulated.step_s - simulate(case, plan).step_s
+    assert added_s == pytest.approx(max(rows_s), abs=1e-9 * simulated.step_s)
+    assert predicted.step_s == pytest.approx(predict(case, plan).step_s + max(rows_s))
+    before = early(case, seed)
+    soon = with_rows(before, seed)
+    added_s = simulate(soon, plan).step_s - simulate(before, plan).step_s
+    assert added_s <= max(rows_s) + 1e-9 * simulated.step_s
+    assert predict(soon, plan).step_s <= predict(before, plan).step_s + max(rows_s) * (1 + 1e-9)
+    for rank in range(len(plan.ranks)):
+        both = [simulate(each, plan).timeline(rank).compute_s for each in (late, soon)]
+        assert both[0] == pytest.approx(both[1])
+
+
+def test_updates_by_shares_and_devices_by_hand():
+    # 30 parameters of the root unit and 20 of each unit; 80 % of them on the slow device
+    slow = dataclasses.replace(SLOW, updated_parameters_per_s=16)
+    fast = dataclasses.replace(FAST, updated_parameters_per_s=64)
+    plan = Plan([RankPlan((1,), 0.2), RankPlan((1,), 0.8)])
+    late = problem(1, 1, ranks=[fast, slow], unit_parameters=(30, 20, 20), fill_s=2)
+    simulation = simulate(late, plan)
+    assert spans(simulation, 0, Stream.COMPUTE)[-1] == ("update", -1, 19, 19.71875)
+    assert spans(simulation, 1, Stream.COMPUTE)[-1] == ("update", -1, 19, 19.5 + 0.8 * 70 / 16)
+    predicted = predict(late, plan)
+    assert [rank.update_s for rank in predicted.ranks] == [0.21875, 3.5]
+    # the root unit's reduce takes 1 s, the first unit's takes 1 s, too: each hides an update of 1 s
+    soon = late.with_early_update()
+    assert predict(soon, plan).step_s == predicted.step_s - 2 * 1
+    simulation = simulate(soon, plan)
+    assert spans(simulation, 1, Stream.COMPUTE)[-3:] == [
+        ("update", 2, 17, 18),
+        ("update", 1, 18, 19),
+        ("update", -1, 19, 19.5 + 1.5),
+    ]
+    # by rates, the fast device holds most: both take equally long
+    by_rates = Plan([RankPlan((1,), 0.8), RankPlan((1,), 0.2)])
+    assert [rank.update_s for rank in predict(late, by_rates).ranks] == [0.875, 0.875]
 
 
 @fixed
@@ -571,6 +640,13 @@ def moving(seed: int, units: int, is_early: bool) -> tuple[Problem, Plan]:
         for rank in plan.ranks
     ]
     case = dataclasses.replace(case, ranks=ranks, unit_parameters=sizes, moment_bytes=8.0)
+    if draw.random() < 0.5:
+        rates = 8 * rate * 10 ** draw.uniform(-2, 1, size=len(ranks))
+        ranks = tuple(
+            dataclasses.replace(rank, updated_parameters_per_s=own)
+            for rank, own in zip(ranks, rates.tolist(), strict=True)
+        )
+        case = dataclasses.replace(case, ranks=ranks)
     return case, dataclasses.replace(plan, ranks=tuple(parts))
 
 

@@ -22,7 +22,7 @@ PROBLEM = Problem(
     state_bytes=100,
     global_batch_size=6,
     boundary_bytes=2,
-    optimizer_s=0.25,
+    update_overhead_s=0.25,
     gathered_bytes=7,
     step_overhead_s=0.5,
 )
@@ -102,7 +102,7 @@ def test_early_updates_hide_behind_collectives_and_hold_less_state():
     plans = [RankPlan((1,), 1.0), RankPlan((), 0.0)]
     late = replace(
         PROBLEM,
-        optimizer_s=2.0,
+        update_overhead_s=2.0,
         unit_update_s=0.5,
         fill_s=5.5,
         root_reduce_s=1.0,
@@ -120,7 +120,7 @@ def test_early_updates_hide_behind_collectives_and_hold_less_state():
     busy = [RankPlan((3, 2), 0.8), RankPlan((1,), 0.2)]
     assert predict(late, busy).step_s - predict(early, busy).step_s == 2 * 0.5
     # an update that takes longer than a reduce, too, has a gather to hide
-    long = replace(early, unit_update_s=4.0, optimizer_s=16.0)
+    long = replace(early, unit_update_s=4.0, update_overhead_s=16.0)
     backward_s = 2.5 + 5.5 + (4 + 2.5) + (4 + 2)
     expected_s = 3 * 2.5 + 1 + backward_s + 5 + 2.5 + 4 + 4 + 0.5
     assert predict(long, plans).step_s == expected_s

@@ -131,7 +131,7 @@ def random_problem(seed: int) -> Problem:
         global_batch_size=draw.randint(1, 4),
         boundary_bytes=draw.choice([0.0, 1.0]),
         gathered_bytes=draw.choice([0.0, 2.0]),
-        optimizer_s=1.0,
+        update_overhead_s=1.0,
         unit_update_s=0.1,
         even_gather_s=draw.choice([None, 0.5]),
         vocabulary_sharding=True,

@@ -89,7 +89,7 @@ def test_profile_names_the_field_and_what_came(changes, message):
         ({"state_bytes": math.inf}, r"Problem.state_bytes: .*finite.* but got inf"),
         ({"boundary_bytes": -1}, r"Problem.boundary_bytes"),
         ({"gathered_bytes": None}, r"Problem.gathered_bytes: .* but got None"),
-        ({"optimizer_s": "slow"}, r"Problem.optimizer_s: .* but got 'slow'"),
+        ({"update_overhead_s": "slow"}, r"Problem.update_overhead_s: .* but got 'slow'"),
         ({"step_overhead_s": -1}, r"Problem.step_overhead_s"),
         ({"unresharded_bytes": -1}, r"Problem.unresharded_bytes"),
         (

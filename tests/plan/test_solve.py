@@ -110,7 +110,7 @@ def problems(draw) -> Problem:
         equal_microbatches=equal,
         single_microbatch=equal and draw(st.booleans()),
         no_idle_ranks=draw(st.sampled_from([False, False, False, True])),
-        optimizer_s=draw(st.sampled_from([0.0, 1.0])),
+        update_overhead_s=draw(st.sampled_from([0.0, 1.0])),
         gather_and_reduce_s=draw(st.sampled_from([None, None, 20.0, 30.0])),
         even_gather_s=draw(st.sampled_from([None, None, 1.0])),
         even_reduce_s=draw(st.sampled_from([None, None, 1.0])),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -15,8 +17,10 @@ from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.accelerator.emulated.operators import tensors_in
 from lightning_cephalo.adapters.optimizer import local_update
 from lightning_cephalo.execution.sharded_model import ShardedModel, UnitOptions
+from lightning_cephalo.plan import Problem, RankProfile
 from lightning_cephalo.profiling.optimizer_time import clipping, optimizer_time
 from lightning_cephalo.ranks.groups import Groups
+from lightning_cephalo.sharding.placement import local_part
 
 
 class _Block(nn.Module):
@@ -34,12 +38,12 @@ class _Net(nn.Module):
         self.blocks = nn.ModuleList(_Block(vectors, numel) for _ in range(4))
 
 
-def sharded_model(vectors, numel):
+def sharded_model(vectors, numel, shares=(0.5, 0.5)):
     sharded = ShardedModel(
         _Net(vectors, numel),
         Groups.create(timedelta(seconds=100)),
         accelerator_of(torch.device("cpu")),
-        fractions=[0.5, 0.5],
+        fractions=list(shares),
         units=UnitOptions(),
         compute_dtype=None,
         recompute=False,
@@ -67,11 +71,11 @@ class _Operators(TorchDispatchMode):
         return result
 
 
-def _timed(rank, vectors, numel):
-    sharded = sharded_model(vectors, numel)
+def _timed(rank, vectors, numel, shares):
+    sharded = sharded_model(vectors, numel, shares)
     host = VirtualHost()
     with _Operators(host):
-        told_s = optimizer_time(sharded, host.now, None)
+        told = optimizer_time(sharded, host.now, None)
     parameters = list(sharded.module.parameters())
     assert all(parameter.grad is None for parameter in parameters)
     for parameter in parameters:
@@ -84,14 +88,64 @@ def _timed(rank, vectors, numel):
             with local_update(optimizer):
                 optimizer.step()
             times.append(host.now_s - start_s)
-    return told_s, times[-1]
+    rows = sum(local_part(parameter).numel() for parameter in parameters)
+    return told, rows, times[-1]
 
 
+@pytest.mark.parametrize("shares", [(0.5, 0.5), (0.8, 0.2)])
 @pytest.mark.parametrize(("vectors", "numel"), [(60, 50), (1, 2_000_000)])
-def test_the_time_told_is_that_of_the_step_by_number_and_by_size_of_its_tensors(vectors, numel):
-    (told_s, first_s), (other_s, second_s) = run_ranks(2, _timed, vectors, numel)
-    assert told_s == other_s
-    assert told_s == pytest.approx(max(first_s, second_s), rel=0.05)
+def test_the_time_told_is_that_of_the_step_by_number_and_by_size_of_its_tensors(
+    vectors, numel, shares
+):
+    found = run_ranks(2, _timed, vectors, numel, shares)
+    assert found[0][0] == found[1][0]
+    for rank, (told, rows, took_s) in enumerate(found):
+        told_s = told.overhead_s + rows / told.parameters_per_s[rank]
+        assert told_s == pytest.approx(took_s, rel=0.05)
+
+
+def _on_slow_rank(rank):
+    sharded, host = sharded_model(1, 2_000_000, (0.5, 0.5)), VirtualHost()
+    operators = _Operators(host)
+    operators.BYTE_S = operators.BYTE_S * (3 if rank else 1)
+    with operators:
+        return optimizer_time(sharded, host.now, None)
+
+
+def test_every_rank_has_the_rate_of_its_device_and_equal_ranks_the_slowest():
+    found, other = run_ranks(2, _on_slow_rank)
+    assert found == other
+    fast, slow = found.parameters_per_s
+    assert fast == pytest.approx(3 * slow, rel=0.02)
+    rank = RankProfile("a", [1.0], [1.0], [1.0], [1.0], 1000.0)
+    alike = Problem([rank, replace(rank, updated_parameters_per_s=7.0)], 2, state_bytes=1,
+                    global_batch_size=1)  # fmt: skip
+    problem = found.in_problem(alike, 0.25)
+    assert [each.updated_parameters_per_s for each in problem.ranks] == [slow, slow]
+    assert problem.update_overhead_s == found.overhead_s
+    assert problem.unit_update_s == 0.25 * found.overhead_s
+    apart = replace(alike, ranks=[rank, replace(rank, name="b")])
+    problem = found.in_problem(apart, 0.25)
+    assert [each.updated_parameters_per_s for each in problem.ranks] == [fast, slow]
+
+
+def _full(rank):
+    sharded, host = sharded_model(1, 1000, (0.5, 0.5)), VirtualHost()
+
+    class Full(_Operators):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if rank and function is torch.ops.aten.zeros_like.default:  # gradients and moments
+                raise torch.OutOfMemoryError("full")
+            return super().__torch_dispatch__(function, types, args, kwargs)
+
+    with Full(host):
+        return optimizer_time(sharded, host.now, None)
+
+
+def test_a_rank_that_is_full_takes_the_times_of_the_others():
+    found, other = run_ranks(2, _full)
+    assert found == other and found.overhead_s > 0
+    assert found.parameters_per_s[0] == found.parameters_per_s[1] < math.inf
 
 
 def _with_clipping(rank):
@@ -103,9 +157,9 @@ def _with_clipping(rank):
         clipped.append({parameter.grad is not None for parameter in parameters})
         host.run(0.02 * (rank + 1))
 
-    told_s = optimizer_time(sharded, host.now, clip)
+    told = optimizer_time(sharded, host.now, clip)
     no_gradients = all(parameter.grad is None for parameter in sharded.module.parameters())
-    return told_s, len(clipped), set().union(*clipped), no_gradients
+    return told.overhead_s, len(clipped), set().union(*clipped), no_gradients
 
 
 def test_clipping_is_timed_with_gradients_that_are_gone_afterwards():

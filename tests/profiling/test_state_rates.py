@@ -133,9 +133,9 @@ def test_host_memory_that_cannot_be_had_for_measuring_is_named_on_all_ranks():
 def test_a_problem_of_an_earlier_version_does_not_know_how_copies_slow_other_work_down():
     rank = RankProfile("a", [1.0], [1.0], [1.0], [1.0], 1000.0)
     problem = Problem([rank] * 2, 1, state_bytes=1, global_batch_size=2, optimizer_offload="auto")
-    figures = StateRates(9.0, 10.0, 2e9, 2e9, math.inf, 4e9, 3e9, 1.25, 1.5)
-    others = StateRates(9.0, 10.0, 2e9, 1.5e9, math.inf, 4e9, 3e9, 1.0, 1.75)
-    older = with_state_rates(problem, [StateRates(9.0, 10.0, 2e9, 2e9)] * 2)
+    figures = StateRates(10.0, 2e9, 2e9, math.inf, 4e9, 3e9, 1.25, 1.5)
+    others = StateRates(10.0, 2e9, 1.5e9, math.inf, 4e9, 3e9, 1.0, 1.75)
+    older = with_state_rates(problem, [StateRates(10.0, 2e9, 2e9)] * 2)
     assert not knows_contention(Problem.from_dict(older.to_dict())) and not contention_text(older)
     known = with_state_rates(problem, [figures, others])
     known = Problem.from_dict(known.to_dict())
@@ -165,11 +165,11 @@ def test_without_updates_by_the_host_copies_tell_all():
 def test_a_rank_whose_host_is_slow_keeps_its_rates_beside_ranks_that_are_alike():
     rank = RankProfile("a", [1.0], [1.0], [1.0], [1.0], 1000.0)
     problem = Problem([rank] * 4, 1, state_bytes=1, global_batch_size=4)
-    fast, slow = StateRates(9.0, 10.0, 20.0, 20.0), StateRates(9.0, 2.0, 4.0, 4.0)
-    slower = StateRates(8.0, 9.0, 18.0, 21.0, 50.0)
+    fast, slow = StateRates(10.0, 20.0, 20.0), StateRates(2.0, 4.0, 4.0)
+    slower = StateRates(9.0, 18.0, 21.0, 50.0)
     one, two, three, four = with_state_rates(problem, [fast, slow, slower, slow]).ranks
     assert one == three and two == four
-    assert [getattr(one, name) for name in RATES] == [8.0, 9.0, 18.0, 20.0, 50.0, *[None] * 4]
-    assert [getattr(two, name) for name in RATES] == [9.0, 2.0, 4.0, 4.0, math.inf, *[None] * 4]
+    assert [getattr(one, name) for name in RATES] == [9.0, 18.0, 20.0, 50.0, *[None] * 4]
+    assert [getattr(two, name) for name in RATES] == [2.0, 4.0, 4.0, math.inf, *[None] * 4]
     # a later start finds the same
     assert merge_equal_ranks([one, two, three, four]) == [one, two, three, four]

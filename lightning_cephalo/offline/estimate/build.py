@@ -22,7 +22,7 @@ from lightning_cephalo.offline.estimate.devices import Device
 from lightning_cephalo.offline.estimate.sources import curves_of
 from lightning_cephalo.plan import Problem, RankProfile
 from lightning_cephalo.plan.curves import Curves, CurveTable, cached_tables
-from lightning_cephalo.plan.state_groups import groups_by_node, members_of
+from lightning_cephalo.plan.state_groups import groups_by_node
 
 if TYPE_CHECKING:
     from lightning_cephalo.offline.estimate.work import ModelWork
@@ -88,6 +88,7 @@ def build_problem(
     allow_offload: bool = False,
     optimizer_offload: bool | Literal["auto"] = False,
     early_update: bool = False,
+    clip_by_norm: bool = False,
     hybrid_sharding: bool = False,
     largest_microbatch_size: int = LARGEST_MICROBATCH_SIZE,
     uneven_factor: float = UNEVEN_FACTOR,
@@ -113,6 +114,8 @@ def build_problem(
         optimizer_offload: as for the strategy; it needs host memory in the cluster.
         early_update: whether units are updated inside the backward, as the trainer does unless
             something needs all gradients at once, such as clipping by norm.
+        clip_by_norm: whether clipping by norm is what makes updates late. Gradients that the host
+            needs then leave early, and the plan may let it update before the norm is known.
         hybrid_sharding: whether each node holds the whole state. Its optimizer state stays on the
             devices.
         largest_microbatch_size: larger sizes are not considered.
@@ -170,7 +173,6 @@ def build_problem(
     )
     # what each group sends of a rank's slice arrives there in a row of its own
     received = GRADIENT_BYTES * _largest(work) * len(set(groups))
-    optimizer_s = _optimizer_s(cluster, groups, work, efficiencies)
     gather_s = gather_of(compute * work.unit_parameters)
     reduce_s = reduce_of(GRADIENT_BYTES * work.unit_parameters)
     last, root = work.last_parameters, work.root_parameters - work.last_parameters
@@ -191,14 +193,14 @@ def build_problem(
         gathered_bytes=gathered,
         reshard_after_forward="auto" if choose_resharding else True,
         unresharded_bytes=unresharded_bytes(work),
-        optimizer_s=optimizer_s,
-        unit_update_s=optimizer_s * work.unit_parameters / work.parameters,
         # the gradient of the last layers waits for the root unit's update, with its own reduce
         early_state_bytes=EARLY_STATE_BYTES_PER_PARAMETER * work.parameters
         + 2 * GRADIENT_BYTES * last,
         early_reducing_state_bytes=GRADIENT_BYTES * _held_in_reduces(work) + received,
         early_updating_state_bytes=GRADIENT_BYTES * _held_in_updates(work) + received,
         optimizer_offload=False if hybrid_sharding else optimizer_offload,
+        sends_gradients=clip_by_norm,
+        may_speculate=clip_by_norm,
         unit_parameters=(
             round(work.root_parameters),
             *(round(work.unit_parameters) for _ in range(work.units)),
@@ -373,22 +375,3 @@ def rank_profile(
         host_capacity_bytes=host_capacity_bytes,
         offload_bytes_per_s=COPY_EFFICIENCY * device.pcie_bytes_per_s,
     )
-
-
-def _optimizer_s(
-    cluster: Cluster,
-    groups: Sequence[int],
-    work: ModelWork,
-    efficiencies: Sequence[Efficiency] | None,
-) -> float:
-    """Return the seconds of the slowest rank's Adam if state is shared in proportion to memory."""
-    moved = OPTIMIZER_BYTES_PER_PARAMETER * work.parameters
-    found, ranks = 0.0, cluster.ranks
-    for members in members_of(groups, len(ranks)):
-        devices = [ranks[rank].device for rank in members]
-        total = sum(device.memory_bytes for device in devices)
-        for device in set(devices):
-            efficiency = find_efficiency(device, "fp32", efficiencies).bandwidth
-            rate = efficiency * device.bandwidth_bytes_per_s
-            found = max(found, moved * device.memory_bytes / total / rate)
-    return found

@@ -59,6 +59,7 @@ from lightning_cephalo.plan.solver.columns import group_types
 from lightning_cephalo.plan.solver.infeasible import certainly_infeasible
 from lightning_cephalo.plan.solver.search import Search
 from lightning_cephalo.plan.solver.solve import solve_if_possible
+from lightning_cephalo.plan.updates import least_update_s, with_updates
 
 # Pipelines within this fraction of the fastest count as equally fast: estimates of times are often
 # off by a fifth.
@@ -189,6 +190,7 @@ def least_step_s(problem: Problem) -> float:
 
         least_step_s(problem) <= solve(problem).step_s      # True
     """
+    problem = with_updates(problem, least_update_s(problem))
     fixed_s = fixed_time(problem)
     choices = [problem.resharding(choice) for choice in problem.reshard_choices]
     # Even shares may travel faster, and the bound holds for them too.

@@ -1,12 +1,15 @@
 """Finds the fastest plan where a rank's share of the state takes time.
 
-It does where optimizer state lives in host memory, and where the vocabulary stays cut: there a rank
-computes its share of the columns of logits, so that the slowest one's ``share * columns_s`` counts.
+A device updates its share. Where optimizer state lives in host memory, shares move. Where the
+vocabulary stays cut, a rank computes its share of the columns of logits, so that the slowest one's
+``share * columns_s`` counts. That of the columns and that of the updates need not be the same rank.
+The bound takes it for the same one, which is a little less.
 
-How much state a rank can hold depends on the seconds that moving it may add to a step, and on the
-pace of the backward that hides moves. For given limits on both, the search is that of a problem
-whose state stays on the devices, with other rooms (``room``). So all limits are searched: boxes of
-seconds and paces are halved where the bound is the least, until no box can hold a faster plan.
+How much state a rank can hold depends on the seconds that its share may add to a step, and on the
+backward that hides moves, and lets collectives hide fewer updates. For given limits on both, the
+search is that of a problem whose shares take no time, with other rooms (``room``). So all limits
+are searched: boxes of seconds and backwards are halved where the bound is the least, until no box
+can hold a faster plan.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ import heapq
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -27,7 +31,6 @@ from lightning_cephalo.plan.cost import (
     fixed_time,
     host_need,
     idle_bytes,
-    paced_backward_s,
     step_time,
 )
 from lightning_cephalo.plan.plan import RankPlan
@@ -36,7 +39,7 @@ from lightning_cephalo.plan.solver.columns import RankType, group_types
 from lightning_cephalo.plan.solver.room import Room
 from lightning_cephalo.plan.solver.search import EQUAL, Found, Search
 from lightning_cephalo.plan.solver.state import to_the_byte
-from lightning_cephalo.plan.windows import backward_collectives_s
+from lightning_cephalo.plan.windows import backward_collectives_s, backward_windows
 
 _MOST_BOXES = 48
 _ROUNDING = 1e-9
@@ -44,7 +47,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class _Box:
-    """Limits: plans in it expose ``exposed_s``, and their backward takes ``backward_s`` a unit."""
+    """Limits: shares of plans in it add ``exposed_s``, a unit's backward takes ``backward_s``."""
 
     exposed_s: tuple[float, float]
     backward_s: tuple[float, float]
@@ -59,7 +62,7 @@ class MovingPlan:
         even: Whether all ranks hold equal shares, which travel as such.
         types: Types of ranks.
         found: Which columns they run.
-        exposed_s: What shares add to the step: moves of state, or columns of a cut vocabulary.
+        exposed_s: What shares add to the step: updates, moves, columns of a cut vocabulary.
         step_s: Seconds of the step.
     """
 
@@ -70,14 +73,16 @@ class MovingPlan:
     exposed_s: float
     step_s: float
 
+    @property
+    def backward_s(self) -> float:
+        """Seconds of the slowest rank's backward of one unit."""
+        return float(self.found.columns.times_s[:, 1].max(initial=0.0))
+
 
 def least_step_s(problem: Problem) -> float:
-    """Return a lower bound of the step of all plans that move state, without a search."""
-    steps = [
-        Search(variant, group_types(variant), 0.0).bound_s + fixed_time(variant)
-        for variant, _ in _variants(problem)
-    ]
-    return min(steps, default=math.inf)
+    """Return a lower bound of the step of all plans whose shares take time, without a search."""
+    variants = (_Variant(each, even, 0.0) for each, even in _variants(problem))
+    return min((each.bound_s + each.least_exposed_s for each in variants), default=math.inf)
 
 
 def fastest_moving(
@@ -85,7 +90,7 @@ def fastest_moving(
 ) -> tuple[MovingPlan | None, float]:
     """Return the fastest plan where shares take time, and a lower bound of all of them.
 
-    These are plans with state in host memory, or with a vocabulary that stays cut.
+    These are plans with all state on the devices, or some of it in host memory where that may be.
 
     Args:
         problem: Ranks and work of the step.
@@ -155,29 +160,37 @@ class _Variant:
         self.types = group_types(problem)
         bounds = Search(problem, self.types, deadline)
         self.bound_s = bounds.bound_s + fixed_time(problem)
-        self.least_backward_s = paced_backward_s(problem, bounds.floors_s[1])
+        # where nothing hides behind collectives, only what exceeds them counts
+        self._ignored_s = 0.0 if problem.shares_take_time else backward_collectives_s(problem)
+        self.least_backward_s = max(bounds.floors_s[1], self._ignored_s)
         self._floor_s = step_time(problem, *bounds.floors_s)
 
-    @property
+    @cached_property
     def least_exposed_s(self) -> float:
-        """Lower bound of what columns of logits add: all ranks take as long for their shares."""
-        columns_s = [rank.columns_s for rank in self.problem.ranks]
-        if self.even:
-            return max(columns_s) / len(columns_s)
-        return 0.0 if not min(columns_s) else 1 / math.fsum(1 / each for each in columns_s)
+        """Lower bound of what shares add: that of ranks without samples, in any backward."""
+        any_room = self.room(math.inf, (self.least_backward_s, math.inf))
+        idle = [self.problem.fixed_bytes] * len(DEVICE_NEEDS)
+
+        def holds(exposed_s: float) -> bool:
+            room = any_room.exposing(exposed_s)
+            shares = (kind.count * float(room.most(kind.profile, idle, 0.0)) for kind in self.types)
+            return math.fsum(shares) >= 1.0 - _ROUNDING
+
+        # not a bound if rounding alone excludes all plans: a search finds that out
+        return self._least(holds)[0] if holds(math.inf) else 0.0
 
     @property
     def _most_share(self) -> float:
         return (1 + _ROUNDING) / len(self.problem.ranks) if self.even else 1.0
 
-    def room(self, exposed_s: float, backward_s: float) -> Room:
+    def room(self, exposed_s: float, backward_s: tuple[float, float]) -> Room:
         return Room(self.problem, exposed_s, backward_s, self._most_share)
 
     def search(self, box: _Box) -> Search:
         """Return the search whose plans are no slower than any in the box."""
-        floor_s = box.backward_s[0] - self.problem.unit_update_s * self.problem.early_update
-        least_s = floor_s if floor_s > backward_collectives_s(self.problem) else 0.0
-        room = self.room(box.exposed_s[1], box.backward_s[1])
+        room = self.room(box.exposed_s[1], box.backward_s)
+        slow = box.backward_s[0]
+        least_s = slow if slow > self._ignored_s else 0.0
         return Search(self.problem, self.types, self.deadline, room, least_s)
 
     def halves(self, box: _Box, least_s: float, limit_s: float) -> list[_Box]:
@@ -193,15 +206,18 @@ class _Variant:
         most = min(most, least + limit_s - least_s)
         # only the floors say what a slower backward adds: other bounds contain one already
         more_s = limit_s - self._floor_s - least
-        slowest = min(slowest, self.least_backward_s + more_s / units)
+        longest_s = max(own_s for own_s, _ in backward_windows(self.problem))
+        slowest = min(slowest, max(self.least_backward_s, longest_s) + more_s / units)
         if most < least or slowest < slow:
             return []
         wide_s, long_s = most - least, units * (slowest - slow)
-        # only what moves hides behind the backward
-        hides = self.problem.early_update or self.problem.speculates
-        hides = hides and not self.problem.vocabulary_sharding
+        # nothing else hides behind the backward, or behind its collectives
+        takes_time = self.problem.can_move_state or self.problem.shares_take_time
+        hides = takes_time and (self.problem.early_update or self.problem.speculates)
         if hides and long_s > 0 and long_s >= wide_s:
+            paced_s = backward_collectives_s(self.problem)
             middle = self._middle(slow, slowest, units)
+            middle = paced_s if slow < paced_s < slowest else middle
             return [_Box((least, most), pair) for pair in ((slow, middle), (middle, slowest))]
         if wide_s <= 0:
             return []
@@ -216,8 +232,7 @@ class _Variant:
     def priced(self, found: Found) -> MovingPlan | None:
         """Return the plan of these columns that exposes the least; None if it cannot be."""
         times_s = found.columns.times_s.max(axis=0)
-        backward_s = paced_backward_s(self.problem, float(times_s[1]))
-        exposed_s = self._least_exposed_s(found, backward_s)
+        exposed_s = self._least_exposed_s(found, float(times_s[1]))
         if exposed_s is None:
             return None
         step_s = step_time(self.problem, *map(float, times_s)) + exposed_s
@@ -225,10 +240,7 @@ class _Variant:
 
     def roomiest(self, plan: MovingPlan) -> MovingPlan:
         """Return the plan with the most room among those that are as fast."""
-        backward_s = paced_backward_s(
-            self.problem, float(plan.found.columns.times_s[:, 1].max(initial=0.0))
-        )
-        room = self.room(plan.exposed_s, backward_s)
+        room = self.room(plan.exposed_s, (plan.backward_s, plan.backward_s))
         search = Search(self.problem, self.types, self.deadline, room)
         step_s = plan.step_s - plan.exposed_s - fixed_time(self.problem)
         try:
@@ -239,7 +251,7 @@ class _Variant:
 
     def _least_exposed_s(self, found: Found, backward_s: float) -> float | None:
         columns, rows = found.columns, np.flatnonzero(found.chosen)
-        any_room = self.room(math.inf, backward_s)
+        any_room = self.room(math.inf, (backward_s, backward_s))
 
         def holds(exposed_s: float) -> bool:
             room, shares = any_room.exposing(exposed_s), []
@@ -251,10 +263,12 @@ class _Variant:
                 shares.append(int(found.chosen[row]) * share)
             return math.fsum(shares) >= 1.0
 
+        return self._least(holds)[1] if holds(math.inf) else None
+
+    def _least(self, holds: Callable[[float], bool]) -> tuple[float, float]:
+        """Return seconds that do not hold, and the least that do, which are a little more."""
         if holds(0.0):
-            return 0.0
-        if not holds(math.inf):
-            return None
+            return 0.0, 0.0
         low, high = 0.0, self.bound_s or 1.0
         while not holds(high):
             low, high = high, 4 * high
@@ -264,7 +278,7 @@ class _Variant:
                 high = middle
             else:
                 low = middle
-        return high
+        return low, high
 
 
 def with_moved_state(plan: MovingPlan, runs: Sequence[RankPlan]) -> list[RankPlan]:
@@ -278,7 +292,7 @@ def with_moved_state(plan: MovingPlan, runs: Sequence[RankPlan]) -> list[RankPla
         runs: What each rank runs, in rank order.
     """
     problem = plan.problem
-    backward_s = paced_backward_s(problem, float(plan.found.columns.times_s[:, 1].max(initial=0.0)))
+    backward_s = (plan.backward_s, plan.backward_s)
     most_share = (1 + _ROUNDING) / len(runs) if plan.even else 1.0
     room = Room(problem, plan.exposed_s, backward_s, most_share)
     resident = Room(replace(problem, optimizer_offload=False), plan.exposed_s, backward_s)

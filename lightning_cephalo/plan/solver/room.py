@@ -1,9 +1,10 @@
 """How much of the state a rank can hold if its share takes time.
 
-That is so if optimizer state may live in host memory, or if the vocabulary stays cut: then a share
-of the state is that share of the columns of logits, too.
+A larger share takes its device longer to update. Where optimizer state may live in host memory,
+its moves take time. Where the vocabulary stays cut, a share of the state is that share of the
+columns of logits, too.
 
-The limits are a rank's device, its host's memory, and the seconds that moving may add to a step
+The limits are a rank's device, its host's memory, and the seconds that all this may add to a step
 (:mod:`~lightning_cephalo.plan.moving`). For each way to keep the state, each limit is a largest
 share of the state; the least of them counts, and of all ways the one with the largest share.
 """
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_cephalo.plan.exposure import Exposure
 from lightning_cephalo.plan.moving import MovedState, choices, exposure
 from lightning_cephalo.plan.problem import Problem, RankProfile
 from lightning_cephalo.plan.solver.unbeaten import unbeaten
@@ -44,7 +46,7 @@ class _Ways:
     hidden: np.ndarray
 
     @classmethod
-    def of(cls, problem: Problem, profile: RankProfile, backward_s: float) -> _Ways:
+    def of(cls, problem: Problem, profile: RankProfile, backward_s: tuple[float, float]) -> _Ways:
         """Return the ways of a rank."""
         moved = tuple(choices(problem, profile))
         needed = [
@@ -52,10 +54,11 @@ class _Ways:
              own.host_bytes(problem)]
             for own in moved
         ]  # fmt: skip
-        if problem.vocabulary_sharding:
-            lines = [[(profile.columns_s, 0.0)] for _ in moved]
-        else:
-            lines = [exposure(problem, profile, own, backward_s).lines for own in moved]
+        least_s, most_s = backward_s
+        columns = Exposure(always=profile.columns_s)
+        lines = [
+            (columns + exposure(problem, profile, own, most_s, least_s)).lines for own in moved
+        ]
         most = max(map(len, lines))
         padded = np.array([[*own, *[(0.0, 0.0)] * (most - len(own))] for own in lines])
         return cls(moved, np.array(needed), padded[..., 0], padded[..., 1])
@@ -73,19 +76,19 @@ class Room:
 
     Args:
         problem: Ranks and work of the step.
-        exposed_s: Seconds that moving, or columns of logits, may add to a step.
-        backward_s: Seconds of one unit's backward on all ranks, with its collectives and update.
+        exposed_s: Seconds that updates, moves and columns of logits may add to a step.
+        backward_s: The least and the most that one unit's backward takes on the slowest rank.
         most_share: The most that a rank takes: an even share, or all of it.
     """
 
     problem: Problem
     exposed_s: float
-    backward_s: float
+    backward_s: tuple[float, float]
     most_share: float = 1.0
     _ways: dict[RankProfile, _Ways] = field(default_factory=dict, repr=False)
 
     def exposing(self, exposed_s: float) -> Room:
-        """Return the room if moving may add so many seconds."""
+        """Return the room if shares may add so many seconds."""
         return replace(self, exposed_s=exposed_s)
 
     @cached_property

@@ -7,6 +7,11 @@
    offloads the least, and leaves the fullest rank the most room.
 5. The state, in proportion to the memory that is then free (``state``).
 
+A larger share of the state takes its device longer to update. Steps 1 to 4 count the least that the
+slowest rank's updates can take (``plan/updates.py``). If the shares of step 5 take longer than a
+thousandth of the step allows, ranks with slow updates get less. If memory does not allow that,
+plans are searched whose shares take so much time (``offload``).
+
 Where optimizer state may live in host memory, plans that move it are searched, too (``offload``).
 They count if nothing fits without, or if the step is shorter. Where the vocabulary stays cut, the
 same search finds the shares of the state whose columns of logits take the least time.
@@ -49,8 +54,9 @@ from lightning_cephalo.plan.solver.offload import (
     with_moved_state,
 )
 from lightning_cephalo.plan.solver.search import EQUAL, ROOMIER, Found, Search
-from lightning_cephalo.plan.solver.state import with_state
+from lightning_cephalo.plan.solver.state import quickest_update_s, with_state
 from lightning_cephalo.plan.state_groups import even_shares
+from lightning_cephalo.plan.updates import least_update_s, with_updates
 from lightning_cephalo.plan.windows import backward_windows
 
 _EXACT = 1e-9
@@ -122,7 +128,10 @@ def solve_if_possible(problem: Problem, *, time_limit_s: float = 60.0) -> Plan |
         plan = _cut(problem, started + limit)
     elif problem.optimizer_offload is not True or not problem.can_move_state:
         plan = _resident(problem, started + limit)
-    if problem.can_move_state and not problem.vocabulary_sharding:
+    # shares of each of several groups are not searched
+    is_gap = plan is not None and (plan.gap or 0.0) > EQUAL and len(problem.groups) == 1
+    waits = problem.can_move_state or (problem.shares_take_time and is_gap)
+    if waits and not problem.vocabulary_sharding:
         plan = _or_moving(problem, plan, started + limit)
     if plan is None:
         return None
@@ -163,7 +172,7 @@ def _cut(problem: Problem, deadline: float) -> Plan | None:
 
 
 def _or_moving(problem: Problem, plan: Plan | None, deadline: float) -> Plan | None:
-    """Return the plan, or one that keeps state in host memory and is faster."""
+    """Return the plan, or a faster one whose shares of the state are chosen by their time."""
     limit_s = math.inf if plan is None else _step_s(plan) * (1 - EQUAL)
     if least_step_s(problem) >= limit_s:
         return plan
@@ -173,8 +182,8 @@ def _or_moving(problem: Problem, plan: Plan | None, deadline: float) -> Plan | N
         if plan is None:
             raise
         return _proven(plan, min(plan.bound_s or 0.0, least_step_s(problem)))
-    if plan is not None:
-        bound_s = min(bound_s, plan.bound_s or 0.0)
+    if plan is not None:  # both bounds hold for the same plans, unless state may move
+        bound_s = (min if problem.can_move_state else max)(bound_s, plan.bound_s or 0.0)
     if moving is None or moving.step_s > limit_s:
         return None if plan is None else _proven(plan, bound_s)
     types, columns = moving.types, moving.found.columns
@@ -202,7 +211,8 @@ def _proven(plan: Plan, bound_s: float) -> Plan:
 class _Variant:
     """A problem to search, in which all choices for all ranks together are made.
 
-    With ``even``, every rank holds an equal share of the state.
+    All ranks take the least time for updates that any plan takes on its slowest one. With ``even``,
+    every rank holds an equal share of the state.
     """
 
     search: Search
@@ -265,6 +275,7 @@ def _variants(problem: Problem, deadline: float) -> Iterator[_Variant]:
         for variant, even in ((asked, False), (_with_even_state(asked), True)):
             if variant is None:
                 continue
+            variant = with_updates(variant, least_update_s(variant))
             search = Search(variant, group_types(variant), deadline)
             # if every plan's backward hides the gathers too, keeping units gathered gains nothing
             is_second = reshard != problem.reshard_choices[0]
@@ -299,7 +310,10 @@ def _best_plan(problem: Problem, found: _Candidates, bound_s: float) -> Plan:
     It is one that offloads the least, and has the most headroom of those.
     """
     fastest_s = min(own.step_s + variant.fixed_s for variant, own in found)
-    plans = [_as_plan(problem, variant, own) for variant, own in found]
+    plans = [_as_plan(problem, variant, own, fastest_s) for variant, own in found]
+    if problem.shares_take_time:  # they may all have less room than the fastest updates need
+        least_s = min(map(_step_s, plans))
+        fastest_s = fastest_s if least_s <= fastest_s * (1 + EQUAL + _EXACT) else least_s
     equals = [plan for plan in plans if _step_s(plan) <= fastest_s * (1 + EQUAL + _EXACT)]
     best = min(equals, key=_step_s)
     for plan in equals:
@@ -327,7 +341,7 @@ def _headroom(plan: Plan) -> float:
     )
 
 
-def _as_plan(problem: Problem, variant: _Variant, found: Found) -> Plan:
+def _as_plan(problem: Problem, variant: _Variant, found: Found, fastest_s: float) -> Plan:
     problem = problem.resharding(variant.problem.reshard_after_forward is True)
     runs = _runs(problem, variant.search.types, found.columns, found.chosen)
     even = even_shares(variant.problem.active_groups, len(runs))
@@ -335,13 +349,29 @@ def _as_plan(problem: Problem, variant: _Variant, found: Found) -> Plan:
         rank_plan(profile, sizes, mode, share if variant.even else 0.0)
         for profile, (sizes, mode), share in zip(problem.ranks, runs, even, strict=True)
     ]
-    if not variant.even:
-        capacities = [profile.capacity_bytes for profile in problem.ranks]
-        bare = with_state(problem, bare, capacities)
-    are_even = variant.problem.are_even([rank.state_fraction for rank in bare])
+    if variant.even:
+        return _of_shares(problem, variant, bare)
+    capacities = [profile.capacity_bytes for profile in problem.ranks]
+    plan = _of_shares(problem, variant, with_state(problem, bare, capacities))
+    left_s = fastest_s * (1 + EQUAL) - _step_s(plan)
+    if not problem.shares_take_time or left_s >= 0:
+        return plan
+    least_s = quickest_update_s(problem, bare, capacities)
+    quickest = _of_shares(problem, variant, with_state(problem, bare, capacities, least_s))
+    left_s = fastest_s * (1 + EQUAL) - _step_s(quickest)
+    if left_s <= 0:
+        return quickest
+    # no step grows by more than its updates
+    roomier = with_state(problem, bare, capacities, least_s + left_s)
+    return _of_shares(problem, variant, roomier)
+
+
+def _of_shares(problem: Problem, variant: _Variant, ranks: Sequence[RankPlan]) -> Plan:
+    """Return the plan of ranks whose shares of the state are chosen."""
+    are_even = variant.problem.are_even([rank.state_fraction for rank in ranks])
     # shares that are even by chance may leave no room for padding
     padded = variant.even and problem.padded_bytes > 0 if are_even else None
-    return priced(problem, bare, backend="cvxpy/HiGHS", padded=padded)
+    return priced(problem, ranks, backend="cvxpy/HiGHS", padded=padded)
 
 
 def _runs(

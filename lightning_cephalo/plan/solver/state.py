@@ -13,6 +13,7 @@ import numpy as np
 from lightning_cephalo.plan.cost import DEVICE_NEEDS, Mode, device_bytes
 from lightning_cephalo.plan.plan import RankPlan
 from lightning_cephalo.plan.problem import Problem, RankProfile
+from lightning_cephalo.plan.updates import shortest_update_s
 
 
 def kept_from_state(problem: Problem, capacity: float, *needed: Any) -> Any:
@@ -55,11 +56,21 @@ def kept_by_runs(
 
 
 def with_state(
-    problem: Problem, runs: Sequence[RankPlan], capacity_bytes: Sequence[float]
+    problem: Problem,
+    runs: Sequence[RankPlan],
+    capacity_bytes: Sequence[float],
+    update_s: float = math.inf,
 ) -> list[RankPlan]:
     """Return what ranks run, each with its fraction of the state.
 
     See :func:`share_state`, whose conditions the caller ensures.
+
+    Args:
+        problem: ranks and work of the step.
+        runs: what each rank runs.
+        capacity_bytes: the bytes that each rank may hold.
+        update_s: the most that a rank's updates may take (``plan/updates.py``), no less than
+            :func:`quickest_update_s`.
     """
     used = kept_by_runs(problem, runs, capacity_bytes)
     fractions = [0.0] * len(used)
@@ -69,6 +80,11 @@ def with_state(
             [used[rank] for rank in members],
             [capacity_bytes[rank] for rank in members],
         )
+        if math.isfinite(update_s):
+            rooms = [_room(problem, used[rank], capacity_bytes[rank]) for rank in members]
+            rates = [problem.ranks[rank].updated_parameters_per_s for rank in members]
+            most = [update_s * r / problem.parameters if math.isfinite(r) else 1.0 for r in rates]
+            shares = _limited(shares, rooms, most)
         for rank, share in zip(members, shares, strict=True):
             fractions[rank] = share
     return [
@@ -77,6 +93,38 @@ def with_state(
             problem.ranks, runs, fractions, capacity_bytes, strict=True
         )
     ]
+
+
+def quickest_update_s(
+    problem: Problem, runs: Sequence[RankPlan], capacity_bytes: Sequence[float]
+) -> float:
+    """Return the least time of the slowest rank's updates, by shares that have room."""
+    used = kept_by_runs(problem, runs, capacity_bytes)
+    rooms = [_room(problem, *pair) for pair in zip(used, capacity_bytes, strict=True)]
+    return max(
+        shortest_update_s(problem, members, [rooms[rank] for rank in members])
+        for members in problem.groups
+    )
+
+
+def _room(problem: Problem, used: float, capacity: float) -> float:
+    """Return the largest share of the state that a rank can hold, 1 at most."""
+    full = problem.full_state_bytes
+    if not full or math.isinf(capacity):
+        return 1.0
+    return min(1.0, max(0.0, (capacity - used) / full))
+
+
+def _limited(
+    shares: Sequence[float], rooms: Sequence[float], most: Sequence[float]
+) -> tuple[float, ...]:
+    """Return shares of at most so much; others take the rest, by the room that they have left."""
+    found = np.minimum(shares, most)
+    left = np.maximum(np.minimum(rooms, most) - found, 0.0)
+    missing, total = 1.0 - float(found.sum()), float(left.sum())
+    if missing > 0 and total > 0:
+        found = found + left * min(1.0, missing / total)
+    return tuple(found.tolist())
 
 
 def to_the_byte(

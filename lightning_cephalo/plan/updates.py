@@ -1,0 +1,129 @@
+"""Prices the updates of devices, as a function of a rank's share of the state.
+
+A rank updates its own rows. Of P trained parameters a share s takes ``W = s P / r``, with r the
+rate of its device (``updated_parameters_per_s``). That comes in addition to
+``Problem.update_overhead_s``, which every rank takes. A step ends with the slowest rank's update::
+
+    late     max_i W_i
+    early    max_i (W_i - U u_i + sum over the units of max(0, u_i - room))
+
+With early updates, u_i is one unit's part of W_i. It hides in the room that the unit's window
+leaves (``windows.rooms_of_updates``). What remains is the root unit's part. What the host updates
+takes the device no time; of the other units, those with the least room count.
+
+No plan whose state stays on the devices has a slowest update below that of :func:`least_update_s`.
+There all ranks take equally long, as far as their memory allows.
+
+Source: the order of a step (``plan/program.py``). ``offline/simulate.py`` plays it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lightning_cephalo.plan.exposure import Exposure
+from lightning_cephalo.plan.problem import Problem, RankProfile
+from lightning_cephalo.plan.windows import rooms_of_updates
+
+
+def update_exposure(
+    problem: Problem, profile: RankProfile, root: float, units: float, backward_s: float
+) -> Exposure:
+    """Return what a rank's updates add to a step, as a function of its share of the state.
+
+    ::
+
+        update_exposure(problem, profile, 1e6, 9e6, 0.1).of(0.5)
+
+    Args:
+        problem: Ranks and work of the step.
+        profile: The rank.
+        root: Parameters of the root unit that devices update.
+        units: Parameters of all other units that devices update.
+        backward_s: The slowest rank's backward of one unit.
+    """
+    rate = profile.updated_parameters_per_s
+    if not problem.early_update:
+        return Exposure(always=(root + units) / rate)
+    each = problem.parameters * problem.unit_part
+    left = units / each if each else 0.0
+    slope = hidden = 0.0
+    pairs = []
+    # units have equal updates: one that exceeds a room exceeds all smaller ones
+    for room_s, count in rooms_of_updates(problem, backward_s):
+        own = min(float(count), left)
+        slope, hidden, left = slope + own * each / rate, hidden + own * room_s, left - own
+        pairs.append((slope, hidden))
+    return Exposure((tuple(pairs),), always=root / rate)
+
+
+def with_updates(problem: Problem, update_s: float) -> Problem:
+    """Return a problem in which all shares take as long to update.
+
+    ::
+
+        with_updates(problem, least_update_s(problem))    # no plan on the devices is slower in it
+
+    Args:
+        problem: Ranks and work of the step.
+        update_s: Seconds of updates, in addition to the overhead.
+    """
+    ranks = [replace(rank, updated_parameters_per_s=math.inf) for rank in problem.ranks]
+    return replace(
+        problem,
+        ranks=tuple(ranks),
+        update_overhead_s=problem.update_overhead_s + update_s,
+        unit_update_s=problem.unit_update_s + update_s * problem.unit_part,
+    )
+
+
+def least_update_s(problem: Problem, most_share: float = 1.0) -> float:
+    """Return a lower bound of the slowest rank's updates, where all state is on the devices.
+
+    Args:
+        problem: Ranks and work of the step.
+        most_share: The most of the state that a rank takes.
+    """
+    if not problem.shares_take_time:
+        return 0.0
+    if problem.has_even_state:
+        shares = {rank: 1 / len(own) for own in problem.groups for rank in own}
+        pairs = zip(problem.ranks, (shares[rank] for rank in sorted(shares)), strict=True)
+        return max(s * problem.parameters / r.updated_parameters_per_s for r, s in pairs)
+    rooms = [min(most_share, _room(problem, rank)) for rank in problem.ranks]
+    return max(
+        shortest_update_s(problem, own, [rooms[rank] for rank in own]) for own in problem.groups
+    )
+
+
+def _room(problem: Problem, profile: RankProfile) -> float:
+    """Return the share of the state that the device could hold if it took no samples."""
+    most = max(problem.states_bytes)
+    left = profile.capacity_bytes - problem.fixed_bytes
+    return max(0.0, left / most) if most and math.isfinite(left) else 1.0
+
+
+def shortest_update_s(problem: Problem, members: Sequence[int], rooms: Sequence[float]) -> float:
+    """Return the least slowest update of ranks that hold the state together.
+
+    Args:
+        problem: Ranks and work of the step.
+        members: The ranks.
+        rooms: The largest share of the state that each can hold. If they sum to less than 1, the
+            result is that of all being full.
+    """
+    rates = [problem.ranks[rank].updated_parameters_per_s / problem.parameters for rank in members]
+    # ranks that are full hold no more, however long updates take
+    full_s = sorted((room / rate, room, rate) for room, rate in zip(rooms, rates, strict=True))
+    held, growing = 0.0, math.fsum(rate for _, _, rate in full_s if math.isfinite(rate))
+    last_s = 0.0
+    for at_s, room, rate in full_s:
+        if not math.isfinite(rate):
+            held += room
+            continue
+        if held + growing * at_s >= 1:
+            return max(0.0, (1 - held) / growing)
+        held, growing, last_s = held + room, growing - rate, at_s
+    return last_s
