@@ -12,7 +12,6 @@ import atexit
 import json
 import os
 import sys
-import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,6 +32,9 @@ from lightning_cephalo.common.texts import printable
 
 REFUSAL = "LIGHTNING_CEPHALO_REFUSAL"
 """Environment variable with the path of the file in which ranks tell the agent of their host."""
+
+# the attribute of an error that note() was told of
+_IS_SHARED = "_is_refusal_of_all_ranks"
 
 # more hosts, or those of the first start, may do without these
 _OF_THE_HOSTS = (PlanError, TooLittleMemoryError)
@@ -56,22 +58,15 @@ def is_refusal(error: BaseException) -> bool:
     return isinstance(error, kinds) and not isinstance(error, UnwritableError)
 
 
-class _Noted:
-    """The refusal that all ranks share; the script may still catch it."""
-
-    error: weakref.ref[BaseException] | None = None
-
-
 def note(error: BaseException) -> None:
     """Note a refusal that all ranks raise.
 
     Args:
-        error: This rank's.
+        error: This rank's. The script may still catch it.
     """
-    if _Noted.error is None:
-        # for an interpreter of its own: a script in a fork has its end in `run_script`
-        atexit.register(lambda: tell(getattr(sys, "last_value", None)))
-    _Noted.error = weakref.ref(error)
+    setattr(error, _IS_SHARED, True)
+    # for an interpreter of its own: a script in a fork has its end in `run_script`
+    atexit.register(lambda: tell(getattr(sys, "last_value", None)))
 
 
 def tell(error: BaseException | None) -> None:
@@ -81,7 +76,7 @@ def tell(error: BaseException | None) -> None:
         error: What ends it. Nothing is told of others than that of :func:`note`.
     """
     path = os.environ.get(REFUSAL)
-    if path is None or error is None or _Noted.error is None or _Noted.error() is not error:
+    if path is None or error is None or not hasattr(error, _IS_SHARED):
         return
     text = printable(f"{type(error).__name__}: {error}")
     told = {"text": text, "is_of_hosts": isinstance(error, _OF_THE_HOSTS)}
