@@ -27,6 +27,7 @@ import runpy
 import shutil
 import signal
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -35,7 +36,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_cephalo.ranks import rounds
+from lightning_cephalo.ranks import refusals, rounds, starter
 from lightning_cephalo.recovery.options import AGENT, LAUNCHES, MOST_HOSTS
 from lightning_cephalo.recovery.store import Agent, folder_of
 
@@ -155,6 +156,9 @@ def run_script(script: str, arguments: Sequence[str], launches: int = 0) -> None
     multiprocessing.set_start_method(None, force=True)
     try:
         runpy.run_path(script, run_name="__main__")
+    except Exception as error:
+        refusals.tell(error)
+        raise
     except SystemExit as end:
         # Lightning's SIGTERMException is one without a code: the training has not ended well
         if type(end).__name__ == "SIGTERMException":
@@ -189,10 +193,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     # where the processes of ranks that stay agree; a store of one host may be lost to the others
     store = rounds.serve() if given.nnodes.most == 1 else None
-    if not given.new_interpreters:
-        preload()
     try:
-        return _run_agents(given)
+        with tempfile.TemporaryDirectory() as told:
+            os.environ[starter.TOLD] = told
+            if not given.new_interpreters:
+                preload()  # with all variables of the environment
+            return _run_agents(given)
     finally:
         folder = folder_of(None, Agent.of(os.getpid()).name)
         shutil.rmtree(folder, ignore_errors=True)
@@ -233,6 +239,12 @@ def _run_agents(given: argparse.Namespace) -> int:
         except SignalException as error:
             print(f"Ended by {error.sigval.name}.", file=sys.stderr)
             return 128 + error.sigval
+        except refusals.RefusedError as refused:
+            print(
+                f"All ranks refuse to train, and every start would end so. {refused}",
+                file=sys.stderr,
+            )
+            return 1
         except RendezvousClosedError:
             print(f"The job {job!r} has ended: this host has nothing to do.", file=sys.stderr)
             return 0

@@ -27,6 +27,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from lightning_cephalo import CephaloStrategy, run
 from lightning_cephalo.ranks import agents
+from lightning_cephalo.ranks.starter import TOLD
 from lightning_cephalo.recovery.options import AGENT, LAUNCHES, MOST_HOSTS
 from lightning_cephalo.recovery.store import MEMORY, Agent, folder_of
 
@@ -96,6 +97,59 @@ def test_a_killed_rank_is_started_again_and_every_loss_is_as_without(tmp_path):
     assert "Training goes on from step" in said and not job.exists()
 
 
+REFUSES = """
+import os, sys
+from lightning.pytorch import LightningModule, Trainer
+from lightning_cephalo import CephaloStrategy, Plan, RankPlan
+from lightning_cephalo.common.errors import UnsupportedError
+from torch import nn, zeros
+from torch.utils.data import DataLoader
+
+class Refuses(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(batch).sum()
+
+    def configure_optimizers(self):
+        rank, start = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+        with open(sys.argv[1], "a") as file:
+            print(rank, start, file=file)
+        if start == "1" or rank == "1":
+            raise UnsupportedError(f"start {start}")
+
+plan = Plan((RankPlan((1,), 0.5), RankPlan((1,), 0.5)))
+strategy = CephaloStrategy(plan=plan, recover=False, verbose=False)
+options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=1, **options)
+trainer.fit(Refuses(), DataLoader(zeros(4, 2), batch_size=1))
+"""
+
+
+def test_an_error_of_one_rank_starts_all_again_and_one_of_all_ends_the_agent(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(REFUSES)
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "lightning_cephalo.run", "--nproc-per-node=2"]
+    ended = subprocess.run(
+        [*command, str(script), str(tmp_path / "started")],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 1, ended.stderr
+    assert sorted((tmp_path / "started").read_text().split("\n")[:-1]) == [
+        *("0 0", "0 1"),
+        *("1 0", "1 1"),
+    ]
+    assert ended.stderr.endswith(
+        "All ranks refuse to train, and every start would end so. UnsupportedError: start 1\n"
+    )
+
+
 def test_the_command_line_is_read():
     found = run.parse(["--nproc-per-node", "2", __file__, "--fast", "-v"])
     assert (found.nproc_per_node, found.nnodes, found.arguments) == (
@@ -139,7 +193,7 @@ def _joins(endpoint):
 @pytest.fixture
 def _environment(monkeypatch):
     """What the launcher sets goes with the test."""
-    for name in (AGENT, MOST_HOSTS, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):
+    for name in (AGENT, MOST_HOSTS, TOLD, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):
         monkeypatch.setenv(name, "")
     monkeypatch.setenv(LAUNCHES, "0")
     monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "")

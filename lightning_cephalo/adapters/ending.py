@@ -19,6 +19,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 
 from lightning_cephalo.adapters import left_loops
 from lightning_cephalo.adapters.termination import Termination
+from lightning_cephalo.ranks import refusals
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -56,6 +57,7 @@ class Ending:
         self.termination = Termination()
         self.failed_together = False
         self._has_told = self._is_set_up = False
+        self._batches = 0
         self._trainer: Trainer | None = None
         # from connect() until the process ends, or forget()
         self._ranks: Ranks | None = None
@@ -71,6 +73,7 @@ class Ending:
         """Begin a run, which no failure has ended yet."""
         self._trainer = trainer
         self.failed_together = self._has_told = self._is_set_up = False
+        self._batches = 0
 
     def connect(
         self, ranks: Ranks, abort: Callable[[], None], watch: LossWatch | None = None
@@ -143,6 +146,7 @@ class Ending:
             UnsupportedError: If other ranks do something else.
         """
         assert self._trainer is not None
+        self._batches += 1
         if left_loops.begins_epoch(self._trainer):
             self.meet(f"beginning epoch {self._trainer.current_epoch}", left_loops.REMEDY)
 
@@ -208,14 +212,22 @@ class Ending:
             return
         if self._watch is not None:
             self._watch.stand_down()
-        crash_report = self._ranks.crash_report
+        crash_report, control = self._ranks.crash_report, self._ranks.control
         crash_report.on_exception(failure)
         self._has_told = True
-        is_alone = self._ranks.control.world_size == 1
+        is_alone = control.world_size == 1
         is_common = is_alone or crash_report.is_common(failure)
         self.failed_together = is_common or crash_report.all_fail(failure)
         if not self.failed_together:
             self._abort()
+            return
+        is_refusal = self._batches < 2 and refusals.is_refusal(failure)
+        if not is_common:
+            is_refusal = control.all(is_refusal)
+        elif not is_alone:
+            is_refusal = is_refusal and control.raised is failure and control.is_of_all
+        if is_refusal:
+            refusals.note(failure)
 
 
 def _nothing() -> None:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -38,6 +39,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from lightning_cephalo.ranks.connecting import within
+from lightning_cephalo.ranks.refusals import UnlessRefused
+from lightning_cephalo.ranks.starter import TOLD
 
 BACKEND = "cephalo"
 """The name under which torch's launcher finds :func:`meeting`."""
@@ -79,7 +82,9 @@ def meeting(parameters: RendezvousParameters) -> RendezvousHandler:
     if met is not None:
         met(watch.end)
     last_call_s = float(parameters.get("last_call_timeout"))
-    return create_handler(store, OwnClock(backend, last_call_s), parameters)
+    handler = create_handler(store, OwnClock(backend, last_call_s), parameters)
+    told = os.environ.get(TOLD)
+    return handler if told is None else UnlessRefused(handler, Path(told), parameters.max_nodes)
 
 
 def limit_silence(port: int, silent_s: float) -> int:

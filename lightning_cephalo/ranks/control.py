@@ -38,6 +38,7 @@ class ControlGroup:
     Attributes:
         group: As given.
         raised: The failure that this rank has raised together with the others, if any.
+        is_of_all: Whether each of the others has raised one of the same kind then.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -45,6 +46,7 @@ class ControlGroup:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.raised: BaseException | None = None
+        self.is_of_all = False
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         """Make None of a copy: callbacks and trainers are copied and pickled, connections not."""
@@ -153,15 +155,17 @@ class ControlGroup:
         """
         if not self.any(failure is not None):  # quicker than messages
             return
-        message = None
+        told = None
         if failure is not None:
-            message = printable(f"{doing}: {type(failure).__name__}: {failure}")
-        messages = self.gather(message)
+            kind = type(failure).__name__
+            told = (kind, printable(f"{doing}: {kind}: {failure}"))
+        each = self.gather(told)
+        failed = [(rank, *told) for rank, told in enumerate(each) if told is not None]
         if failure is not None:
             self.raised = failure
+            self.is_of_all = len(failed) == len(each) and len({kind for _, kind, _ in failed}) == 1
             raise failure
-        failed = [(rank, text) for rank, text in enumerate(messages) if text is not None]
         if failed:
-            rank, text = failed[0]
-            others = f" (and ranks {[r for r, _ in failed[1:]]})" if failed[1:] else ""
+            rank, _, text = failed[0]
+            others = f" (and ranks {[r for r, *_ in failed[1:]]})" if failed[1:] else ""
             raise RemoteRankError(f"Rank {rank}{others} failed while {text}")

@@ -19,6 +19,9 @@ from lightning_cephalo.common.files import lives
 STARTER = "LIGHTNING_CEPHALO_STARTER"
 """Environment variable of a started rank: the number of the process that has started it."""
 
+TOLD = "LIGHTNING_CEPHALO_TOLD"
+"""Environment variable with a folder, in which ranks tell the agent of their host."""
+
 _PARENT = os.getppid()
 
 

@@ -15,6 +15,7 @@ from lightning_cephalo.adapters.batch_search import BatchDoesNotFitError, LoneMe
 from lightning_cephalo.common import errors
 from lightning_cephalo.data.cutting import StepResultError
 from lightning_cephalo.execution.memory_errors import OutOfMemoryInStepError
+from lightning_cephalo.ranks.refusals import RefusedError
 from lightning_cephalo.recovery.peers import VoidPieceError
 
 PACKAGE = Path(__file__).resolve().parents[2] / "lightning_cephalo"
@@ -34,10 +35,12 @@ BUILT_IN = {
     errors.HostMemoryError: RuntimeError,
     errors.RemoteRankError: RuntimeError,
     errors.RecoveryError: RuntimeError,
+    errors.KeptForAnotherError: RuntimeError,
     OutOfMemoryInStepError: torch.OutOfMemoryError,
     StepResultError: (TypeError, MisconfigurationException),
     VoidPieceError: RuntimeError,
     BatchDoesNotFitError: RuntimeError,
+    RefusedError: RuntimeError,
     LoneMemoryError: errors.CephaloError,
 }
 
