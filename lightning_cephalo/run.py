@@ -166,6 +166,7 @@ def run_script(script: str, arguments: Sequence[str], launches: int = 0) -> None
         if end.code not in (None, 0):
             raise
         # the agent takes a rank that has not returned for one that still works
+    starter.tell_ended()
 
 
 def preload() -> None:
