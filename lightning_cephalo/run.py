@@ -36,7 +36,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_cephalo.ranks import refusals, rounds
+from lightning_cephalo.ranks import refusals, rounds, starter
 from lightning_cephalo.recovery.options import AGENT, LAUNCHES, MOST_HOSTS
 from lightning_cephalo.recovery.store import Agent, folder_of
 
@@ -166,6 +166,7 @@ def run_script(script: str, arguments: Sequence[str], launches: int = 0) -> None
         if end.code not in (None, 0):
             raise
         # the agent takes a rank that has not returned for one that still works
+    starter.tell_ended()
 
 
 def preload() -> None:
@@ -195,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     store = rounds.serve() if given.nnodes.most == 1 else None
     try:
         with tempfile.TemporaryDirectory() as told:
-            os.environ[refusals.REFUSAL] = os.path.join(told, "refusal")
+            os.environ[starter.TOLD] = told
             if not given.new_interpreters:
                 preload()  # with all variables of the environment
             return _run_agents(given)

@@ -26,7 +26,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from lightning_cephalo import CephaloStrategy, run
-from lightning_cephalo.ranks import agents, refusals
+from lightning_cephalo.ranks import agents
+from lightning_cephalo.ranks.starter import TOLD
 from lightning_cephalo.recovery.options import AGENT, LAUNCHES, MOST_HOSTS
 from lightning_cephalo.recovery.store import MEMORY, Agent, folder_of
 
@@ -192,7 +193,7 @@ def _joins(endpoint):
 @pytest.fixture
 def _environment(monkeypatch):
     """What the launcher sets goes with the test."""
-    for name in (AGENT, MOST_HOSTS, refusals.REFUSAL, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):
+    for name in (AGENT, MOST_HOSTS, TOLD, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):
         monkeypatch.setenv(name, "")
     monkeypatch.setenv(LAUNCHES, "0")
     monkeypatch.setenv("TORCHELASTIC_SIGNALS_TO_HANDLE", "")

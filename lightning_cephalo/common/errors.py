@@ -35,6 +35,10 @@ class RecoveryError(CephaloError, RuntimeError):
     """A training cannot go on from kept steps, or none can be kept; the message says why."""
 
 
+class KeptForAnotherError(RecoveryError):
+    """What is kept cannot be gone on from in this training; every start finds the same."""
+
+
 class InfeasibleError(PlanError):
     """No plan exists. The message names the limiting resource, the missing amount and remedies."""
 

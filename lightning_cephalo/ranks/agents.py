@@ -39,7 +39,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from lightning_cephalo.ranks.connecting import within
-from lightning_cephalo.ranks.refusals import REFUSAL, UnlessRefused
+from lightning_cephalo.ranks.refusals import UnlessRefused
+from lightning_cephalo.ranks.starter import TOLD
 
 BACKEND = "cephalo"
 """The name under which torch's launcher finds :func:`meeting`."""
@@ -82,7 +83,7 @@ def meeting(parameters: RendezvousParameters) -> RendezvousHandler:
         met(watch.end)
     last_call_s = float(parameters.get("last_call_timeout"))
     handler = create_handler(store, OwnClock(backend, last_call_s), parameters)
-    told = os.environ.get(REFUSAL)
+    told = os.environ.get(TOLD)
     return handler if told is None else UnlessRefused(handler, Path(told), parameters.max_nodes)
 
 

@@ -43,7 +43,13 @@ from lightning_cephalo.ranks.roll_call import (
     store_of_all,
     what_follows,
 )
-from lightning_cephalo.ranks.starter import look_for_started, look_for_starter, named_to_ranks
+from lightning_cephalo.ranks.starter import (
+    TOLD,
+    look_for_ended,
+    look_for_started,
+    look_for_starter,
+    named_to_ranks,
+)
 from lightning_cephalo.ranks.switchboard import Process, Switchboard
 
 # [Note: private names of Lightning] The launchers, the connection and the number of threads are
@@ -198,6 +204,8 @@ def connect(
             look = partial(look_for_starter, first, process.host)
         elif started:
             look = partial(look_for_started, started, first, process.host)
+        if TOLD in os.environ:
+            look = partial(look_for_ended, process.host)
         watch = Watch(switchboard, look) if earlier is None else earlier.watch_for(switchboard)
     store, call = store_of_all(rank, process, world_size, address, port, backend, wait, watch)
     options["store"] = dist.PrefixStore(call.prefix, store)

@@ -22,6 +22,7 @@ from lightning_cephalo.common.errors import (
     BatchSplitError,
     CephaloError,
     CheckpointError,
+    KeptForAnotherError,
     PlanError,
     TooLittleMemoryError,
     UnitUseError,
@@ -29,16 +30,20 @@ from lightning_cephalo.common.errors import (
     UnwritableError,
 )
 from lightning_cephalo.common.texts import printable
+from lightning_cephalo.ranks.starter import TOLD
 
-REFUSAL = "LIGHTNING_CEPHALO_REFUSAL"
-"""Environment variable with the path of the file in which ranks tell the agent of their host."""
-
+_FILE = "refusal"
 # the attribute of an error that note() was told of
 _IS_SHARED = "_is_refusal_of_all_ranks"
-
 # more hosts, or those of the first start, may do without these
 _OF_THE_HOSTS = (PlanError, TooLittleMemoryError)
-_OF_THE_SCRIPT = (BatchSplitError, CheckpointError, UnitUseError, UnsupportedError)
+_OF_THE_SCRIPT = (
+    BatchSplitError,
+    CheckpointError,
+    KeptForAnotherError,
+    UnitUseError,
+    UnsupportedError,
+)
 
 
 class RefusedError(CephaloError, RuntimeError):
@@ -75,13 +80,13 @@ def tell(error: BaseException | None) -> None:
     Args:
         error: What ends it. Nothing is told of others than that of :func:`note`.
     """
-    path = os.environ.get(REFUSAL)
-    if path is None or error is None or not hasattr(error, _IS_SHARED):
+    folder = os.environ.get(TOLD)
+    if folder is None or error is None or not hasattr(error, _IS_SHARED):
         return
     text = printable(f"{type(error).__name__}: {error}")
     told = {"text": text, "is_of_hosts": isinstance(error, _OF_THE_HOSTS)}
     with suppress(OSError):  # then the ranks are started again
-        Path(path).write_text(json.dumps(told))
+        Path(folder, _FILE).write_text(json.dumps(told))
 
 
 # -- in the agent ---------------------------------------------------------------------------------
@@ -92,12 +97,12 @@ class UnlessRefused(RendezvousHandler):
 
     Args:
         handler: Lets agents meet.
-        path: The file in which ranks tell.
+        folder: In which ranks tell; what they have told is removed before they start again.
         most_hosts: How many hosts may take part.
     """
 
-    def __init__(self, handler: RendezvousHandler, path: Path, most_hosts: int) -> None:
-        self._handler, self._path, self._most_hosts = handler, path, most_hosts
+    def __init__(self, handler: RendezvousHandler, folder: Path, most_hosts: int) -> None:
+        self._handler, self._folder, self._most_hosts = handler, folder, most_hosts
         self._starts = self._hosts = 0
 
     @override
@@ -113,12 +118,14 @@ class UnlessRefused(RendezvousHandler):
         Raises:
             RefusedError: All of them have refused.
         """
-        with suppress(OSError, ValueError):
-            told = json.loads(self._path.read_text())
-            self._path.unlink()
-            may_change = self._starts > 1 or self._hosts < self._most_hosts
-            if not (told["is_of_hosts"] and may_change):
-                raise RefusedError(told["text"])
+        told = None
+        with suppress(OSError, ValueError):  # no file, or a rank has died while it wrote
+            told = json.loads((self._folder / _FILE).read_text())
+        for path in self._folder.iterdir():
+            path.unlink()
+        may_change = self._starts > 1 or self._hosts < self._most_hosts
+        if told is not None and not (told["is_of_hosts"] and may_change):
+            raise RefusedError(told["text"])
 
     @override
     def get_backend(self) -> str:

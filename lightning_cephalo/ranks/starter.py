@@ -3,14 +3,16 @@
 Lightning's launcher starts the ranks of a node from the process of its first one, in fit(). Where
 one ends with an error, a thread of that process kills all within five seconds, without a word. It
 waits for one that ends well before it trains. Nobody ends the others where that process itself ends
-before they are connected: they would wait for its store.
+before they are connected: they would wait for its store. An agent ends all where one ends with an
+error, and waits for the others where one ends well: so that one tells the ranks of its host.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from subprocess import Popen
 
 from lightning_cephalo.common.errors import RemoteRankError
@@ -19,6 +21,10 @@ from lightning_cephalo.common.files import lives
 STARTER = "LIGHTNING_CEPHALO_STARTER"
 """Environment variable of a started rank: the number of the process that has started it."""
 
+TOLD = "LIGHTNING_CEPHALO_TOLD"
+"""Environment variable with a folder, in which ranks tell the agent and the ranks of their host."""
+
+_ENDED = "ended"
 _PARENT = os.getppid()
 
 
@@ -75,4 +81,32 @@ def look_for_started(started: Sequence[Popen[bytes]], first: int, host: str) -> 
                 f"Rank {rank} (process {process.pid} on host {host}), which rank {first} has"
                 f" started, is gone: the process {how} before it came to the others. Its own output"
                 " says more."
+            )
+
+
+def tell_ended() -> None:
+    """Tell the other ranks of this host that this one's script has ended well."""
+    folder, rank = os.environ.get(TOLD), os.environ.get("RANK")
+    if folder is not None and rank is not None:
+        with suppress(OSError):  # then the others wait for as long as ranks may take to come
+            Path(folder, f"{_ENDED}{rank}").write_text(str(os.getpid()))
+
+
+def look_for_ended(host: str) -> None:
+    """Look whether a rank of this host has ended well, while this one waits for all to come.
+
+    Args:
+        host: The name of this host.
+
+    Raises:
+        RemoteRankError: If one has.
+    """
+    for path in sorted(Path(os.environ[TOLD]).glob(f"{_ENDED}*")):
+        rank, process = path.name.removeprefix(_ENDED), ""
+        with suppress(OSError):  # the agent removes them when the ranks end
+            process = path.read_text()
+        if process:
+            raise RemoteRankError(
+                f"Rank {rank} (process {process} on host {host}) is gone: its script ended with"
+                " status 0 before it came to the others. Let the script reach fit() on every rank."
             )

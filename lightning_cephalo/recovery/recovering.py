@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.generators import write_generators
-from lightning_cephalo.common.errors import RecoveryError
+from lightning_cephalo.common.errors import KeptForAnotherError, RecoveryError
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.recovery.copying import SLOTS, slots_of_rank
 from lightning_cephalo.recovery.keeper import Keeper
@@ -240,7 +240,7 @@ class Recovering:
         assert self._inventory is not None
         control = self._control
         if self._trainer is not None and searches_before_training(self._trainer):
-            raise RecoveryError(_NO_SEARCH)
+            raise KeptForAnotherError(_NO_SEARCH)
         assembly = assembled(pieces, self._inventory, self._store, control)
         kept: Snapshot = assembly.states[0].tree
         facts = kept.facts
@@ -250,7 +250,7 @@ class Recovering:
                 " Remove the folder; training then begins at ckpt_path, or anew."
             )
         if facts.fits != _fits():
-            raise RecoveryError(
+            raise KeptForAnotherError(
                 f"{self._store.folder} keeps steps of fit() number {facts.fits + 1} of the script,"
                 f" and this is number {_fits() + 1}. A script that is restarted can have one fit()"
                 " that keeps steps: give the others CephaloStrategy(recover=False)."
@@ -291,7 +291,7 @@ class Recovering:
         assert self._store is not None
         kept, wanted = set(checkpoint["state_dict"]), set(module.state_dict(keep_vars=True))
         if kept != wanted and len(kept ^ wanted) == len(kept | wanted):
-            raise RecoveryError(
+            raise KeptForAnotherError(
                 f"{self._store.folder} keeps steps of another model: none of its tensors has the"
                 " name of one of this model's. Give the job another name, Recovery(job=...), or"
                 " remove the folder."
@@ -391,7 +391,7 @@ class Recovering:
         if trainer is None or control is None or store is None:
             return
         if found is not None and not self._has_resumed:
-            raise RecoveryError(_NO_SEARCH)
+            raise KeptForAnotherError(_NO_SEARCH)
         if searches_learning_rate(trainer) or self._wish.recovery is None:
             return
         if found is not None:

@@ -35,12 +35,13 @@ BUILT_IN = {
     errors.HostMemoryError: RuntimeError,
     errors.RemoteRankError: RuntimeError,
     errors.RecoveryError: RuntimeError,
+    errors.KeptForAnotherError: RuntimeError,
     OutOfMemoryInStepError: torch.OutOfMemoryError,
     StepResultError: (TypeError, MisconfigurationException),
     VoidPieceError: RuntimeError,
     BatchDoesNotFitError: RuntimeError,
-    LoneMemoryError: errors.CephaloError,
     RefusedError: RuntimeError,
+    LoneMemoryError: errors.CephaloError,
 }
 
 

@@ -15,14 +15,15 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from launch import SOON_S, torchrun_environments
+from launch import SOON_S, run_ranks, torchrun_environments
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 
+from lightning_cephalo import run
 from lightning_cephalo.common.errors import RemoteRankError
 from lightning_cephalo.ranks import connecting, launch, roll_call
 from lightning_cephalo.ranks.connecting import Lookout, Watch, connect_watched, within
 from lightning_cephalo.ranks.crash_report import is_lost_connection
-from lightning_cephalo.ranks.starter import STARTER
+from lightning_cephalo.ranks.starter import STARTER, TOLD
 from lightning_cephalo.ranks.switchboard import Process, Switchboard
 
 SOON = timedelta(seconds=SOON_S)
@@ -459,3 +460,31 @@ class _Board:
 def test_a_rank_that_waits_says_what_it_has_heard_of_a_loss():
     with pytest.raises(RemoteRankError, match="Rank 0 \\(process 7 on host here\\) is gone"):
         Watch(_Board()).look({})
+
+
+# -- under the agent ------------------------------------------------------------------------------
+
+
+def _ends_well_or_connects(rank, environments, folder):
+    os.environ.update(environments[rank], **{TOLD: str(folder)})
+    if rank == 1:
+        run.run_script(str(folder.parent / "script.py"), [])
+        return os.getpid()
+    begin_s = time.monotonic()
+    device = torch.device("cpu")
+    with pytest.raises(RemoteRankError) as raised:
+        launch.connect(TorchElasticEnvironment(), "gloo", timeout=SOON, device=device)
+    return str(raised.value), time.monotonic() - begin_s
+
+
+def test_a_rank_that_ends_well_before_it_comes_is_named_by_ranks_of_its_host(tmp_path):
+    folder = tmp_path / "told"
+    folder.mkdir()
+    (tmp_path / "script.py").write_text("import sys\nsys.exit()\n")
+    first, process, last = run_ranks(
+        3, _ends_well_or_connects, torchrun_environments(3), folder, process_group=False
+    )
+    for text, took_s in (first, last):
+        assert text.startswith(f"Rank 1 (process {process} on host ")
+        assert "its script ended with status 0 before it came to the others" in text
+        assert took_s < SOON_S / 4

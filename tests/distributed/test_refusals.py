@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from lightning_cephalo.ranks import refusals
+from lightning_cephalo.ranks.starter import TOLD
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,8 +43,8 @@ class _Meets:
 def test_only_what_every_start_would_meet_ends_the_agent(
     tmp_path, is_of_hosts, starts, hosts, ends
 ):
-    path = tmp_path / "told"
-    handler = refusals.UnlessRefused(_Meets(hosts), path, most_hosts=2)
+    path = tmp_path / "refusal"
+    handler = refusals.UnlessRefused(_Meets(hosts), tmp_path, most_hosts=2)
     for _ in range(starts):
         handler.next_rendezvous()
     path.write_text(json.dumps({"text": "PlanError: no", "is_of_hosts": is_of_hosts}))
@@ -57,9 +58,9 @@ def test_only_what_every_start_would_meet_ends_the_agent(
 
 
 def test_a_file_that_is_cut_ends_nothing(tmp_path):
-    path = tmp_path / "told"
+    path = tmp_path / "refusal"
     path.write_text('{"text": "Pl')
-    assert refusals.UnlessRefused(_Meets(1), path, 1).next_rendezvous().world_size == 1
+    assert refusals.UnlessRefused(_Meets(1), tmp_path, 1).next_rendezvous().world_size == 1
 
 
 _RAISES = """
@@ -74,8 +75,8 @@ raise {raised}
 @pytest.mark.slow
 @pytest.mark.parametrize(("raised", "is_told"), [("error", True), ("ValueError()", False)])
 def test_an_interpreter_that_ends_by_a_refusal_tells_of_it(tmp_path, raised, is_told):
-    path = tmp_path / "told"
-    environment = {**os.environ, refusals.REFUSAL: str(path), "PYTHONPATH": str(ROOT)}
+    path = tmp_path / "refusal"
+    environment = {**os.environ, TOLD: str(tmp_path), "PYTHONPATH": str(ROOT)}
     script = _RAISES.format(raised=raised)
     ended = subprocess.run([sys.executable, "-c", script], env=environment, check=False)
     assert ended.returncode == 1

@@ -11,6 +11,7 @@ from lightning.pytorch import Callback
 
 from lightning_cephalo.common.errors import UnsupportedError, UnwritableError
 from lightning_cephalo.ranks import refusals
+from lightning_cephalo.ranks.starter import TOLD
 
 
 class Raises(Callback):
@@ -40,10 +41,16 @@ class Makes(Net):
         return super().configure_optimizers()
 
 
+def _folder_of_rank(folder):
+    own = folder / os.environ["RANK"]
+    own.mkdir()
+    os.environ[TOLD] = str(own)
+    return own
+
+
 def _told(folder, plan, errors, callbacks, is_caught):
     """What a rank tells the agent where its script ends."""
-    path = folder / os.environ["RANK"]
-    os.environ[refusals.REFUSAL] = str(path)
+    path = _folder_of_rank(folder) / "refusal"
     used = trainer(plan, {"recover": False}, callbacks=callbacks)
     try:
         try:
@@ -88,13 +95,13 @@ def test_ranks_tell_of_an_error_that_all_raise_before_a_step_is_done(
 
 
 def _told_of_the_plan(folder):
-    os.environ[refusals.REFUSAL] = str(folder / os.environ["RANK"])
+    path = _folder_of_rank(folder) / "refusal"
     used = trainer("3:1", {"global_batch_size": 9})
     try:
         used.fit(Net(), loader(24), loader(8))
     except Exception as error:
         refusals.tell(error)
-    return json.loads((folder / os.environ["RANK"]).read_text())
+    return json.loads(path.read_text())
 
 
 def test_a_plan_that_does_not_fit_is_of_the_hosts_that_are_there(tmp_path):
