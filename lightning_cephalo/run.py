@@ -36,9 +36,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_cephalo.ranks import refusals, rounds, starter
-from lightning_cephalo.recovery.options import AGENT, LAUNCHES, MOST_HOSTS
-from lightning_cephalo.recovery.store import Agent, folder_of
+_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
+_IS_QUIET = __name__ == "__main__" and _LOG_LEVEL not in os.environ
+if _IS_QUIET:
+    # For each try to reach a host that is lost, torch prints its frames of C++; the agent itself
+    # says what is lost. The level is read when torch is imported, which comes next.
+    os.environ[_LOG_LEVEL] = "ERROR"
+
+from lightning_cephalo.ranks import refusals, rounds, starter  # noqa: E402
+from lightning_cephalo.recovery.options import AGENT, LAUNCHES, MOST_HOSTS  # noqa: E402
+from lightning_cephalo.recovery.store import Agent, folder_of  # noqa: E402
 
 PRELOADED = (
     "torch",
@@ -189,6 +196,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The command line, without the program; None: this process's.
     """
     given = parse(sys.argv[1:] if arguments is None else arguments)
+    if _IS_QUIET:
+        del os.environ[_LOG_LEVEL]  # ranks print what they ever print
     os.environ[AGENT] = str(os.getpid())
     os.environ[MOST_HOSTS] = str(given.nnodes.most)
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

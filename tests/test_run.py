@@ -19,6 +19,7 @@ import pytest
 from common import in_ranks
 from launch import SOON_S, port_to_meet
 from plans import QUIET, plan_of
+from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousParameters,
@@ -306,6 +307,40 @@ def test_hosts_whose_place_to_meet_is_stopped_say_so_and_meet_there_when_it_goes
         # the ranks of both are started again; which host is the first may change
         launches = sorted(line.split()[1] for line in _lines(tmp_path, 4)[2:])
         assert launches == ["0", "1"]
+
+
+def _serves(endpoint):
+    host, _, port = endpoint.partition(":")
+    store = TCPStore(host, int(port), is_master=True, wait_for_workers=False)
+    time.sleep(SOON_S)
+    del store
+
+
+@pytest.mark.slow
+def test_a_host_says_that_the_others_cannot_be_reached_without_frames(tmp_path):
+    endpoint = f"127.0.0.1:{port_to_meet()}"
+    place = multiprocessing.get_context("fork").Process(target=_serves, args=(endpoint,))
+    place.start()
+    script = tmp_path / "script.py"
+    script.write_text(WAITS.replace('os.environ["RANK"]', 'os.environ.get("TORCH_CPP_LOG_LEVEL")'))
+    options = [f"--rdzv-endpoint={endpoint}", "--rdzv-id=j", "--nnodes=1:2", "--endpoint-wait-s=0"]
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    _wait_until(lambda: agents.answers(endpoint))
+    command = [sys.executable, "-m", "lightning_cephalo.run", *options, "--new-interpreters"]
+    with subprocess.Popen(
+        [*command, str(script), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": path},
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as agent:
+        assert _lines(tmp_path, 1) == ["None 0"]
+        place.kill()
+        _lines(tmp_path, 2)  # the address is this host's: the agent begins there itself
+        (tmp_path / "enough").touch()
+        _, said = agent.communicate(timeout=SOON_S)
+    assert agent.returncode == 0
+    assert f"The host of --rdzv-endpoint={endpoint}, where the hosts of 'j' meet, is lost" in said
+    assert "frame #" not in said and "Exception raised from" not in said
 
 
 @pytest.mark.usefixtures("_environment")
