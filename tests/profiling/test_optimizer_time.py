@@ -181,7 +181,7 @@ def _with_little_room(rank):
         clipped.append([parameter.grad is not None for parameter in parameters])
         host.run(1e-3 * len(parameters))
 
-    told_s = optimizer_time(sharded, host.now, clip)
+    told_s = optimizer_time(sharded, host.now, clip).overhead_s
     held = [flat.grad_shard for flat in flats if flat.grad_shard is not None]
     return told_s, clipped[0], held
 
