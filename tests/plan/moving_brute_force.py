@@ -7,9 +7,19 @@ import math
 import random
 from dataclasses import replace
 
+import pytest
 from plan_brute_force import partitions
 
-from lightning_cephalo.plan import Problem, RankProfile, cost, moving
+from lightning_cephalo.plan import (
+    InfeasibleError,
+    Plan,
+    Problem,
+    RankProfile,
+    cost,
+    moving,
+    predict,
+    solve,
+)
 from lightning_cephalo.plan.exposure import Exposure
 
 
@@ -147,3 +157,22 @@ def _share(seconds: Exposure, exposed_s: float) -> float:
         if not 0 < less < share:
             return max(0.0, min(share, less))
         share = less
+
+
+def checked_plan(problem: Problem, slack: float = 1e-9) -> Plan | None:
+    """Return the solver's plan, checked against brute force; None: neither finds one.
+
+    Args:
+        problem: A small one, whose state moves or may be searched by the time of shares.
+        slack: By how much the bound may pass brute force, which rounds shares, relatively.
+    """
+    expected = least_moving_step(problem)
+    if expected is None:
+        with pytest.raises(InfeasibleError):
+            solve(problem)
+        return None
+    plan = solve(problem)
+    assert plan.step_s == predict(problem, plan).step_s, problem
+    assert plan.bound_s <= expected * (1 + slack), problem
+    assert expected * (1 - 1e-9) <= plan.step_s <= expected * (1.003 + 1e-9), problem
+    return plan

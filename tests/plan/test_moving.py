@@ -8,7 +8,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from moving_brute_force import least_moving_step, random_problem
+from moving_brute_force import checked_plan, least_moving_step, random_problem
 
 from lightning_cephalo.common.lanes import Lane
 from lightning_cephalo.plan import (
@@ -219,16 +219,10 @@ def test_no_plan_is_faster_and_none_is_missed(seeds):
     moved = 0
     for seed in seeds:
         problem = random_problem(seed)
-        expected = least_moving_step(problem)
-        if expected is None:
-            with pytest.raises(InfeasibleError):
-                solve(problem)
+        plan = checked_plan(problem)
+        if plan is None:
             continue
-        plan = solve(problem)
         prediction = predict(problem, plan)
-        assert plan.step_s == prediction.step_s
-        assert plan.bound_s <= expected * (1 + 1e-9), seed
-        assert expected * (1 - 1e-9) <= plan.step_s <= expected * (1.003 + 1e-9), seed
         for rank, part, profile in zip(plan.ranks, prediction.ranks, problem.ranks, strict=True):
             assert part.memory_bytes <= profile.capacity_bytes
             held = part.host_bytes + part.state_host_bytes

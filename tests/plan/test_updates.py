@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from moving_brute_force import least_moving_step, random_problem
+from moving_brute_force import checked_plan, random_problem
 
 from lightning_cephalo.plan import (
-    InfeasibleError,
     Plan,
     Problem,
     RankPlan,
@@ -164,15 +163,9 @@ def test_no_plan_is_faster_and_none_is_missed(seeds):
     found, by_time = 0, 0
     for seed in seeds:
         problem = resident_problem(seed)
-        expected = least_moving_step(problem)
-        if expected is None:
-            with pytest.raises(InfeasibleError):
-                solve(problem)
+        plan = checked_plan(problem, slack=1e-8)
+        if plan is None:
             continue
-        plan = solve(problem)
-        assert plan.step_s == predict(problem, plan).step_s, seed
-        assert plan.bound_s <= expected * (1 + 1e-8), seed  # brute force rounds shares
-        assert expected * (1 - 1e-9) <= plan.step_s <= expected * (1.003 + 1e-9), seed
         for rank, profile in zip(plan.ranks, problem.ranks, strict=True):
             assert rank.memory_bytes <= profile.capacity_bytes
         endless = [replace(rank, updated_parameters_per_s=math.inf) for rank in problem.ranks]
