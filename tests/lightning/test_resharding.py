@@ -23,7 +23,7 @@ BY_HAND = Plan((RankPlan((2, 2), 0.75), RankPlan((2, 2), 0.25)))
 STAY = replace(BY_HAND, reshard_after_forward=False)
 IDLE = Plan((RankPlan((2, 2, 4), 0.5), RankPlan((), 0.5)), reshard_after_forward=False)
 STEPS = 3  # the first finds the order of units, the second goes by it, the third by its update
-TIGHT_BYTES = 2_700_000
+TIGHT_BYTES = 2_500_000
 GIVEN_BACK, STAYED = [1, 2, 2], [1, 1, 1]
 """Gathers of each unit in a step: the last one's backward follows its forward."""
 
