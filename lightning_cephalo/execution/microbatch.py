@@ -424,6 +424,8 @@ class Microbatch:
     def _show_stored(self, record: UnitRecord, start: int) -> None:
         """Make what the unit has stored on its modules outputs of the unit."""
         for place in record.places:
+            if not place.is_shown:
+                continue
             values = place.values()
             if record.outputs is not None:
                 record.outputs += values
@@ -646,11 +648,14 @@ class Microbatch:
             if record.meetings:  # they have made cuts
                 self._boundaries.end_forward()
 
-    @staticmethod
     def _outputs_again(
-        record: UnitRecord, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, record: UnitRecord, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Sequence[Any]:
         outputs = flatten_result(record.body(*args, **kwargs))[0]
         for place in record.places:
-            outputs += place.values()
+            values = place.values()
+            if place.is_shown:
+                outputs += values
+            elif self._stored is not None:
+                self._stored.seen_again(place, values)
         return outputs

@@ -13,6 +13,7 @@ on anything but its modules, is refused where steps look.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import is_not
@@ -24,7 +25,7 @@ from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.boundaries import can_have_gradient
 from lightning_cephalo.execution.call_tree import flatten_result
 from lightning_cephalo.execution.module_state import may_store
-from lightning_cephalo.execution.undone_step import MISSING
+from lightning_cephalo.execution.undone_step import MISSING, OF_TORCH
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,13 @@ class Place:
         names: The attributes of the module.
         name: Its name there.
         count: Number of values in what it holds.
+        is_shown: Whether they are outputs of the unit; else they had no graph in a search.
     """
 
     names: dict[str, Any]
     name: str
     count: int
+    is_shown: bool = True
 
     def values(self) -> list[Any]:
         """Return what the attribute holds now, without containers.
@@ -89,14 +92,13 @@ class _Attributes:
     def __init__(self, modules: list[dict[str, Any]]) -> None:
         self.modules = modules
         self.shown: set[tuple[int, str]] = set()
-        self.detached: set[tuple[int, str]] = set()
         self.watch_all()
 
     def watch_all(self) -> None:
         """Watch all attributes that there are now."""
         self._names = [frozenset(names) for names in self.modules]
         self._lengths = [*map(len, self.modules)]
-        self._watched = [(n, name) for n in self.modules for name in n if name not in _OF_TORCH]
+        self._watched = [(n, name) for n in self.modules for name in n if name not in OF_TORCH]
 
     def watch_few(self) -> None:
         """Watch those that have held a graph, or may come to hold one."""
@@ -139,6 +141,7 @@ class StoredOutputs:
 
     def __init__(self, units: Iterable[Iterable[nn.Module]]) -> None:
         self._of = [_Attributes([vars(each) for each in of if may_store(each)]) for of in units]
+        self._detached: set[tuple[int, str]] = set()
 
     def before(self, unit: int, *, searches: bool) -> Before:
         """Return what a unit finds on its modules.
@@ -174,17 +177,34 @@ class StoredOutputs:
             tensors = [value for value in values if _is_value(value)]
             if has_graph and not any(tensor.requires_grad for tensor in tensors):
                 if searches and tensors:
-                    of.detached.add(key)
+                    self._detached.add(key)
                 continue
-            if tensors and (has_graph or key not in of.detached):
-                of.shown.add(key)
-                places.append(Place(names, name, len(values)))
+            if tensors:
+                is_shown = has_graph or key not in self._detached
+                places.append(Place(names, name, len(values), is_shown))
+                if is_shown:
+                    of.shown.add(key)
         if searches or len(of.shown) > known or before.lengths != [*map(len, of.modules)]:
             of.watch_few()
         return places
 
+    def seen_again(self, place: Place, values: Sequence[Any]) -> None:
+        """Warn once if an attribute that held no graph in a search has got one.
 
-_OF_TORCH = frozenset(vars(nn.Module()))
+        Args:
+            place: One that is not shown.
+            values: What the unit has stored there, computed again with a graph.
+        """
+        key = (id(place.names), place.name)
+        if key in self._detached and any(_is_value(v) and v.requires_grad for v in values):
+            self._detached.discard(key)
+            warnings.warn(
+                f"A unit has stored a tensor with a graph in its attribute {place.name!r}, which"
+                " held none in the first step. If the loss of this step uses it, a part of its"
+                " gradient is lost; from the next step on it counts. Store it with its graph from"
+                " the first step on, or use CephaloStrategy(recompute=False).",
+                stacklevel=2,
+            )
 
 
 def _read(places: list[tuple[dict[str, Any], str]]) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -72,9 +73,8 @@ class Storing(Block):
 class Model(Base):
     """Adds to the loss what a function takes from its blocks."""
 
-    blocks_of = staticmethod(lambda: [Storing() for _ in range(3)])
-
-    def __init__(self, take: Callable[[Storing], Any], way: str) -> None:
+    def __init__(self, take: Callable[[Any], Any], way: str, kind: type[Block] = Storing) -> None:
+        self.blocks_of = lambda: [kind() for _ in range(3)]
         super().__init__()
         self.take, self.way = take, way
         self.blocks[1].neighbour = [self.blocks[0]] if way == "neighbour" else []
@@ -127,8 +127,12 @@ def _at(model: Model, step: int) -> Model:
 
 
 def _one_device(name: str, way: str) -> list[dict[str, Tensor | None]]:
+    return _steps_of(_made(name, way))
+
+
+def _steps_of(model: Model) -> list[dict[str, Tensor | None]]:
     """Gradients of each step: the mean of those of the microbatches, which the loss allows."""
-    model, batch, steps = _made(name, way), _batch(), []
+    batch, steps = _batch(), []
     sizes = [size for rank in UNEVEN.microbatches for size in rank]
     for step in range(STEPS):
         _at(model, step)
@@ -156,6 +160,40 @@ def _equal(rank: int, way: str, expected: dict[str, list[dict[str, Tensor | None
 @pytest.mark.parametrize("way", ["", "enters", "twice", "neighbour"])
 def test_what_a_unit_stores_on_its_modules_has_the_gradients_of_one_device(way: str) -> None:
     run_ranks(UNEVEN.world_size, _equal, way, {name: _one_device(name, way) for name in TAKEN})
+
+
+class Turning(Block):
+    """Stores a loss without its graph at first."""
+
+    step = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.balance = y.square().mean() if self.step > 1 else y.square().mean().detach()
+        return y
+
+
+def _told(rank: int, expected: list[dict[str, Tensor | None]]) -> None:
+    parts = microbatches_of(_batch(), UNEVEN, rank)
+    torch.manual_seed(5)
+    model = Model(lambda block: block.balance, "", Turning).double()
+    executor = make_executor(model, UNEVEN.fractions, True)
+    for step, gradients in enumerate(expected):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            sharded_step(executor, _at(model, step), _loss, parts)
+        # a rank without samples runs no unit
+        assert bool(caught) == (step == 2 and bool(parts)), (step, caught)
+        assert all("its attribute 'balance'" in str(each.message) for each in caught)
+        if step != 2:
+            assert relative_error(full_gradients(model), gradients) < 1e-12, step
+    executor.hooks.uninstall()
+
+
+def test_a_loss_that_had_no_graph_at_first_is_named_where_units_are_recomputed() -> None:
+    torch.manual_seed(5)
+    model = Model(lambda block: block.balance, "", Turning).double()
+    run_ranks(UNEVEN.world_size, _told, _steps_of(model))
 
 
 def _refused(rank: int) -> None:
