@@ -288,8 +288,8 @@ def _longest_with_gathers_s(problem: Problem) -> float:
     """Return the longest window of the backward that gathers make longer; 0 for none."""
     with_gathers, without = (backward_windows(problem.resharding(each)) for each in (True, False))
     pairs = zip(with_gathers, without, strict=True)
-    return max((own_s for (own_s, count), (less_s, _) in pairs if count and own_s > less_s),
-               default=0.0)  # fmt: skip
+    longer = (own_s for (own_s, count), (less_s, _) in pairs if count and own_s > less_s)
+    return max(longer, default=0.0)
 
 
 def _with_even_state(problem: Problem) -> Problem | None:
