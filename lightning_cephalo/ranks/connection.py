@@ -26,12 +26,12 @@ import torch.distributed as dist
 
 from lightning_cephalo.accelerator.backends import backend_of
 from lightning_cephalo.common.errors import RemoteRankError
-from lightning_cephalo.ranks import unwritten
 from lightning_cephalo.ranks.aborting import abort_groups
 from lightning_cephalo.ranks.closing import close_connections
 from lightning_cephalo.ranks.connecting import Lookout, Watch, connect_watched
 from lightning_cephalo.ranks.control import ControlGroup, not_connected
 from lightning_cephalo.ranks.crash_report import CrashReport, is_lost_connection
+from lightning_cephalo.ranks.ending import end_soon
 from lightning_cephalo.ranks.groups import Groups, set_timeout
 from lightning_cephalo.ranks.roll_call import patience, what_follows
 from lightning_cephalo.ranks.switchboard import Switchboard
@@ -300,24 +300,6 @@ def _leave(connection: weakref.ref[Connection]) -> None:
     if not is_closed:
         gc.collect()
     if fails:
-        _hurry()
+        end_soon()
     # The default group outlives this in the caches of torch's DTensor: let its threads finish.
     time.sleep(_LEAVING_S)
-
-
-def _hurry() -> None:
-    """Let the interpreter end without looking through all objects for cycles.
-
-    It does so several times, for 1.4 s of a processor with what Lightning has made: on a busy
-    machine that is many seconds, in which agents wait for ranks that have told all they know. Files
-    in cycles would lose what is not written yet. So would objects of the user's that write it when
-    they are deleted: where there are any, the interpreter looks.
-    """
-    that_act = unwritten.classes_that_act_at_their_end()
-    if that_act or unwritten.has_files_to_write():
-        objects = gc.get_objects()
-        kinds = list(map(type, objects))
-        if not that_act.isdisjoint(kinds):
-            return
-        unwritten.flush_files(unwritten.files_among(objects, kinds))
-    gc.freeze()

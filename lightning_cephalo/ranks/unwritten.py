@@ -13,7 +13,7 @@ import itertools
 import os
 import stat
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -52,6 +52,15 @@ def flush_files(files: Sequence[io.IOBase]) -> None:
             each.flush()
 
 
+def descriptors_of(files: Iterable[io.IOBase]) -> set[int]:
+    """Return the descriptors of Python's files."""
+    numbers = set()
+    for each in files:
+        with suppress(Exception):  # such as one in memory
+            numbers.add(each.fileno())
+    return numbers
+
+
 def classes_that_act_at_their_end() -> set[type]:
     """Return the classes of the user's whose objects do something when they are deleted."""
     classes = _with_subclasses([object])
@@ -73,18 +82,22 @@ def _with_subclasses(kinds: Iterable[type]) -> set[type]:
     return found
 
 
-def has_files_to_write() -> bool:
-    """Return whether this process may have a file with text that is not written yet.
+def descriptors_to_write() -> set[int] | None:
+    """Return descriptors of this process that may have text that is not written yet.
 
-    Such a file has a descriptor that is open for writing, of a file, a terminal, or a pipe to
-    another process. A connection has none of these: nothing here writes text to one. Nor has a
-    mapping that kept steps are in, whose descriptor Python holds.
+    They are open for writing, of a file, a terminal, or a pipe to another process. Connections are
+    none of them: nothing here writes text to one. Nor are mappings that kept steps are in, whose
+    descriptors Python holds.
+
+    Returns:
+        The descriptors; None where the system does not tell them.
     """
     try:
         numbers = [int(name) for name in os.listdir("/proc/self/fd")]
     except OSError:  # not Linux
-        return True
-    files, read_pipes, written_pipes = Counter[tuple[int, int]](), set(), set()
+        return None
+    found_to_write, read_pipes = set[int](), set[tuple[int, int]]()
+    files, written_pipes = (defaultdict[tuple[int, int], set[int]](set) for _ in range(2))
     for number in numbers:
         with suppress(OSError):  # the one that lists them is closed
             flags = Path(f"/proc/self/fdinfo/{number}").read_text().split()[3]
@@ -95,13 +108,19 @@ def has_files_to_write() -> bool:
             elif mode == os.O_RDONLY or number <= _STANDARD:
                 continue
             elif stat.S_ISFIFO(found.st_mode):
-                written_pipes.add(identity)
+                written_pipes[identity].add(number)
             elif stat.S_ISREG(found.st_mode) or stat.S_ISBLK(found.st_mode):
-                files[identity] += 1
+                files[identity].add(number)
             elif os.isatty(number):
-                return True
+                found_to_write.add(number)
     # gloo and torch's store have pipes to themselves, for threads that wait
-    return not written_pipes <= read_pipes or bool(files and files - Counter(_mapped()))
+    for identity in written_pipes.keys() - read_pipes:
+        found_to_write |= written_pipes[identity]
+    mapped = Counter(_mapped()) if files else Counter[tuple[int, int]]()
+    for identity, held in files.items():
+        if len(held) > mapped[identity]:
+            found_to_write |= held
+    return found_to_write
 
 
 def _mapped() -> Iterator[tuple[int, int]]:

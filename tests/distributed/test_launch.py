@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import mmap
 import os
@@ -10,6 +11,7 @@ import pty
 import signal
 import socket
 import stat
+import subprocess
 import sys
 import time
 import weakref
@@ -17,7 +19,7 @@ import weakref
 import launch
 import pytest
 
-from lightning_cephalo.ranks import connection
+from lightning_cephalo.ranks import connection, ending
 
 
 def _fails_first(rank):
@@ -100,6 +102,12 @@ def _nothing_to_write(folder):
     return lambda: kept
 
 
+def _file_of_a_library(folder):
+    """Python knows its descriptor only; the library would write it when the process ends."""
+    number = os.open(folder / "text", os.O_WRONLY | os.O_CREAT)
+    return lambda: os.write(number, b"all")
+
+
 def _writes_at_its_end(folder):
     class WritesAtItsEnd:
         def __del__(self):
@@ -110,22 +118,25 @@ def _writes_at_its_end(folder):
 
 
 def _leaves(rank, folder, failed_alone, made=None):
-    """Whether the interpreter still looks for cycles when it ends, and has searched all objects."""
+    """Whether the interpreter still looks for cycles, has searched all, and skips destructors."""
     gc.freeze()  # what other tests have made
     for number in os.listdir("/proc/self/fd"):  # as above: pytest has files open
         with contextlib.suppress(OSError):
             if int(number) > 2 and not stat.S_ISSOCK(os.fstat(int(number)).st_mode):
                 os.close(int(number))
-    frozen, searched, look = gc.get_freeze_count(), [], gc.get_objects
+    frozen, searched, skipped = gc.get_freeze_count(), [], []
+    look, kept = gc.get_objects, ending.skip_destructors
     behind = made(folder) if made else None
     holder = _Holds(failed_alone)
     known = connection.Connection(None)
     known.hold(holder)
     gc.get_objects = lambda: [searched.append(True), look()][1]
+    ending.skip_destructors = lambda: skipped.append(True)
     connection._leave(weakref.ref(known))
     if behind is not None:
         behind()
-    return gc.get_freeze_count() == frozen, bool(searched)
+    looks = gc.get_freeze_count() == frozen and kept is not None
+    return looks, bool(searched), bool(skipped)
 
 
 def _written(path):
@@ -137,17 +148,40 @@ def _written(path):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="others search all objects")
 def test_a_rank_that_fails_ends_soon_and_loses_nothing_that_it_writes(tmp_path):
     """Also where the script catches the error, and ends otherwise."""
-    for given, looks, searches, written in (
-        ((False,), True, False, ""),
-        ((True,), False, False, ""),
-        ((True, _nothing_to_write), False, False, ""),
-        ((True, _file), False, True, "all"),
-        ((True, _pipe_to_another), False, True, "all"),
-        ((True, _terminal), False, True, "all"),
-        ((True, _writes_at_its_end), True, True, ""),
+    for given, looks, searches, skips, written in (
+        ((False,), True, False, False, ""),
+        ((True,), False, False, True, ""),
+        ((True, _nothing_to_write), False, False, True, ""),
+        ((True, _file), False, True, True, "all"),
+        ((True, _pipe_to_another), False, True, True, "all"),
+        # its other side is a terminal, too, and no file of Python's
+        ((True, _terminal), False, True, False, "all"),
+        ((True, _file_of_a_library), False, True, False, "all"),
+        ((True, _writes_at_its_end), True, True, False, ""),
     ):
         folder = tmp_path / str(given)
         folder.mkdir()
         found = launch.run_ranks(1, _leaves, folder, *given, process_group=False)
-        assert found == [(looks, searches)], given
+        assert found == [(looks, searches, skips)], given
         assert _written(folder / "text") == written, given
+
+
+_ENDS_WITHOUT = """
+import ctypes, sys
+from lightning_cephalo.ranks import ending
+system = ctypes.CDLL(None)
+system.on_exit(system.abort, None)  # as a handler of a library
+print("not written yet", end="")
+if sys.argv[1] == "without":
+    ending.skip_destructors()
+raise SystemExit(7)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "on_exit"), reason="glibc has on_exit")
+def test_a_process_without_destructors_keeps_its_status_and_what_it_has_printed():
+    for how, status in (("with", -signal.SIGABRT), ("without", 7)):
+        ended = subprocess.run(
+            [sys.executable, "-c", _ENDS_WITHOUT, how], capture_output=True, text=True
+        )
+        assert (ended.returncode, ended.stdout) == (status, "not written yet"), ended.stderr
