@@ -133,7 +133,23 @@ def compute_s(size: ModelSize, part: Part, rounds: int) -> tuple[float, float]:
     return statistics.median(forward), statistics.median(backward)
 
 
-def predicted_s(sharded: ShardedModel, forward_s: float, backward_s: float) -> float:
+def update_s(contender: Contender, rounds: int) -> float:
+    """Return the slowest rank's median seconds of an update, while all ranks update."""
+    times = []
+    for _ in range(1 + rounds):
+        contender.accumulate()
+        dist.barrier()
+        begin_s = time.perf_counter()
+        contender.update()
+        took = torch.tensor(time.perf_counter() - begin_s)
+        dist.all_reduce(took, op=dist.ReduceOp.MAX)
+        times.append(took.item())
+    return statistics.median(times[1:])
+
+
+def predicted_s(
+    sharded: ShardedModel, forward_s: float, backward_s: float, updated_s: float
+) -> float:
     """Return what the model of a step says of a contender; collective."""
     clock = accelerator_of(CPU).clock
     sharded.executor.reshard()
@@ -165,6 +181,7 @@ def predicted_s(sharded: ShardedModel, forward_s: float, backward_s: float) -> f
         last_gather_s=last_gather_s,
         last_reduce_s=last_reduce_s,
         fill_s=network.gather_s + network.reduce_s,
+        update_overhead_s=updated_s,
         hybrid_sharding=bool(state_groups),
         state_groups=state_groups,
     )
@@ -208,6 +225,7 @@ def run_rank(
         contender.prepare([part], samples * world_size)
         contender.step()
     forward_s, backward_s = compute_s(size, part, 3)
+    updated_s = {contender.name: update_s(contender, 3) for contender, _ in own}
     predictions: dict[str, list[float]] = {contender.name: [] for contender, _ in own}
     times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     sent: dict[str, list[int]] = {contender.name: [] for contender in contenders}
@@ -223,7 +241,8 @@ def run_rank(
             times[contender.name].append(took.item())
             sent[contender.name].append(sent_bytes() - before)
         for contender, sharded in own:
-            predictions[contender.name].append(predicted_s(sharded, forward_s, backward_s))
+            said_s = predicted_s(sharded, forward_s, backward_s, updated_s[contender.name])
+            predictions[contender.name].append(said_s)
     if not rank:
         torch.save((times, sent, predictions, forward_s, backward_s), f"{folder}/times")
     groups.meeting.close()
