@@ -84,7 +84,7 @@ class ShardedModel:
         module: The model; every rank gets rank 0's values. Parameters may be on the meta device.
         groups: Process groups.
         accelerator: This rank's device.
-        fractions: Each rank's share of the state.
+        fractions: Each rank's share of the state; or a function that returns them, given the units.
         units: Options that choose the units.
         compute_dtype: Dtype of gathered floating-point parameters (None: their own).
         recompute: Whether the backward recomputes units.
@@ -111,7 +111,7 @@ class ShardedModel:
         module: nn.Module,
         groups: Groups,
         accelerator: Accelerator,
-        fractions: Sequence[float],
+        fractions: Sequence[float] | Callable[[Sequence[UnitMembers]], Sequence[float]],
         units: UnitOptions,
         compute_dtype: torch.dtype | None,
         recompute: bool,
@@ -144,10 +144,10 @@ class ShardedModel:
         )
         self._context = context
         self.padding = context.padding
-        self.fractions = tuple(fractions)
-        divider = self._divider(fractions)
         self.units: list[Unit] = []
         members_of_units = find_units(module, units.types, units.names)
+        self.fractions = tuple(fractions(members_of_units) if callable(fractions) else fractions)
+        divider = self._divider(self.fractions)
         if cuts_vocabulary is True and units == UnitOptions():
             members_of_units = with_heads_in_root(members_of_units)
         # a vocabulary that may stay cut has flats of its own, and code may read the dtype of what

@@ -18,6 +18,7 @@ from lightning_cephalo.plan import Plan, Problem
 from lightning_cephalo.plan.solver.solve import solve_if_possible
 from lightning_cephalo.plan.state_groups import groups_by_node
 from lightning_cephalo.preparation import vocabulary_choice
+from lightning_cephalo.preparation.first_shares import shares_by_memory
 from lightning_cephalo.preparation.prepare import HOW_NODES_DIFFER, Job
 from lightning_cephalo.preparation.vocabulary_choice import GAIN, Planned, noted, summary, tried
 
@@ -69,7 +70,7 @@ def measured_and_planned(job: Job, model: ShardedModel, measure: Measure) -> Pla
             f" {format_seconds(least_s)} or more.",
         )
     before = model.fractions
-    model.group_state(grouped_job.state_groups, grouped_job.first_fractions)
+    model.group_state(grouped_job.state_groups, _shares_of(grouped_job, model))
     # state is counted anew
     known = together.problem.with_late_update(together.problem.state_bytes)
     grouped = tried(grouped_job, model, partial(measure, known=known), checks=True)
@@ -114,9 +115,16 @@ def _has_room(job: Job, model: ShardedModel) -> bool:
     """Return whether every rank can hold its part of its node's parameters; collective."""
     grouped = replace(job, state_groups=groups_by_node(job.nodes))
     rank = model.control.rank
-    held = sum(flat.numel * flat.master_dtype.itemsize for flat in model.flats)
-    needed = model.gathered_bytes + held * grouped.first_fractions[rank]
+    needed = model.gathered_bytes + _held_bytes(model) * _shares_of(grouped, model)[rank]
     return model.control.all(needed < job.limits[rank].device.capacity_bytes)
+
+
+def _shares_of(job: Job, model: ShardedModel) -> list[float]:
+    return shares_by_memory(job, model.gathered_bytes, _held_bytes(model))
+
+
+def _held_bytes(model: ShardedModel) -> int:
+    return sum(flat.numel * flat.master_dtype.itemsize for flat in model.flats)
 
 
 def _least_step_s(

@@ -12,7 +12,6 @@ A given plan skips the two stages in the middle. Every stage is collective.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -36,7 +35,7 @@ from lightning_cephalo.execution.manual_step import ManualSteps
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import InfeasibleError, Plan, PlanError, Problem, solve
 from lightning_cephalo.plan.solver.solve import solve_if_possible
-from lightning_cephalo.plan.state_groups import even_shares, groups_by_node, members_of
+from lightning_cephalo.plan.state_groups import groups_by_node
 from lightning_cephalo.preparation.limits import (
     Limits,
     check_limits,
@@ -125,23 +124,9 @@ class Job:
         return bool(self.loaders.flat)
 
     @property
-    def first_fractions(self) -> list[float]:
-        """Fractions of the model before a plan is made: those of a given plan, or by memory.
-
-        Fractions by memory let a model be measured that does not fit in even shares.
-        """
-        if self.plan is not None:
-            return [rank.state_fraction for rank in self.plan.ranks]
-        capacities = [own.device.capacity_bytes for own in self.limits]
-        if math.isinf(max(capacities)) or min(capacities) > 0.9 * max(capacities):
-            # equal slices travel faster
-            return list(even_shares(self.state_groups, len(capacities)))
-        shares = [0.0] * len(capacities)
-        for members in members_of(self.state_groups, len(capacities)):
-            total = sum(capacities[rank] for rank in members)
-            for rank in members:
-                shares[rank] = capacities[rank] / total
-        return shares
+    def keeps_gradients(self) -> bool:
+        """Whether devices hold the gradients of all their rows at once, until the update."""
+        return bool(self.late) and self.options.optimizer_offload is False
 
 
 # -- reading the job ------------------------------------------------------------------------------

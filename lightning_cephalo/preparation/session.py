@@ -58,6 +58,7 @@ from lightning_cephalo.observe.run_record import RankRecord, RunRecord
 from lightning_cephalo.plan import Plan, PlanError, RankPlan
 from lightning_cephalo.plan.replan import Replan
 from lightning_cephalo.plan.state_groups import members_of
+from lightning_cephalo.preparation.first_shares import first_shares
 from lightning_cephalo.preparation.host_state import HostState
 from lightning_cephalo.preparation.limits import (
     check_plan,
@@ -125,7 +126,7 @@ class Session:
         accelerator: Accelerator,
         compute_dtype: torch.dtype | None,
     ) -> None:
-        options, fractions = job.options, job.first_fractions
+        options = job.options
         if job.state_groups and backend_of(groups.gather).runs_on_device:
             raise UnsupportedError(
                 "Hybrid sharding adds up gradients across nodes over gloo only so far, but these"
@@ -140,7 +141,7 @@ class Session:
             module,
             groups,
             accelerator,
-            fractions=fractions,
+            fractions=partial(first_shares, job, compute_dtype=compute_dtype),
             units=options.units,
             compute_dtype=compute_dtype,
             recompute=options.recompute.default,
@@ -153,7 +154,7 @@ class Session:
         self._at_end.callback(ModuleCopies(self.model, self._ranks_run_one_step).remove)
         if job.trains:
             self._at_end.callback(SwitchedOffCaches(module).restore)
-        self.plan = self.dealt_plan = _plan_before(job, fractions)
+        self.plan = self.dealt_plan = _plan_before(job, self.model.fractions)
         self.cutter = BatchCutter((), None, ())
         self._layouts = itertools.cycle(job.layouts)
         self.logs = StepLogs(module, groups, accelerator)
@@ -340,7 +341,7 @@ class Session:
         device, given = job.limits[self.control.rank].device, job.plan
         with named_where_nothing_fits(job.limits):
             if given is None:
-                check_capacities(self.model, device.capacity_bytes)
+                check_capacities(self.model, device.capacity_bytes, job.keeps_gradients)
             else:  # a given plan must obey the cap; the device's free memory is the user's concern
                 reshards = job.options.reshard_after_forward.of_plan(given.reshard_after_forward)
                 check_capacities(self.model, device.cap_bytes, reshard_after_forward=reshards)

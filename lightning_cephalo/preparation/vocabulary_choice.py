@@ -130,7 +130,8 @@ def tried(
     """
     try:
         if checks:
-            check_capacities(model, job.limits[model.control.rank].device.capacity_bytes)
+            capacity_bytes = job.limits[model.control.rank].device.capacity_bytes
+            check_capacities(model, capacity_bytes, job.keeps_gradients)
         return planned(job, model, measure)
     except (InfeasibleError, ProfilingError, RemoteRankError) as error:
         if is_lost_connection(error.__cause__ or error):

@@ -203,13 +203,18 @@ def largest_row(model: ShardedModel) -> tuple[int, int]:
 
 
 def check_capacities(
-    model: ShardedModel, capacity_bytes: float, *, reshard_after_forward: bool = True
+    model: ShardedModel,
+    capacity_bytes: float,
+    keeps_gradients: bool = True,
+    *,
+    reshard_after_forward: bool = True,
 ) -> None:
     """Raise if any rank cannot hold even the minimum that every rank must; collective.
 
     Args:
         model: The sharded model.
         capacity_bytes: The bytes that this rank may hold.
+        keeps_gradients: Whether a step holds the gradients of all of a rank's rows at once.
         reshard_after_forward: Whether units are resharded after the forward.
 
     Raises:
@@ -219,15 +224,19 @@ def check_capacities(
     if not reshard_after_forward:
         gathered += model.unresharded_bytes
         ways_out = f"reshard_after_forward=True, {ways_out}"
-    shards = sum(_nbytes(flat.shard) * (2 if flat.trainable else 1) for flat in model.flats)
-    rows = model.control.gather([capacity_bytes, float(shards)])
-    for rank, (capacity, held) in enumerate(rows):
-        missing = held + gathered - capacity
+    held = float(sum(_nbytes(flat.shard) for flat in model.flats))
+    if keeps_gradients:
+        held += sum(_nbytes(flat.shard) for flat in model.flats if flat.trainable)
+    else:
+        held += model.fractions[model.control.rank] * _receive_bytes(model)
+    rows = model.control.gather([capacity_bytes, held])
+    for rank, (capacity, own) in enumerate(rows):
+        missing = own + gathered - capacity
         if missing > 0:
             raise TooLittleMemoryError(
                 f"Rank {rank} cannot take part: its {format_mib(capacity)} do not hold the"
                 f" gathered units ({format_mib(gathered)} on every rank) and its"
-                f" {format_mib(held)} of parameters and gradients;"
+                f" {format_mib(own)} of parameters and gradients;"
                 f" {format_mib(missing)} are missing. Use {ways_out}, a lower precision, or"
                 " leave this device out."
             )

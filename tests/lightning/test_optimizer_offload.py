@@ -181,6 +181,19 @@ def test_a_plan_lets_hosts_update_before_the_norm_where_that_makes_steps_shorter
             torch.testing.assert_close(value, wanted[name], rtol=0, atol=1e-6)
 
 
+def _beside_full_units() -> Any:
+    return _trained("auto", (4_500_000, 1_600_000))
+
+
+def test_a_rank_that_full_units_leave_little_memory_is_measured_with_less_and_training_is_exact():
+    """A share by its memory, a quarter, does not fit beside 0.9 MB of full units."""
+    wanted = one_device()
+    for plan, _, _, values in in_ranks(2, _beside_full_units):
+        assert plan.ranks[1].state_fraction < 0.2
+        for name, value in wanted.items():
+            torch.testing.assert_close(values[name], value, rtol=0, atol=1e-6)
+
+
 def test_a_rank_whose_host_is_slow_keeps_less_state_there_and_training_is_exact():
     wanted = one_device()
     for (fast, slow), values in in_ranks(2, _with_a_slow_host):

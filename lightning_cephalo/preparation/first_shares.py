@@ -1,0 +1,98 @@
+"""Chooses the shares of the state that ranks hold while they are measured, before any plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from lightning_cephalo.plan.state_groups import even_shares, members_of
+from lightning_cephalo.sharding.discovery import UnitMembers
+
+if TYPE_CHECKING:
+    from lightning_cephalo.preparation.prepare import Job
+
+# of ranks that count as alike: equal slices travel faster
+_ALIKE = 0.9
+
+
+def first_shares(
+    job: Job, units: Sequence[UnitMembers], compute_dtype: torch.dtype | None = None
+) -> list[float]:
+    """Return shares of the state before a plan is made: those of a given plan, or by memory. ::
+
+        first_shares(job, find_units(model))    # memories of 24 and 8 GiB: [0.75, 0.25]
+
+    Args:
+        job: The training to run.
+        units: The units of the model, the root unit first.
+        compute_dtype: Dtype of gathered parameters (None: their own).
+    """
+    if job.plan is not None:
+        return [rank.state_fraction for rank in job.plan.ranks]
+    held_bytes = sum(_bytes_of(members, None) for members in units)
+    gradients = [_bytes_of(members, None, trained=True) for members in units]
+    # one from each rank, for a rank's rows of the unit that is reduced
+    held_bytes += sum(gradients) if job.keeps_gradients else len(job.limits) * max(gradients)
+    return shares_by_memory(job, _gathered_bytes(units, compute_dtype), held_bytes)
+
+
+def shares_by_memory(job: Job, gathered_bytes: float, held_bytes: float) -> list[float]:
+    """Return shares of the state with which a model can be measured that does not fit in even ones.
+
+    Where a rank would have no room for its share beside full units, shares go by what these leave
+    of each memory.
+
+    Args:
+        job: The training to run.
+        gathered_bytes: Bytes of full units at the peak of a step, on every rank.
+        held_bytes: Bytes of parameters and gradients, over all ranks that hold them together.
+    """
+    capacities = [own.device.capacity_bytes for own in job.limits]
+    if math.isinf(max(capacities)):
+        return list(even_shares(job.state_groups, len(capacities)))
+    shares = _by(capacities, job.state_groups)
+    pairs = zip(shares, capacities, strict=True)
+    if all(gathered_bytes + share * held_bytes < capacity for share, capacity in pairs):
+        return shares
+    left = [max(0.0, capacity - gathered_bytes) for capacity in capacities]
+    groups = members_of(job.state_groups, len(capacities))
+    if not all(any(left[rank] for rank in members) for members in groups):
+        return shares  # it fits nowhere, as the measurement will say
+    return _by(left, job.state_groups)
+
+
+def _by(room: Sequence[float], state_groups: Sequence[int]) -> list[float]:
+    if min(room) > _ALIKE * max(room):
+        return list(even_shares(state_groups, len(room)))
+    shares = [0.0] * len(room)
+    for members in members_of(state_groups, len(room)):
+        total = sum(room[rank] for rank in members)
+        for rank in members:
+            shares[rank] = room[rank] / total
+    return shares
+
+
+def _gathered_bytes(units: Sequence[UnitMembers], compute_dtype: torch.dtype | None) -> float:
+    """Return the bytes of full units at a step's peak: the root unit and the two largest others.
+
+    Their gradients are as large, but of frozen parameters.
+    """
+    sizes = [
+        _bytes_of(members, compute_dtype) + _bytes_of(members, compute_dtype, trained=True)
+        for members in units
+    ]
+    return sizes[0] + sum(sorted(sizes[1:], reverse=True)[:2])
+
+
+def _bytes_of(
+    members: UnitMembers, compute_dtype: torch.dtype | None, *, trained: bool = False
+) -> float:
+    return sum(
+        parameter.numel() * (compute_dtype or parameter.dtype).itemsize
+        for parameter, _ in members.parameters
+        if not is_lazy(parameter) and (parameter.requires_grad or not trained)
+    )
