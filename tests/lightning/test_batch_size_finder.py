@@ -140,7 +140,17 @@ def assert_trained_as_one_device(found: Any, batch_size: int) -> None:
     assert_same_tensors(found[3], values, TOLERANCE)
 
 
-@pytest.mark.parametrize("place", ["step", "forward", "backward", "update", "validation"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "backward",
+        "update",
+        *(
+            pytest.param(place, marks=pytest.mark.slow)
+            for place in ("step", "forward", "validation")
+        ),
+    ],
+)
 def test_what_one_rank_lacks_memory_for_is_too_large_for_all_and_training_is_that_of_one_device(
     tmp_path: Path, place: str
 ) -> None:
@@ -150,7 +160,7 @@ def test_what_one_rank_lacks_memory_for_is_too_large_for_all_and_training_is_tha
         assert_trained_as_one_device(found, FITS)
 
 
-@pytest.mark.parametrize("replan", [False, "auto"])
+@pytest.mark.parametrize("replan", [pytest.param(False, marks=pytest.mark.slow), "auto"])
 def test_a_binary_search_ends_at_the_same_size_on_all_ranks(tmp_path: Path, replan: Any) -> None:
     finder = {"mode": "binsearch", "margin": 0.0, "steps_per_trial": 2}
     options = {"replan": replan}
