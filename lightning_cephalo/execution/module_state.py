@@ -23,7 +23,7 @@ samples a warning names them: ``execution/shared_values.py``. Buffers belong to 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, ValuesView
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from operator import is_
@@ -106,21 +106,22 @@ class _Before:
         names: The module's attributes.
         values: A copy.
         in_order: Its values.
+        now: A view of the values that the module holds now.
     """
 
     names: dict[str, Any]
     values: dict[str, Any]
     in_order: list[Any]
+    now: ValuesView[Any]
 
     @classmethod
     def of(cls, names: dict[str, Any]) -> _Before:
-        return cls(names, dict(names), [*names.values()])
+        return cls(names, dict(names), [*names.values()], names.values())
 
     @property
     def is_untouched(self) -> bool:
         """Whether the module holds the same objects in the same order; in C, for every visit."""
-        now, before = self.names, self.in_order
-        return len(now) == len(before) and all(map(is_, now.values(), before))
+        return len(self.now) == len(self.in_order) and all(map(is_, self.now, self.in_order))
 
 
 class ModuleState:
@@ -202,25 +203,23 @@ class ModuleState:
         if not self._before:
             return
         self._running = microbatch
-        for attribute in self._known.values():
-            attribute.write(attribute.values[microbatch])
+        if self._known:
+            for attribute in self._known.values():
+                attribute.write(attribute.values[microbatch])
 
     def pause(self, microbatch: int) -> None:
         """Keep a microbatch's values, and find attributes that it is the first to store."""
         if not self._before:
             return
-        if self._looks_everywhere:
-            for before in self._before:
+        for before in self._before if self._looks_everywhere else self._before[:1]:
+            if not before.is_untouched:
                 self._find(before)
-        else:
-            self._find(self._before[0])
-        for attribute in self._known.values():
-            attribute.values[microbatch] = attribute.read()
+        if self._known:
+            for attribute in self._known.values():
+                attribute.values[microbatch] = attribute.read()
 
     def _find(self, before: _Before) -> bool:
         names, found = before.names, False
-        if before.is_untouched:
-            return False
         for name, value in names.items():
             first = before.values.get(name, _MISSING)
             if value is first or (id(names), name) in self._known:
@@ -257,7 +256,7 @@ class ModuleState:
         if not self._sizes:
             return
         # one of an inner module may appear in a later step; the next step looks for more
-        late = [self._find(before) for before in self._before]
+        late = [self._find(before) for before in self._before if not before.is_untouched]
         for attribute in self._known.values():
             if any(late) and all(value is attribute.first for value in attribute.values):
                 attribute.values = [attribute.read()] * len(self._sizes)

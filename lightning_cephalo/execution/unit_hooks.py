@@ -241,8 +241,7 @@ class UnitHooks:
     def _enter(
         self,
         index: int,
-        body: Callable[..., Any],
-        buffers: ChangingBuffers,
+        forward: _UnitForward,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
@@ -254,15 +253,15 @@ class UnitHooks:
                 " torch.utils.checkpoint. Cephalo recomputes units itself: switch gradient"
                 " checkpointing off in the model."
             )
-        if self._running is not None:
-            running, forward = self._running, self._forwards[index - 1]
-            if forward.has_hooks_inside:
+        running = self._running
+        if running is not None:
+            if any(forward.tables):
                 self._watch(forward.inner)
             if running.has_one_backward:
-                return running.visit(index, unit.trainable, body, buffers, args, kwargs)
+                return running.visit(index, unit.trainable, forward, args, kwargs)
             with running.outside():
-                return running.visit(index, unit.trainable, body, buffers, args, kwargs)
-        return self._outside(unit, body, args, kwargs)
+                return running.visit(index, unit.trainable, forward, args, kwargs)
+        return self._outside(unit, forward.body, args, kwargs)
 
     def _outside(
         self, unit: Unit, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -282,35 +281,35 @@ class UnitHooks:
             self._after_root(unit.module, args, None)
 
 
-_Enter = Callable[[Callable[..., Any], ChangingBuffers, tuple[Any, ...], dict[str, Any]], Any]
-
-
 class _UnitForward:
     """Replaces the forward of one unit until it is removed.
 
     Args:
         module: The unit's module.
-        enter: Called with the real forward, the unit's buffers and the arguments.
+        enter: Called with this object and the arguments.
 
     Attributes:
+        body: The real forward.
+        buffers: The buffers that it may change.
         inner: The modules in the unit.
+        tables: Their forward hooks.
     """
 
-    def __init__(self, module: nn.Module, enter: _Enter) -> None:
+    def __init__(self, module: nn.Module, enter: Callable[..., Any]) -> None:
         self._module = module
         self._enter = enter
-        self._buffers = ChangingBuffers(module)
+        self.buffers = ChangingBuffers(module)
         self.inner = [*module.modules()][1:]
         self._modes = TrainingModes([module, *self.inner])
-        # most calls share one body
-        self._entered_in: Modes = ()
-        self._in_modes: Callable[..., Any] | None = None
+        # most calls share one
+        self._modes_again: Modes = ()
+        self._again: Callable[..., Any] | None = None
         self.begin_step()
         # modules wrapped by torch.compile also have a forward on the instance
         self._replaced = module.__dict__.get("forward")
         # `module.compile()` would trace into the scheduler: the cut must be outside of it
         self._compiled = module._compiled_call_impl
-        self._body = module.forward if self._compiled is None else self._compiled_body
+        self.body = module.forward if self._compiled is None else self._compiled_body
         if self._compiled is not None and (module._forward_hooks or module._forward_pre_hooks):
             raise UnitUseError(
                 f"{type(module).__name__} was compiled in place and has forward hooks, which would"
@@ -321,12 +320,7 @@ class _UnitForward:
 
     def begin_step(self) -> None:
         """Read the tables of forward hooks anew; in a step no module gets another table."""
-        self._tables = [module._forward_hooks for module in self.inner]
-
-    @property
-    def has_hooks_inside(self) -> bool:
-        """Whether a module in the unit has forward hooks now."""
-        return any(self._tables)
+        self.tables = [module._forward_hooks for module in self.inner]
 
     @property
     def is_compiled(self) -> bool:
@@ -334,18 +328,22 @@ class _UnitForward:
         return self._compiled is not None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._enter(self, args, kwargs)
+
+    def again(self) -> Callable[..., Any]:
+        """Return the body for calling it later, in the modes that the modules have now."""
         modes = self._modes.now()
-        body = self._in_modes
-        if body is None or modes != self._entered_in:
-            body = partial(self._body_in, modes)
-            self._entered_in, self._in_modes = modes, body
-        return self._enter(body, self._buffers, args, kwargs)
+        again = self._again
+        if again is None or modes != self._modes_again:
+            again = partial(self._body_in, modes)
+            self._modes_again, self._again = modes, again
+        return again
 
     def _body_in(self, modes: Modes, /, *args: Any, **kwargs: Any) -> Any:
         if modes == self._modes.now():
-            return self._body(*args, **kwargs)
+            return self.body(*args, **kwargs)
         with self._modes.shown(modes):
-            return self._body(*args, **kwargs)
+            return self.body(*args, **kwargs)
 
     def _compiled_body(self, *args: Any, **kwargs: Any) -> Any:
         assert self._compiled is not None
@@ -370,6 +368,6 @@ class _UnitForward:
 
     def remove(self) -> None:
         """Restore the module's own forward."""
-        self._in_modes = None  # it refers to this object
+        self._again = None  # it refers to this object
         self._restore_forward()
         self._module._compiled_call_impl = self._compiled
