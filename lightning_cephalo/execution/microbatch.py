@@ -352,7 +352,7 @@ class Microbatch:
             args, kwargs = without_empty_caches(args, kwargs)
             flat, structure = flatten_call(args, kwargs)
         differentiable = grad and (trainable or _needs_gradient(flat))
-        if differentiable:
+        if differentiable and has_saved_tensor_hooks():
             refuse_saved_tensor_hooks("unit", ", or choose larger units with unit_names=")
         self._boundaries.drop_values()
         visit, records = visit_of(unit, differentiable, NONE), self._records
@@ -573,9 +573,9 @@ class Microbatch:
     def _forget(self, record: UnitRecord) -> None:
         # they refer to the record, and its memory is to go now
         record.captures, record.meetings = (), ()
-        if self._arena is not None:
-            for away in record.away:
-                self._arena.discard(away)
+        for away in record.away:
+            assert self._arena is not None
+            self._arena.discard(away)
 
     def _through_body(self, record: UnitRecord) -> bool:
         """Run the backward of a visit's body; return whether its outputs had gradients."""
@@ -604,10 +604,14 @@ class Microbatch:
     def _from_outputs(self, record: UnitRecord, gradients: Sequence[tuple[int, Tensor]]) -> None:
         is_again = record.outputs is None
         outputs = self._compute_again(record) if record.outputs is None else record.outputs
-        reached = [(outputs[index], gradient) for index, gradient in gradients]
+        reached = [
+            (output, gradient)
+            for index, gradient in gradients
+            if (output := outputs[index]).requires_grad
+        ]
         if is_again and (record.captures or self.captures.seen_again):
-            reached += self.captures.reached_again(record)
-        reached = [pair for pair in reached if pair[0].requires_grad]
+            again = self.captures.reached_again(record)
+            reached += [pair for pair in again if pair[0].requires_grad]
         if reached:
             run_backward(
                 *zip(*reached, strict=True),

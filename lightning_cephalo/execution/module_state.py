@@ -141,11 +141,12 @@ class ModuleState:
         several_ranks: Whether other ranks have samples of the same batch.
 
     Attributes:
+        is_used: Whether microbatches have stored anything.
         keeps_start: Whether :meth:`put_back` can undo a step, which keeps what its beginning found.
     """
 
     def __init__(self, module: nn.Module, several_ranks: bool = False) -> None:
-        self.keeps_start = False
+        self.keeps_start = self.is_used = False
         self._undo: UndoneStep | None = None
         self._paths = {id(vars(inner)): path for path, inner in module.named_modules()}
         # the top module comes first
@@ -236,6 +237,7 @@ class ModuleState:
         firsts = [_cut(first, self._sizes, index) for index in range(len(self._sizes))]
         attribute = _Attribute(names, name, first, firsts, list(firsts), begun=first)
         self._known[id(names), name] = attribute
+        self.is_used = True
         return attribute
 
     def adopt(self, names: dict[str, Any], name: str, first: Any, values: Sequence[Any]) -> None:
@@ -383,11 +385,6 @@ class ModuleState:
                 attribute.values = [now] * len(self._sizes)
 
     # -- recomputation ------------------------------------------------------------------------
-
-    @property
-    def is_used(self) -> bool:
-        """Whether microbatches have stored anything."""
-        return bool(self._known)
 
     def now(self) -> Stored:
         """Return what the running microbatch finds now, for :meth:`replayed`."""

@@ -14,8 +14,9 @@ on anything but its modules, is refused where steps look.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from operator import is_
 from typing import Any
@@ -69,11 +70,14 @@ class Place:
 class _Watched:
     """Attributes of a unit's modules that may get tensors, as one search has found them.
 
-    It reads and compares in C: every visit does.
-
     Args:
         modules: The attributes of each module.
         places: Attributes that may get tensors.
+
+    Attributes:
+        read: Yields what the attributes hold. Kept alive, another value is another object.
+        count: Yields the number of each module's attributes.
+        counts: What it has yielded at first.
     """
 
     def __init__(
@@ -81,28 +85,19 @@ class _Watched:
     ) -> None:
         self._modules, self._places = modules, places
         self._names = [frozenset(names) for names in modules]
-        self._lengths = [*map(len, modules)]
-        self._holders = [names for names, _ in places]
-        self._keys = [name for _, name in places]
-
-    def read(self) -> list[Any]:
-        """Return what the attributes hold. It stays alive: another value is another object."""
-        return [*map(dict.get, self._holders, self._keys, repeat(MISSING))]
-
-    def is_as(self, values: list[Any]) -> bool:
-        """Whether :meth:`read` would return the same again, and no attribute is new."""
-        return all(map(is_, self.read(), values)) and not self.has_new
-
-    @property
-    def has_new(self) -> bool:
-        """Whether a module has another number of attributes now."""
-        return [*map(len, self._modules)] != self._lengths
+        # no functions of Python's: every visit calls them
+        holders, keys = [names for names, _ in places], [name for _, name in places]
+        self.read: Callable[[], Iterator[Any]] = partial(
+            map, dict.get, holders, keys, repeat(MISSING)
+        )
+        self.count: Callable[[], Iterator[int]] = partial(map, len, modules)
+        self.counts = [*self.count()]
 
     def fresh(self, values: list[Any]) -> list[tuple[dict[str, Any], str]]:
         """Return the attributes that have another value, or were not there."""
         pairs = zip(self._places, self.read(), values, strict=True)
         found = [at for at, value, old in pairs if value is not old]
-        if self.has_new:
+        if [*self.count()] != self.counts:
             modules = zip(self._modules, self._names, strict=True)
             found += [(names, name) for names, old in modules for name in names if name not in old]
         return found
@@ -173,7 +168,7 @@ class StoredOutputs:
         of = self._of[unit]
         if searches:
             of.watch_all()
-        return of.watched, of.watched.read()
+        return of.watched, [*of.watched.read()]
 
     def written(
         self, unit: int, before: Before, *, has_graph: bool, searches: bool
@@ -188,7 +183,8 @@ class StoredOutputs:
             searches: As before.
         """
         watched, found = before
-        if not searches and watched.is_as(found):
+        is_same = all(map(is_, watched.read(), found)) and [*watched.count()] == watched.counts
+        if is_same and not searches:
             return ()
         of, fresh = self._of[unit], watched.fresh(found)
         places, known = [], len(of.shown)
@@ -204,7 +200,7 @@ class StoredOutputs:
                 places.append(Place(names, name, len(values), is_shown))
                 if is_shown:
                     of.shown.add(key)
-        if searches or len(of.shown) > known or watched.has_new:
+        if searches or len(of.shown) > known or [*watched.count()] != watched.counts:
             of.watch_few()
         return places
 
