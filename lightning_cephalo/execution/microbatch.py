@@ -100,8 +100,12 @@ class Forward(Protocol):
     body: Callable[..., Any]
     buffers: ChangingBuffers
 
-    def again(self) -> Callable[..., Any]:
-        """Return the body for calling it later, in the modes that the modules have now."""
+    def again(self, modes_of_all: Modes | None) -> Callable[..., Any]:
+        """Return the body for calling it later, in the modes that the modules have now.
+
+        Args:
+            modes_of_all: Those of all modules of the model; the same object: the same modes.
+        """
 
 
 class Microbatch:
@@ -464,7 +468,7 @@ class Microbatch:
     ) -> Any:
         """Run a body that will be computed again, and note the state that it has found."""
         record.random, record.modes = self._accelerator.random_states(), modes
-        record.body_again, buffers = forward.again(), forward.buffers
+        record.body_again, buffers = forward.again(self.training_modes), forward.buffers
         record.watch_inputs()
         if buffers.modules:
             before, kept = buffers.versions(), buffers.save()

@@ -171,7 +171,10 @@ class UnitHooks:
             microbatch.advance()
         finally:
             self._running = None
-            self._left = microbatch.training_modes = self._modes.now()
+            modes = self._modes.now()
+            if modes == found:
+                modes = found  # one object: what depends on the modes is made once
+            self._left = microbatch.training_modes = modes
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -302,7 +305,7 @@ class _UnitForward:
         self.inner = [*module.modules()][1:]
         self._modes = TrainingModes([module, *self.inner])
         # most calls share one
-        self._modes_again: Modes = ()
+        self._modes_of_all: Modes | None = None
         self._again: Callable[..., Any] | None = None
         self.begin_step()
         # modules wrapped by torch.compile also have a forward on the instance
@@ -330,13 +333,16 @@ class _UnitForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._enter(self, args, kwargs)
 
-    def again(self) -> Callable[..., Any]:
-        """Return the body for calling it later, in the modes that the modules have now."""
-        modes = self._modes.now()
+    def again(self, modes_of_all: Modes | None) -> Callable[..., Any]:
+        """Return the body for calling it later, in the modes that the modules have now.
+
+        Args:
+            modes_of_all: Those of all modules of the model, which are read once per turn.
+        """
         again = self._again
-        if again is None or modes != self._modes_again:
-            again = partial(self._body_in, modes)
-            self._modes_again, self._again = modes, again
+        if again is None or modes_of_all is not self._modes_of_all:
+            again = self._again = partial(self._body_in, self._modes.now())
+            self._modes_of_all = modes_of_all
         return again
 
     def _body_in(self, modes: Modes, /, *args: Any, **kwargs: Any) -> Any:

@@ -47,7 +47,7 @@ def microbatch_of(step: Callable[[Callable[..., Any]], Any], **options: Any) -> 
     def visit(index: int, unit: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         buffers = ChangingBuffers(unit if isinstance(unit, nn.Module) else nn.Module())
         trainable = isinstance(unit, nn.Module) and any(p.requires_grad for p in unit.parameters())
-        forward = SimpleNamespace(body=unit, buffers=buffers, again=lambda: unit)
+        forward = SimpleNamespace(body=unit, buffers=buffers, again=lambda modes: unit)
         return microbatch.visit(index, trainable, forward, args, kwargs)
 
     options = {"recompute": True, **options}
