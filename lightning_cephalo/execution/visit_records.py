@@ -72,7 +72,7 @@ class UnitRecord:
     outputs: list[Any] | None = field(default=None, init=False)
     body_again: Callable[..., Any] | None = field(default=None, init=False)
     tensors: Sequence[Tensor] = field(default=(), init=False)
-    input_versions: Sequence[int] = field(default=(), init=False)
+    input_versions: tuple[int, ...] = field(default=(), init=False)
     random: tuple[Tensor, ...] | None = field(default=None, init=False)
     modes: ThreadState | None = field(default=None, init=False)
     buffers: Sequence[Any] = field(default=(), init=False)
@@ -87,11 +87,11 @@ class UnitRecord:
     def watch_inputs(self) -> None:
         """Note the versions of the inputs."""
         self.tensors = [each for each in self.inputs if isinstance(each, Tensor)]
-        self.input_versions = [*map(_version_of, self.tensors)]
+        self.input_versions = tuple(map(_version_of, self.tensors))
 
     def inputs_are_unchanged(self) -> bool:
         """Whether nothing has written to the inputs since :meth:`watch_inputs`."""
-        return self.input_versions == [*map(_version_of, self.tensors)]
+        return self.input_versions == tuple(map(_version_of, self.tensors))
 
     @property
     def differentiable_inputs(self) -> list[Tensor]:
