@@ -444,7 +444,7 @@ class Microbatch:
             if not (can_have_gradient(output) if self._recompute else output.requires_grad):
                 continue
             leaf, outputs[index] = self._boundaries.show(output, record.position)
-            record.output_leaves.append((start + index, leaf))
+            record.output_leaves[start + index] = leaf
 
     def _show_stored(self, record: UnitRecord, start: int) -> None:
         """Make what the unit has stored on its modules outputs of the unit."""
@@ -585,7 +585,7 @@ class Microbatch:
         """Run the backward of a visit's body; return whether its outputs had gradients."""
         gradients = [
             (index, gradient)
-            for index, leaf in record.output_leaves
+            for index, leaf in record.output_leaves.items()
             if (gradient := leaf.grad) is not None
         ]
         # a layer of synchronised normalisation has gradients of other microbatches' losses
@@ -601,7 +601,7 @@ class Microbatch:
         else:
             self._from_outputs(record, gradients)
         if self._outside is not None:
-            for _, leaf in record.output_leaves:
+            for leaf in record.output_leaves.values():
                 leaf.grad = None
         return True
 

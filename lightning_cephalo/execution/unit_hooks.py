@@ -49,6 +49,7 @@ class UnitHooks:
 
     Attributes:
         in_backward: Whether a backward is running; no unit may be called then.
+        running: The microbatch whose step is running right now; None: no user's code of a step is.
         norms: The layers that normalise by the statistics of the global batch.
         vocabulary: The layers whose logits are never whole.
         ends: Ends of the root unit that the running step shows when its losses are due.
@@ -60,11 +61,11 @@ class UnitHooks:
         self._writes = writes
         self.in_backward = False
         self._keeps_all = False
-        self._running: Microbatch | None = None
+        self.running: Microbatch | None = None
         self._outside_depth = 0
-        self.norms = SynchronisedNorms(units[ROOT].module, lambda: self._running)
+        self.norms = SynchronisedNorms(units[ROOT].module, lambda: self.running)
         first = len(self.norms.layers)
-        self.vocabulary = VocabularyLayers(units[ROOT], first, lambda: self._running)
+        self.vocabulary = VocabularyLayers(units[ROOT], first, lambda: self.running)
         self._hooks: list[RemovableHandle] = []
         self._forwards: list[_UnitForward] = []
         self._unwatched: set[int] = set()
@@ -80,7 +81,7 @@ class UnitHooks:
         self.norms.install()
         self.vocabulary.install()
         for index, unit in enumerate(self._units[1:], start=1):
-            self._forwards.append(_UnitForward(unit.module, partial(self._enter, index)))
+            self._forwards.append(_UnitForward(index, unit, self))
         root = self._units[ROOT]
         # the top module too, so that one call of it outside of a step gathers the root once
         modules = {id(module): module for module in [root.module, *root.owning_modules()]}
@@ -119,7 +120,7 @@ class UnitHooks:
                 if flags is not None:
                     flags.pop(key, None)
 
-    def _watch(self, modules: Sequence[nn.Module]) -> None:
+    def watch(self, modules: Sequence[nn.Module]) -> None:
         """See the outputs of modules in a unit before hooks, which may take them out of it."""
         for module in modules:
             hooks = module._forward_hooks
@@ -133,8 +134,8 @@ class UnitHooks:
     def _captured(self, module: nn.Module, args: Any, output: Any) -> Any:
         if torch.compiler.is_compiling():
             return None
-        if self._running is not None:
-            return self._running.captures.show(output)
+        if self.running is not None:
+            return self.running.captures.show(output)
         if self.norms.replaying is not None:
             self.norms.replaying.captures.note_again(output)
         return None
@@ -148,12 +149,7 @@ class UnitHooks:
     @property
     def inside_microbatch(self) -> bool:
         """Whether a microbatch's step is running right now."""
-        return self._running is not None
-
-    @property
-    def running(self) -> Microbatch | None:
-        """The microbatch whose step is running right now."""
-        return self._running
+        return self.running is not None
 
     def begin_step(self) -> None:
         """Note what all microbatches of a step find; call it before the first one runs."""
@@ -163,14 +159,14 @@ class UnitHooks:
 
     def advance(self, microbatch: Microbatch) -> None:
         """Run a microbatch's step until it parks or returns."""
-        self._running = microbatch
+        self.running = microbatch
         found = microbatch.training_modes or self._first_modes
         if found != self._left:
             self._modes.show(found)
         try:
             microbatch.advance()
         finally:
-            self._running = None
+            self.running = None
             modes = self._modes.now()
             if modes == found:
                 modes = found  # one object: what depends on the modes is made once
@@ -200,7 +196,7 @@ class UnitHooks:
 
     @property
     def _in_step(self) -> bool:
-        return self._running is not None or self.in_backward
+        return self.running is not None or self.in_backward
 
     def _is_kept(self, unit: Unit) -> bool:
         """Whether a unit needs no gather; code that needs the shards may have freed it."""
@@ -209,11 +205,11 @@ class UnitHooks:
     def _before_root(self, module: nn.Module, args: Any) -> None:
         root = self._units[ROOT]
         if self._in_step:
-            if root.state is UnitState.SHARDED and self._running is not None:
-                self._running.need_root()
+            if root.state is UnitState.SHARDED and self.running is not None:
+                self.running.need_root()
             last = self._last_layers if id(module) in self._of_last_layers else None
-            if self.ends and last is not None and self._running is not None:
-                self._running.need_last_layers(last.names, last.state is UnitState.GATHERED)
+            if self.ends and last is not None and self.running is not None:
+                self.running.need_last_layers(last.names, last.state is UnitState.GATHERED)
             if root.state is UnitState.SHARDED:
                 root.wait_gather()
             root.finish_gather(apart=self.ends)
@@ -241,32 +237,7 @@ class UnitHooks:
         self._writes.check("a call of the module in a hook")
         return refusing_freed(output) if torch.is_grad_enabled() else None
 
-    def _enter(
-        self,
-        index: int,
-        forward: _UnitForward,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Run in place of a unit's forward."""
-        unit = self._units[index]
-        if self.in_backward:
-            raise UnitUseError(
-                f"Unit {unit.name!r} is called during the backward: it lies inside"
-                " torch.utils.checkpoint. Cephalo recomputes units itself: switch gradient"
-                " checkpointing off in the model."
-            )
-        running = self._running
-        if running is not None:
-            if any(forward.tables):
-                self._watch(forward.inner)
-            if running.has_one_backward:
-                return running.visit(index, unit.trainable, forward, args, kwargs)
-            with running.outside():
-                return running.visit(index, unit.trainable, forward, args, kwargs)
-        return self._outside(unit, forward.body, args, kwargs)
-
-    def _outside(
+    def call_outside(
         self, unit: Unit, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a forward outside of a step (a callback that samples); every rank must run it."""
@@ -288,8 +259,9 @@ class _UnitForward:
     """Replaces the forward of one unit until it is removed.
 
     Args:
-        module: The unit's module.
-        enter: Called with this object and the arguments.
+        index: The unit's index.
+        unit: The unit.
+        hooks: Knows which microbatch is running.
 
     Attributes:
         body: The real forward.
@@ -298,9 +270,9 @@ class _UnitForward:
         tables: Their forward hooks.
     """
 
-    def __init__(self, module: nn.Module, enter: Callable[..., Any]) -> None:
-        self._module = module
-        self._enter = enter
+    def __init__(self, index: int, unit: Unit, hooks: UnitHooks) -> None:
+        self._index, self._unit, self._hooks = index, unit, hooks
+        module = self._module = unit.module
         self.buffers = ChangingBuffers(module)
         self.inner = [*module.modules()][1:]
         self._modes = TrainingModes([module, *self.inner])
@@ -331,7 +303,22 @@ class _UnitForward:
         return self._compiled is not None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._enter(self, args, kwargs)
+        hooks, unit = self._hooks, self._unit
+        if hooks.in_backward:
+            raise UnitUseError(
+                f"Unit {unit.name!r} is called during the backward: it lies inside"
+                " torch.utils.checkpoint. Cephalo recomputes units itself: switch gradient"
+                " checkpointing off in the model."
+            )
+        running = hooks.running
+        if running is None:
+            return hooks.call_outside(unit, self.body, args, kwargs)
+        if any(self.tables):
+            hooks.watch(self.inner)
+        if running.has_one_backward:
+            return running.visit(self._index, unit.trainable, self, args, kwargs)
+        with running.outside():
+            return running.visit(self._index, unit.trainable, self, args, kwargs)
 
     def again(self, modes_of_all: Modes | None) -> Callable[..., Any]:
         """Return the body for calling it later, in the modes that the modules have now.

@@ -48,7 +48,7 @@ class UnitRecord:
         body_again: The unit's own forward, for recomputation.
         tensors: The inputs that are tensors, likewise.
         input_versions: Their versions before the body ran.
-        output_leaves: The leaves of its outputs, with their places among all outputs.
+        output_leaves: The leaves of its outputs, by their places among all outputs.
         outputs: The outputs, with their graph; None if the unit is recomputed.
         random: The states of the random number generators before the body ran, for recomputation.
         modes: The modes of the thread, likewise.
@@ -66,7 +66,7 @@ class UnitRecord:
     position: int
     inputs: list[Any]
     structure: Structure | CallStructure
-    output_leaves: list[tuple[int, Tensor]] = field(default_factory=list, init=False)
+    output_leaves: dict[int, Tensor] = field(default_factory=dict, init=False)
     # Values of the class until a visit has others: every visit makes a record, and few visits have
     # most of these.
     outputs: list[Any] | None = field(default=None, init=False)
@@ -86,7 +86,8 @@ class UnitRecord:
 
     def watch_inputs(self) -> None:
         """Note the versions of the inputs."""
-        self.tensors = [each for each in self.inputs if isinstance(each, Tensor)]
+        tensors = [each for each in self.inputs if isinstance(each, Tensor)]
+        self.tensors = self.inputs if len(tensors) == len(self.inputs) else tensors
         self.input_versions = tuple(map(_version_of, self.tensors))
 
     def inputs_are_unchanged(self) -> bool:
@@ -141,6 +142,6 @@ class VisitRecords(list["UnitRecord | Meeting | Question | None"]):
         """Yield the leaves to which code behind units and meetings sends gradients."""
         for record in self:
             if isinstance(record, UnitRecord):
-                yield from (leaf for _, leaf in record.output_leaves)
+                yield from record.output_leaves.values()
             elif record is not None:
                 yield from record.own or ()
