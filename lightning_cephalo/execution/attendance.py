@@ -22,7 +22,7 @@ from lightning_cephalo.execution.normalisation import (
     update_running,
 )
 from lightning_cephalo.execution.replay import RandomState
-from lightning_cephalo.execution.visit_records import UnitRecord, VisitRecords
+from lightning_cephalo.execution.visit_records import VisitRecords
 from lightning_cephalo.plan.program import ROOT, Visit
 
 
@@ -42,6 +42,7 @@ class Attendance:
         moments: What it brings to the meeting that it waits for; None: it waits for none.
         values_per_channel: How many values that is.
         statistics: What it then gets.
+        again: The meetings that follow in a unit that is computed again.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Attendance:
         self._accelerator = accelerator
         self._recompute = recompute
         self._is_on = is_on
-        self._again: Iterator[Meeting] = iter(())
+        self.again: Iterator[Meeting] = iter(())
         self.moments: Tensor | None = None
         self.values_per_channel = 0
         self.statistics: Statistics | None = None
@@ -95,7 +96,7 @@ class Attendance:
         self._park(Visit(ROOT if entered is None else entered.unit, differentiable, index))
         statistics, self.moments, self.statistics = self.statistics, None, None
         assert statistics is not None
-        record = None if entered is None else entered.record
+        record = self._records.entered_record
         meeting = Meeting(norm, len(self._records), statistics, record)
         self._records.add(meeting if differentiable else None)
         update_running(norm, statistics)
@@ -117,13 +118,9 @@ class Attendance:
 
     # -- backward -----------------------------------------------------------------------------
 
-    def begin_again(self, record: UnitRecord) -> None:
-        """Begin to compute a unit again."""
-        self._again = iter(record.meetings)
-
     def normalise_again(self, norm: nn.SyncBatchNorm, value: Tensor) -> Tensor:
         """Return a layer's output while its unit is computed again, with a graph."""
-        meeting = next(self._again, None)
+        meeting = next(self.again, None)
         if meeting is None or meeting.norm is not norm:
             raise UnitUseError(
                 "A unit calls its layers of torch.nn.SyncBatchNorm otherwise when it is computed"
@@ -151,7 +148,7 @@ class Attendance:
         if isinstance(meeting, Meeting):
             meeting.finish(sums)
             record = meeting.record
-            self._records.drop(position)
+            self._records[position] = None
         self._boundaries.passed(position)
         self._boundaries.through_glue(position)
         if record is not None:

@@ -13,7 +13,8 @@ the user's tensor no longer exists.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import weakref
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,7 +26,6 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import TensorWeakRef
 
 from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.ends_policy import used_elsewhere
@@ -132,13 +132,14 @@ class _Cut:
     """A user's tensor and the leaf that replaces it.
 
     Attributes:
-        source: The tensor; the cut is valid as long as the tensor has this node.
+        source: The tensor; the cut is valid as long as the tensor has this node. It is asked only
+            whether the tensor is there: to keep what it returns, torch's TensorWeakRef would do.
         node: The tensor's ``grad_fn`` when it was cut.
         leaf: The leaf that units receive.
         is_used: Whether a unit was called with the tensor.
     """
 
-    source: TensorWeakRef
+    source: weakref.ref[Tensor]
     node: Any
     leaf: Tensor
     is_used: bool = False
@@ -198,7 +199,7 @@ class Boundaries:
         self._cuts: dict[int, _Cut] = {}
         self._glue: dict[int, list[_Glue]] = {}
         self._entered: dict[int, list[_Cut]] = {}
-        self._needed_until: dict[int, list[Tensor]] = {}
+        self._needed_until: defaultdict[int, list[Tensor]] = defaultdict(list)
         self._shown: list[_Cut] = []
         self._lets_go = lets_go
         self.owner = _Owner()
@@ -225,7 +226,7 @@ class Boundaries:
             if not is_inside and self._searches:
                 self.refuse_leaks(value)
                 self._watch_before(value)
-            cut = _Cut(TensorWeakRef(value), value.grad_fn, _new_leaf(value, None))
+            cut = _Cut(weakref.ref(value), value.grad_fn, _new_leaf(value, None))
             self._cuts[id(value)] = cut
             edge = get_gradient_edge(value)
             self._glue.setdefault(position, []).append(_Glue(edge, cut.leaf))
@@ -234,11 +235,7 @@ class Boundaries:
             self._hooked.append(_add_hook(value, self.owner, self._refuse))
             if self._lets_go:
                 self._entered.setdefault(position, []).append(cut)
-            needed = self._needed_until.get(position)
-            if needed is None:
-                self._needed_until[position] = [cut.leaf]
-            else:
-                needed.append(cut.leaf)
+            self._needed_until[position].append(cut.leaf)
         return cut.leaf
 
     def _watch_before(self, value: Tensor) -> None:
@@ -255,7 +252,7 @@ class Boundaries:
         """Cut an output of a unit; return its leaf and the glue's stand-in for it."""
         leaf = _new_leaf(output, (self.owner, position))
         shown: Tensor = _out_of_unit(leaf, self.owner)
-        cut = _Cut(TensorWeakRef(shown), shown.grad_fn, leaf)
+        cut = _Cut(weakref.ref(shown), shown.grad_fn, leaf)
         self._cuts[id(shown)] = cut
         self._shown.append(cut)
         return leaf, shown
@@ -583,7 +580,7 @@ def _add_hook(
     """
     hooks: dict[Any, Callable[[Tensor], Any]] | None = tensor._backward_hooks
     if hooks is None:
-        hooks = OrderedDict()
+        hooks = OrderedDict()  # which, unlike a dict, can have weak references: handles of others
         tensor._backward_hooks = hooks
         if tensor.grad_fn is not None:
             tensor.grad_fn._register_hook_dict(tensor)

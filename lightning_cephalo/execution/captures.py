@@ -27,6 +27,9 @@ class Captures:
         boundaries: Its cuts.
         recompute: Whether units are recomputed.
         is_on: Whether hooks may take tensors with gradients; not in steps with several backwards.
+
+    Attributes:
+        seen_again: Tensors that were seen while a unit is computed again.
     """
 
     def __init__(
@@ -36,7 +39,7 @@ class Captures:
         self._boundaries = boundaries
         self._recompute = recompute
         self._is_on = is_on
-        self._seen_again: list[Tensor] = []
+        self.seen_again: list[Tensor] = []
 
     def show(self, output: Any) -> Any:
         """Return the output of a module in a unit so that a hook may take it out of the unit.
@@ -81,24 +84,15 @@ class Captures:
 
     # -- recomputation ------------------------------------------------------------------------
 
-    def begin_again(self) -> None:
-        """Begin to compute a unit again."""
-        self._seen_again = []
-
     def note_again(self, output: Any) -> None:
         """Note the tensors of :meth:`show` while a unit is computed again."""
         values = flatten_result(output)[0]
         tensors = [value for value in values if isinstance(value, Tensor)]
-        self._seen_again += [value for value in tensors if can_have_gradient(value)]
-
-    @property
-    def has_seen_again(self) -> bool:
-        """Whether tensors were seen while a unit was computed again."""
-        return bool(self._seen_again)
+        self.seen_again += [value for value in tensors if can_have_gradient(value)]
 
     def reached_again(self, record: UnitRecord) -> list[tuple[Tensor, Tensor]]:
         """Return the captured tensors of a unit that was computed again, and their gradients."""
-        seen, self._seen_again = self._seen_again, []
+        seen, self.seen_again = self.seen_again, []
         if len(seen) != len(record.captures):
             raise UnitUseError(
                 "A hook in a unit saw other tensors when the unit was computed again for the"

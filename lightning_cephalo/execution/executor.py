@@ -170,11 +170,6 @@ class Executor:
         self._handlers: dict[Operation, Callable[[Executor, Instruction], None]] = {
             Operation.GATHER: Executor._gather,
             Operation.ARM: Executor._arm,
-            Operation.FORWARD: Executor._forward,
-            Operation.LOSS: Executor._loss,
-            Operation.OFFLOAD: Executor._offload,
-            Operation.FETCH: Executor._fetch,
-            Operation.BACKWARD: Executor._backward,
             Operation.REDUCE: Executor._reduce,
             Operation.UPDATE: Executor._update,
             Operation.FETCH_STATE: Executor._fetch_state,
@@ -184,6 +179,14 @@ class Executor:
             Operation.FREE: Executor._free,
             Operation.MEET: Executor._meet,
             Operation.AGREE: Executor._agree,
+        }
+        # those of this rank alone: what fails there is noted
+        self._local_handlers: dict[Operation, Callable[[Executor, Instruction], None]] = {
+            Operation.FORWARD: Executor._forward,
+            Operation.LOSS: Executor._loss,
+            Operation.OFFLOAD: Executor._offload,
+            Operation.FETCH: Executor._fetch,
+            Operation.BACKWARD: Executor._backward,
         }
         self._choose_residence()
         # gathered once a step: no retained graph depends on finding the same memory again
@@ -577,20 +580,21 @@ class Executor:
     def execute(self, instruction: Instruction) -> None:
         """Run one instruction."""
         self._now = self.failure.place = instruction
-        if instruction.operation in COMPUTE and instruction.unit != NONE:
+        operation = instruction.operation
+        if operation in COMPUTE and instruction.unit != NONE:
             unit = self.units[instruction.unit]
-            if unit.state is not UnitState.GATHERED:
+            if unit.core.state is not UnitState.GATHERED:
                 self.wait_for(unit)
             elif unit.ends:
                 # what stands behind all visits refuses its use until the losses are due
-                is_due = instruction.operation is Operation.LOSS
+                is_due = operation is Operation.LOSS
                 unit.finish_gather(self._wait, () if is_due else self.hooks.ends)
-        if not self._observers:
-            self._handlers[instruction.operation](self, instruction)
-            return
         for observer in self._observers:
             observer.before(instruction)
-        self._handlers[instruction.operation](self, instruction)
+        if operation in self._local_handlers:
+            self.failure.guarded(self._local_handlers[operation], self, instruction)
+        else:
+            self._handlers[operation](self, instruction)
         for observer in self._observers:
             observer.after(instruction)
 
@@ -652,9 +656,6 @@ class Executor:
         self.failure.with_memory(arm)
 
     def _forward(self, instruction: Instruction) -> None:
-        self.failure.guarded(self._forward_of, instruction)
-
-    def _forward_of(self, instruction: Instruction) -> None:
         step, index, position = self._step, instruction.microbatch, instruction.visit
         if not step.microbatches:
             return
@@ -666,12 +667,13 @@ class Executor:
                 return
         self._advance(index)
         if microbatch.finished and not step.is_traced and position < len(step.visits) - 1:
-            self._loss_of(instruction)  # its memory would wait for the end of the order
+            self._loss(instruction)  # its memory would wait for the end of the order
 
     def _advance(self, index: int) -> None:
-        call = self._step.calls[index]
+        call, buffers = self._step.calls[index], self.buffers.of_microbatches
         call.on_resume()
-        self.buffers.of_microbatches.resume(index)
+        if buffers.is_open:
+            buffers.resume(index)
         self.state.resume(index)
         microbatch = self._step.microbatches[index]
         try:
@@ -682,14 +684,12 @@ class Executor:
                     self.hooks.advance(microbatch)
         except RuntimeError as error:
             raise explained(error) from error.__cause__
-        self.buffers.of_microbatches.pause(index)
+        if buffers.is_open:
+            buffers.pause(index)
         self.state.pause(index)
         call.on_pause()
 
     def _loss(self, instruction: Instruction) -> None:
-        self.failure.guarded(self._loss_of, instruction)
-
-    def _loss_of(self, instruction: Instruction) -> None:
         step, index = self._step, instruction.microbatch
         if not step.microbatches or index in step.with_loss:
             return
@@ -720,23 +720,14 @@ class Executor:
             raise
 
     def _offload(self, instruction: Instruction) -> None:
-        self.failure.guarded(self._offload_of, instruction)
-
-    def _offload_of(self, instruction: Instruction) -> None:
         if self._step.microbatches:
             self._step.microbatches[instruction.microbatch].offload(instruction.visit)
 
     def _fetch(self, instruction: Instruction) -> None:
-        self.failure.guarded(self._fetch_of, instruction)
-
-    def _fetch_of(self, instruction: Instruction) -> None:
         if self._step.microbatches:
             self._step.microbatches[instruction.microbatch].fetch(instruction.visit)
 
     def _backward(self, instruction: Instruction) -> None:
-        self.failure.guarded(self._backward_of, instruction)
-
-    def _backward_of(self, instruction: Instruction) -> None:
         if self._step.microbatches:
             microbatch = self._step.microbatches[instruction.microbatch]
             self.hooks.norms.replaying = microbatch

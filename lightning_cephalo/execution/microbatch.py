@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import greenlet
 import torch
@@ -52,10 +52,10 @@ from lightning_cephalo.execution.module_state import ModuleState
 from lightning_cephalo.execution.normalisation import Meeting
 from lightning_cephalo.execution.offload import HostArena
 from lightning_cephalo.execution.over_batch import Asking, StepGreenlet, refuse_manual
-from lightning_cephalo.execution.replay import ChangingBuffers, RandomState, ThreadState
+from lightning_cephalo.execution.replay import ChangingBuffers, ThreadState
 from lightning_cephalo.execution.stored_outputs import StoredOutputs
 from lightning_cephalo.execution.training_modes import Modes
-from lightning_cephalo.execution.visit_records import Entered, UnitRecord, VisitRecords
+from lightning_cephalo.execution.visit_records import UnitRecord, VisitRecords
 from lightning_cephalo.execution.vocabulary.attendance import VocabularyAttendance
 from lightning_cephalo.execution.vocabulary.questions import Question
 from lightning_cephalo.plan.program import NONE, ROOT, Visit, visit_of
@@ -87,6 +87,25 @@ def _needs_gradient(values: Sequence[Any]) -> bool:
         if isinstance(value, Tensor) and value.requires_grad:
             return True
     return False
+
+
+class Forward(Protocol):
+    """The forward of a unit.
+
+    Attributes:
+        body: Computes it.
+        buffers: The buffers that it may change.
+    """
+
+    body: Callable[..., Any]
+    buffers: ChangingBuffers
+
+    def again(self, modes_of_all: Modes | None) -> Callable[..., Any]:
+        """Return the body for calling it later, in the modes that the modules have now.
+
+        Args:
+            modes_of_all: Those of all modules of the model; the same object: the same modes.
+        """
 
 
 class Microbatch:
@@ -207,7 +226,7 @@ class Microbatch:
 
     def let_pass(self) -> None:
         """Wait, or have returned, while other microbatches make a visit."""
-        self._records.let_pass()
+        self._records.append(None)
 
     def abandon(self) -> None:
         """Stop the step where it is and drop all that it holds."""
@@ -222,7 +241,7 @@ class Microbatch:
             before.restore()
             for record in self._records.units():
                 self._forget(record)
-            self._records.clear()
+            self._records.forget_all()
             self._boundaries.clear()
 
     # -- steps that call their backwards themselves, inside the greenlet ------------------------
@@ -326,8 +345,7 @@ class Microbatch:
         self,
         unit: int,
         trainable: bool,
-        body: Callable[..., Any],
-        buffers: ChangingBuffers,
+        forward: Forward,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
@@ -338,33 +356,35 @@ class Microbatch:
             args, kwargs = without_empty_caches(args, kwargs)
             flat, structure = flatten_call(args, kwargs)
         differentiable = grad and (trainable or _needs_gradient(flat))
-        if differentiable:
+        if differentiable and has_saved_tensor_hooks():
             refuse_saved_tensor_hooks("unit", ", or choose larger units with unit_names=")
         self._boundaries.drop_values()
-        modes = self._park(visit_of(unit, differentiable, NONE))
-        position = len(self._records)  # visits that others have made meanwhile count
+        visit, records = visit_of(unit, differentiable, NONE), self._records
+        modes = self._park(visit)
+        position = len(records)  # visits that others have made meanwhile count
         # autocast would cache casts of weights that are about to be freed, and would cache them
         # without a graph where the forward runs without one
         torch.set_autocast_cache_enabled(False)
-        entered = self._records.entered = Entered(unit, differentiable)
+        records.entered = visit
         try:
             if differentiable:
                 leaf_of = self._boundaries.leaf_of
                 inputs = [leaf_of(value, position) for value in flat]
-                entered.record = UnitRecord(position, body, inputs, structure)
-                self._records.add(entered.record)
-                outputs = self._differentiable(entered, entered.record, buffers, modes)
+                record = records.entered_record = UnitRecord(position, inputs, structure)
+                records.add(record)
+                outputs = self._differentiable(unit, record, forward, modes)
             else:
-                self._records.add(None)
-                outputs = body(*args, **kwargs)
+                records.add(None)
+                outputs = forward.body(*args, **kwargs)
         finally:
-            self._records.entered = None
+            records.entered = records.entered_record = None
             torch.set_autocast_cache_enabled(modes.autocast_cache)
-        self._park_behind_the_last()
+        if len(records) == self.last + 1:
+            self._park(BEHIND_THE_LAST)
         return outputs
 
     def _park_behind_the_last(self) -> None:
-        if self._records.entered is None and self._records.is_at(self.last):
+        if self._records.entered is None and len(self._records) == self.last + 1:
             self._park(BEHIND_THE_LAST)
 
     def _park(self, place: Visit) -> ThreadState:
@@ -378,24 +398,29 @@ class Microbatch:
         if torch.is_inference_mode_enabled():
             # it belongs to the thread too; left on, other microbatches would run in it
             with torch.inference_mode(False):
-                greenlet.getcurrent().parent.switch(place)
+                self._greenlet.parent.switch(place)
         else:
-            greenlet.getcurrent().parent.switch(place)
+            self._greenlet.parent.switch(place)
         if modes is not others:
             modes.restore()
         return modes
 
     def _differentiable(
-        self, entered: Entered, record: UnitRecord, buffers: ChangingBuffers, modes: ThreadState
+        self, unit: int, record: UnitRecord, forward: Forward, modes: ThreadState
     ) -> Any:
         args, kwargs = record.structure.unflatten(record.inputs)
         searches, found = self._inside is not None, None
         if self._stored is not None:
-            found = self._stored.before(entered.unit, searches=searches)
-        if self._recompute:
-            result = self._without_graph(record, buffers, modes, args, kwargs)
-        else:
-            result = self._result_of(record.body, args, kwargs)
+            found = self._stored.before(unit, searches=searches)
+        try:
+            if self._recompute:
+                result = self._without_graph(record, forward, modes, args, kwargs)
+            else:
+                result = forward.body(*args, **kwargs)
+        except RuntimeError as error:
+            if "a leaf Variable that requires grad" in str(error):
+                raise UnitUseError(_CHANGED_INPUT) from error
+            raise
         if not isinstance(record.structure, CallStructure):
             refuse_changed_containers(args, kwargs, record.inputs)
         outputs, output_structure = flatten_result(result)
@@ -405,7 +430,7 @@ class Microbatch:
         if self._stored is not None and found is not None:
             has_graph = searches or not self._recompute
             record.places = self._stored.written(
-                entered.unit, found, has_graph=has_graph, searches=searches
+                unit, found, has_graph=has_graph, searches=searches
             )
             if record.places:
                 self._show_stored(record, len(outputs))
@@ -414,12 +439,12 @@ class Microbatch:
     def _show(self, record: UnitRecord, outputs: list[Any], start: int) -> None:
         """Replace outputs by stand-ins for leaves; the first has this place among all outputs."""
         for index, output in enumerate(outputs):
-            if not isinstance(output, Tensor) or not can_have_gradient(output):
+            if not isinstance(output, Tensor):
                 continue
-            if not self._recompute and not output.requires_grad:
+            if not (can_have_gradient(output) if self._recompute else output.requires_grad):
                 continue
             leaf, outputs[index] = self._boundaries.show(output, record.position)
-            record.output_leaves.append((start + index, leaf))
+            record.output_leaves[start + index] = leaf
 
     def _show_stored(self, record: UnitRecord, start: int) -> None:
         """Make what the unit has stored on its modules outputs of the unit."""
@@ -436,14 +461,15 @@ class Microbatch:
     def _without_graph(
         self,
         record: UnitRecord,
-        buffers: ChangingBuffers,
+        forward: Forward,
         modes: ThreadState,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
         """Run a body that will be computed again, and note the state that it has found."""
-        record.random, record.modes = RandomState(self._accelerator), modes
-        record.input_versions = record.versions_now()
+        record.random, record.modes = self._accelerator.random_states(), modes
+        record.body_again, buffers = forward.again(self.training_modes), forward.buffers
+        record.watch_inputs()
         if buffers.modules:
             before, kept = buffers.versions(), buffers.save()
             record.shown = () if self._buffers is None else self._buffers.now(buffers.modules)
@@ -453,7 +479,7 @@ class Microbatch:
         has_graph = self._inside is not None
         torch._C._set_grad_enabled(has_graph)
         try:
-            result = self._result_of(record.body, args, kwargs)
+            result = forward.body(*args, **kwargs)
         finally:
             torch._C._set_grad_enabled(True)
         if buffers.modules:
@@ -461,15 +487,6 @@ class Microbatch:
         if not record.inputs_are_unchanged():
             raise UnitUseError(_CHANGED_INPUT)
         return result
-
-    @staticmethod
-    def _result_of(body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        try:
-            return body(*args, **kwargs)
-        except RuntimeError as error:
-            if "a leaf Variable that requires grad" in str(error):
-                raise UnitUseError(_CHANGED_INPUT) from error
-            raise
 
     def normalise(self, index: int, norm: nn.SyncBatchNorm, value: Tensor) -> Tensor:
         """Meet all microbatches of all ranks at a layer, then return its output.
@@ -552,7 +569,7 @@ class Microbatch:
         if record is not None:
             is_passed = record.is_passed or self._through_body(record)
             if self._outside is None or (is_passed and not self._retains):
-                self._records.drop(position)
+                self._records[position] = None
                 self._forget(record)  # without gradients the offloaded values were never restored
         self._boundaries.passed(position)
         self._boundaries.through_glue(position, self._retains)
@@ -560,15 +577,15 @@ class Microbatch:
     def _forget(self, record: UnitRecord) -> None:
         # they refer to the record, and its memory is to go now
         record.captures, record.meetings = (), ()
-        if self._arena is not None:
-            for away in record.away:
-                self._arena.discard(away)
+        for away in record.away:
+            assert self._arena is not None
+            self._arena.discard(away)
 
     def _through_body(self, record: UnitRecord) -> bool:
         """Run the backward of a visit's body; return whether its outputs had gradients."""
         gradients = [
             (index, gradient)
-            for index, leaf in record.output_leaves
+            for index, leaf in record.output_leaves.items()
             if (gradient := leaf.grad) is not None
         ]
         # a layer of synchronised normalisation has gradients of other microbatches' losses
@@ -584,17 +601,21 @@ class Microbatch:
         else:
             self._from_outputs(record, gradients)
         if self._outside is not None:
-            for _, leaf in record.output_leaves:
+            for leaf in record.output_leaves.values():
                 leaf.grad = None
         return True
 
     def _from_outputs(self, record: UnitRecord, gradients: Sequence[tuple[int, Tensor]]) -> None:
         is_again = record.outputs is None
         outputs = self._compute_again(record) if record.outputs is None else record.outputs
-        reached = [(outputs[index], gradient) for index, gradient in gradients]
-        if is_again and (record.captures or self.captures.has_seen_again):
-            reached += self.captures.reached_again(record)
-        reached = [pair for pair in reached if pair[0].requires_grad]
+        reached = [
+            (output, gradient)
+            for index, gradient in gradients
+            if (output := outputs[index]).requires_grad
+        ]
+        if is_again and (record.captures or self.captures.seen_again):
+            again = self.captures.reached_again(record)
+            reached += [pair for pair in again if pair[0].requires_grad]
         if reached:
             run_backward(
                 *zip(*reached, strict=True),
@@ -613,45 +634,41 @@ class Microbatch:
                 stack.enter_context(ChangingBuffers.replayed([*record.buffers]))
             yield
 
-    def _modes_of_backward(self) -> ThreadState:
-        """Return the modes of the scheduler in the backward; they are equal for all visits."""
-        if not self.has_one_backward and self._scheduler_modes is not None:
-            return self._scheduler_modes
-        if self._backward_modes is None:
-            self._backward_modes = ThreadState.capture(self._device_types)
-        return self._backward_modes
-
     def _compute_again(self, record: UnitRecord) -> Sequence[Any]:
         assert record.random is not None and record.modes is not None
+        assert record.body_again is not None
         for away in record.away:
             assert self._arena is not None
             self._arena.restore(away)
         if not record.inputs_are_unchanged():
             raise UnitUseError(_CHANGED_INPUT)
-        before, drawn = self._modes_of_backward(), RandomState(self._accelerator)
+        # the scheduler's modes are equal for all visits
+        before = self._backward_modes if self.has_one_backward else self._scheduler_modes
+        if before is None:
+            before = self._backward_modes = ThreadState.capture(self._device_types)
+        drawn = self._accelerator.random_states()
         args, kwargs = record.structure.unflatten(record.inputs)
-        self.attendance.begin_again(record)
-        self.captures.begin_again()
+        self.attendance.again = iter(record.meetings)
+        self.captures.seen_again = []
         if record.modes != before:
             record.modes.restore()
         torch.set_autocast_cache_enabled(False)
         torch._C._set_grad_enabled(True)
-        record.random.restore()
+        self._accelerator.restore_random_states(record.random)
+        body, state, stored = record.body_again, self._state, record.stored
         try:
-            if self._state is None or record.stored is None or not self._state.is_used:
-                return self._outputs_again(record, args, kwargs)
-            with self._state.replayed(record.stored):
-                return self._outputs_again(record, args, kwargs)
+            if state is None or stored is None or not state.is_used:
+                return self._outputs_of(body(*args, **kwargs), record)
+            with state.replayed(stored):
+                return self._outputs_of(body(*args, **kwargs), record)
         finally:
-            drawn.restore()
+            self._accelerator.restore_random_states(drawn)
             before.restore()
             if record.meetings:  # they have made cuts
                 self._boundaries.end_forward()
 
-    def _outputs_again(
-        self, record: UnitRecord, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Sequence[Any]:
-        outputs = flatten_result(record.body(*args, **kwargs))[0]
+    def _outputs_of(self, result: Any, record: UnitRecord) -> Sequence[Any]:
+        outputs = flatten_result(result)[0]
         for place in record.places:
             values = place.values()
             if place.is_shown:

@@ -128,6 +128,7 @@ class ModuleBuffers:
     Attributes:
         found: Names of the buffers that this step is the first to write.
         localised: Names of the buffers of which this step has changed the shape.
+        is_open: Whether a step is running in which microbatches have buffers of their own.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class ModuleBuffers:
         self._sizes: tuple[int, ...] = ()
         self._is_first = True
         self._shown: int | None = None
-        self._is_open = False
+        self.is_open = False
         self.localised: list[str] = []
         self.found: list[str] = []
 
@@ -181,7 +182,7 @@ class ModuleBuffers:
         self.localised, self.found = [], []
         self._read_places()
         self.forget_values()
-        self._is_open = bool(sizes)
+        self.is_open = bool(sizes) and bool(self._entries or self._empty)
         for entry in self._entries.values():
             if not sizes and not entry.is_written:
                 continue
@@ -231,7 +232,7 @@ class ModuleBuffers:
 
     def resume(self, microbatch: int) -> None:
         """Show a microbatch's buffers; outside of a training step, nothing changes."""
-        if not self._is_open or microbatch == self._shown:
+        if not self.is_open or microbatch == self._shown:
             return
         self._shown = microbatch
         for entry in self._entries.values():
@@ -244,7 +245,7 @@ class ModuleBuffers:
         Raises:
             UnitUseError: If a large buffer is written for the first time in a later step.
         """
-        if not self._is_open:
+        if not self.is_open:
             return
         for entry in [*self._entries.values()]:
             now = entry.places[0].read()
@@ -312,10 +313,11 @@ class ModuleBuffers:
             UnitUseError: If a buffer takes one row per sample (see ``execution/queues.py``), or is
                 written through another reference.
         """
-        if not self._is_open:
+        if self._sizes:
+            self._is_first = False
+        if not self.is_open:
             return
         self._hide()
-        self._is_first = False
         for entry in self._entries.values():
             if entry.own._version != entry.version:
                 raise UnitUseError(
@@ -330,7 +332,7 @@ class ModuleBuffers:
 
     def abandon(self) -> None:
         """Show the module's own tensors again after a failure."""
-        if self._is_open:
+        if self.is_open:
             self._hide()
 
     def put_back(self) -> None:
@@ -343,7 +345,7 @@ class ModuleBuffers:
                     entry.own.copy_(entry.start)
 
     def _hide(self) -> None:
-        self._is_open, self._shown = False, None
+        self.is_open, self._shown = False, None
         for entry in self._entries.values():
             entry.show(entry.own)
 

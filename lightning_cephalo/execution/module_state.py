@@ -23,7 +23,7 @@ samples a warning names them: ``execution/shared_values.py``. Buffers belong to 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, ValuesView
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from operator import is_
@@ -106,21 +106,22 @@ class _Before:
         names: The module's attributes.
         values: A copy.
         in_order: Its values.
+        now: A view of the values that the module holds now.
     """
 
     names: dict[str, Any]
     values: dict[str, Any]
     in_order: list[Any]
+    now: ValuesView[Any]
 
     @classmethod
     def of(cls, names: dict[str, Any]) -> _Before:
-        return cls(names, dict(names), [*names.values()])
+        return cls(names, dict(names), [*names.values()], names.values())
 
     @property
     def is_untouched(self) -> bool:
         """Whether the module holds the same objects in the same order; in C, for every visit."""
-        now, before = self.names, self.in_order
-        return len(now) == len(before) and all(map(is_, now.values(), before))
+        return len(self.now) == len(self.in_order) and all(map(is_, self.now, self.in_order))
 
 
 class ModuleState:
@@ -140,11 +141,12 @@ class ModuleState:
         several_ranks: Whether other ranks have samples of the same batch.
 
     Attributes:
+        is_used: Whether microbatches have stored anything.
         keeps_start: Whether :meth:`put_back` can undo a step, which keeps what its beginning found.
     """
 
     def __init__(self, module: nn.Module, several_ranks: bool = False) -> None:
-        self.keeps_start = False
+        self.keeps_start = self.is_used = False
         self._undo: UndoneStep | None = None
         self._paths = {id(vars(inner)): path for path, inner in module.named_modules()}
         # the top module comes first
@@ -202,25 +204,23 @@ class ModuleState:
         if not self._before:
             return
         self._running = microbatch
-        for attribute in self._known.values():
-            attribute.write(attribute.values[microbatch])
+        if self._known:
+            for attribute in self._known.values():
+                attribute.write(attribute.values[microbatch])
 
     def pause(self, microbatch: int) -> None:
         """Keep a microbatch's values, and find attributes that it is the first to store."""
         if not self._before:
             return
-        if self._looks_everywhere:
-            for before in self._before:
+        for before in self._before if self._looks_everywhere else self._before[:1]:
+            if not before.is_untouched:
                 self._find(before)
-        else:
-            self._find(self._before[0])
-        for attribute in self._known.values():
-            attribute.values[microbatch] = attribute.read()
+        if self._known:
+            for attribute in self._known.values():
+                attribute.values[microbatch] = attribute.read()
 
     def _find(self, before: _Before) -> bool:
         names, found = before.names, False
-        if before.is_untouched:
-            return False
         for name, value in names.items():
             first = before.values.get(name, _MISSING)
             if value is first or (id(names), name) in self._known:
@@ -237,6 +237,7 @@ class ModuleState:
         firsts = [_cut(first, self._sizes, index) for index in range(len(self._sizes))]
         attribute = _Attribute(names, name, first, firsts, list(firsts), begun=first)
         self._known[id(names), name] = attribute
+        self.is_used = True
         return attribute
 
     def adopt(self, names: dict[str, Any], name: str, first: Any, values: Sequence[Any]) -> None:
@@ -257,7 +258,7 @@ class ModuleState:
         if not self._sizes:
             return
         # one of an inner module may appear in a later step; the next step looks for more
-        late = [self._find(before) for before in self._before]
+        late = [self._find(before) for before in self._before if not before.is_untouched]
         for attribute in self._known.values():
             if any(late) and all(value is attribute.first for value in attribute.values):
                 attribute.values = [attribute.read()] * len(self._sizes)
@@ -384,11 +385,6 @@ class ModuleState:
                 attribute.values = [now] * len(self._sizes)
 
     # -- recomputation ------------------------------------------------------------------------
-
-    @property
-    def is_used(self) -> bool:
-        """Whether microbatches have stored anything."""
-        return bool(self._known)
 
     def now(self) -> Stored:
         """Return what the running microbatch finds now, for :meth:`replayed`."""

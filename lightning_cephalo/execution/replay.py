@@ -121,24 +121,22 @@ class ChangingBuffers:
 
     Recomputation must start from the buffer values of the first forward. It must not count a
     microbatch twice.
+
+    Attributes:
+        modules: The modules of the unit that hold buffers.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._modules = [inner for inner in module.modules() if inner._buffers]
+        self.modules = [inner for inner in module.modules() if inner._buffers]
         # any module may change its buffers; the first forward shows which ones do
-        self._suspects = list(self._modules)
+        self._suspects = list(self.modules)
         self._looked = False
-
-    @property
-    def modules(self) -> list[nn.Module]:
-        """The modules of the unit that hold buffers."""
-        return self._modules
 
     def versions(self) -> list[tuple[int, int]]:
         """Return the id and version of every buffer."""
         return [
             (id(buffer), buffer._version)
-            for inner in self._modules
+            for inner in self.modules
             for buffer in inner._buffers.values()
             if buffer is not None
         ]
@@ -162,7 +160,7 @@ class ChangingBuffers:
         before = dict(versions)
         changed = [
             inner
-            for inner in self._modules
+            for inner in self.modules
             if any(
                 buffer is not None and before.get(id(buffer)) != buffer._version
                 for buffer in inner._buffers.values()

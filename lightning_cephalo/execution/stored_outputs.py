@@ -14,9 +14,11 @@ on anything but its modules, is refused where steps look.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from operator import is_not
+from functools import partial
+from itertools import repeat
+from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -65,21 +67,44 @@ class Place:
         self.names[self.name] = structure.unflatten(values)
 
 
-@dataclass(slots=True)
-class Before:
-    """What a unit finds on its modules. It is complete: others may look before the unit returns.
+class _Watched:
+    """Attributes of a unit's modules that may get tensors, as one search has found them.
+
+    Args:
+        modules: The attributes of each module.
+        places: Attributes that may get tensors.
 
     Attributes:
-        watched: Attributes that may get tensors.
-        values: What these hold. They stay alive: another value is another object.
-        names: The names of each module's attributes.
-        lengths: Their numbers.
+        read: Yields what the attributes hold. Kept alive, another value is another object.
+        count: Yields the number of each module's attributes.
+        counts: What it has yielded at first.
     """
 
-    watched: list[tuple[dict[str, Any], str]]
-    values: list[Any]
-    names: list[frozenset[str]]
-    lengths: list[int]
+    def __init__(
+        self, modules: list[dict[str, Any]], places: list[tuple[dict[str, Any], str]]
+    ) -> None:
+        self._modules, self._places = modules, places
+        self._names = [frozenset(names) for names in modules]
+        # no functions of Python's: every visit calls them
+        holders, keys = [names for names, _ in places], [name for _, name in places]
+        self.read: Callable[[], Iterator[Any]] = partial(
+            map, dict.get, holders, keys, repeat(MISSING)
+        )
+        self.count: Callable[[], Iterator[int]] = partial(map, len, modules)
+        self.counts = [*self.count()]
+
+    def fresh(self, values: list[Any]) -> list[tuple[dict[str, Any], str]]:
+        """Return the attributes that have another value, or were not there."""
+        pairs = zip(self._places, self.read(), values, strict=True)
+        found = [at for at, value, old in pairs if value is not old]
+        if [*self.count()] != self.counts:
+            modules = zip(self._modules, self._names, strict=True)
+            found += [(names, name) for names, old in modules for name in names if name not in old]
+        return found
+
+
+Before = tuple[_Watched, list[Any]]
+"""What a unit finds on its modules. It is complete: others may look before the unit returns."""
 
 
 class _Attributes:
@@ -87,6 +112,10 @@ class _Attributes:
 
     Args:
         modules: The attributes of each module.
+
+    Attributes:
+        shown: Those that have held a graph.
+        watched: Those that are watched now.
     """
 
     def __init__(self, modules: list[dict[str, Any]]) -> None:
@@ -94,35 +123,21 @@ class _Attributes:
         self.shown: set[tuple[int, str]] = set()
         self.watch_all()
 
+    def _all(self) -> list[tuple[dict[str, Any], str]]:
+        return [(n, name) for n in self.modules for name in n if name not in OF_TORCH]
+
     def watch_all(self) -> None:
         """Watch all attributes that there are now."""
-        self._names = [frozenset(names) for names in self.modules]
-        self._lengths = [*map(len, self.modules)]
-        self._watched = [(n, name) for n in self.modules for name in n if name not in OF_TORCH]
+        self.watched = _Watched(self.modules, self._all())
 
     def watch_few(self) -> None:
         """Watch those that have held a graph, or may come to hold one."""
-        self.watch_all()
-        self._watched = [
+        few = [
             (names, name)
-            for names, name in self._watched
+            for names, name in self._all()
             if (id(names), name) in self.shown or _may_change(names[name])
         ]
-
-    def before(self) -> Before:
-        """Return what the watched attributes hold."""
-        return Before(self._watched, _read(self._watched), self._names, self._lengths)
-
-    def fresh(self, before: Before) -> list[tuple[dict[str, Any], str]]:
-        """Return the attributes that have another value than before, or were not there."""
-        found = []
-        if any(map(is_not, now := _read(before.watched), before.values)):
-            pairs = zip(before.watched, now, before.values, strict=True)
-            found = [at for at, value, old in pairs if value is not old]
-        if [*map(len, self.modules)] != before.lengths:
-            modules = zip(self.modules, before.names, strict=True)
-            found += [(names, name) for names, old in modules for name in names if name not in old]
-        return found
+        self.watched = _Watched(self.modules, few)
 
 
 class StoredOutputs:
@@ -153,7 +168,7 @@ class StoredOutputs:
         of = self._of[unit]
         if searches:
             of.watch_all()
-        return of.before()
+        return of.watched, [*of.watched.read()]
 
     def written(
         self, unit: int, before: Before, *, has_graph: bool, searches: bool
@@ -167,10 +182,11 @@ class StoredOutputs:
                 device unless a search has shown otherwise.
             searches: As before.
         """
-        of = self._of[unit]
-        fresh = of.fresh(before)
-        if not (fresh or searches):
+        watched, found = before
+        is_same = all(map(is_, watched.read(), found)) and [*watched.count()] == watched.counts
+        if is_same and not searches:
             return ()
+        of, fresh = self._of[unit], watched.fresh(found)
         places, known = [], len(of.shown)
         for names, name in fresh:
             key, values = (id(names), name), flatten_result(names.get(name, MISSING))[0]
@@ -184,7 +200,7 @@ class StoredOutputs:
                 places.append(Place(names, name, len(values), is_shown))
                 if is_shown:
                     of.shown.add(key)
-        if searches or len(of.shown) > known or before.lengths != [*map(len, of.modules)]:
+        if searches or len(of.shown) > known or [*watched.count()] != watched.counts:
             of.watch_few()
         return places
 
@@ -205,10 +221,6 @@ class StoredOutputs:
                 " the first step on, or use CephaloStrategy(recompute=False).",
                 stacklevel=2,
             )
-
-
-def _read(places: list[tuple[dict[str, Any], str]]) -> list[Any]:
-    return [names.get(name, MISSING) for names, name in places]
 
 
 def _is_value(value: Any) -> bool:

@@ -38,10 +38,11 @@ class TrainingModes:
         if any(_NAME not in names for names in holders):
             holders, read = self._modules, attrgetter(_NAME)
         self._read = partial(map, read, holders)
+        self._all_train = (True,) * len(holders)
 
     def now(self) -> Modes:
         """Return the modes."""
-        return tuple(self._read())
+        return self._all_train if all(self._read()) else tuple(self._read())
 
     def show(self, modes: Modes) -> None:
         """Set the modes; those that are so already cost no write."""

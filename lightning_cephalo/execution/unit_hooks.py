@@ -49,6 +49,7 @@ class UnitHooks:
 
     Attributes:
         in_backward: Whether a backward is running; no unit may be called then.
+        running: The microbatch whose step is running right now; None: no user's code of a step is.
         norms: The layers that normalise by the statistics of the global batch.
         vocabulary: The layers whose logits are never whole.
         ends: Ends of the root unit that the running step shows when its losses are due.
@@ -60,11 +61,11 @@ class UnitHooks:
         self._writes = writes
         self.in_backward = False
         self._keeps_all = False
-        self._running: Microbatch | None = None
+        self.running: Microbatch | None = None
         self._outside_depth = 0
-        self.norms = SynchronisedNorms(units[ROOT].module, lambda: self._running)
+        self.norms = SynchronisedNorms(units[ROOT].module, lambda: self.running)
         first = len(self.norms.layers)
-        self.vocabulary = VocabularyLayers(units[ROOT], first, lambda: self._running)
+        self.vocabulary = VocabularyLayers(units[ROOT], first, lambda: self.running)
         self._hooks: list[RemovableHandle] = []
         self._forwards: list[_UnitForward] = []
         self._unwatched: set[int] = set()
@@ -80,7 +81,7 @@ class UnitHooks:
         self.norms.install()
         self.vocabulary.install()
         for index, unit in enumerate(self._units[1:], start=1):
-            self._forwards.append(_UnitForward(unit.module, partial(self._enter, index)))
+            self._forwards.append(_UnitForward(index, unit, self))
         root = self._units[ROOT]
         # the top module too, so that one call of it outside of a step gathers the root once
         modules = {id(module): module for module in [root.module, *root.owning_modules()]}
@@ -119,7 +120,7 @@ class UnitHooks:
                 if flags is not None:
                     flags.pop(key, None)
 
-    def _watch(self, modules: Sequence[nn.Module]) -> None:
+    def watch(self, modules: Sequence[nn.Module]) -> None:
         """See the outputs of modules in a unit before hooks, which may take them out of it."""
         for module in modules:
             hooks = module._forward_hooks
@@ -133,8 +134,8 @@ class UnitHooks:
     def _captured(self, module: nn.Module, args: Any, output: Any) -> Any:
         if torch.compiler.is_compiling():
             return None
-        if self._running is not None:
-            return self._running.captures.show(output)
+        if self.running is not None:
+            return self.running.captures.show(output)
         if self.norms.replaying is not None:
             self.norms.replaying.captures.note_again(output)
         return None
@@ -148,12 +149,7 @@ class UnitHooks:
     @property
     def inside_microbatch(self) -> bool:
         """Whether a microbatch's step is running right now."""
-        return self._running is not None
-
-    @property
-    def running(self) -> Microbatch | None:
-        """The microbatch whose step is running right now."""
-        return self._running
+        return self.running is not None
 
     def begin_step(self) -> None:
         """Note what all microbatches of a step find; call it before the first one runs."""
@@ -163,15 +159,18 @@ class UnitHooks:
 
     def advance(self, microbatch: Microbatch) -> None:
         """Run a microbatch's step until it parks or returns."""
-        self._running = microbatch
+        self.running = microbatch
         found = microbatch.training_modes or self._first_modes
         if found != self._left:
             self._modes.show(found)
         try:
             microbatch.advance()
         finally:
-            self._running = None
-            self._left = microbatch.training_modes = self._modes.now()
+            self.running = None
+            modes = self._modes.now()
+            if modes == found:
+                modes = found  # one object: what depends on the modes is made once
+            self._left = microbatch.training_modes = modes
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -197,7 +196,7 @@ class UnitHooks:
 
     @property
     def _in_step(self) -> bool:
-        return self._running is not None or self.in_backward
+        return self.running is not None or self.in_backward
 
     def _is_kept(self, unit: Unit) -> bool:
         """Whether a unit needs no gather; code that needs the shards may have freed it."""
@@ -206,11 +205,11 @@ class UnitHooks:
     def _before_root(self, module: nn.Module, args: Any) -> None:
         root = self._units[ROOT]
         if self._in_step:
-            if root.state is UnitState.SHARDED and self._running is not None:
-                self._running.need_root()
+            if root.state is UnitState.SHARDED and self.running is not None:
+                self.running.need_root()
             last = self._last_layers if id(module) in self._of_last_layers else None
-            if self.ends and last is not None and self._running is not None:
-                self._running.need_last_layers(last.names, last.state is UnitState.GATHERED)
+            if self.ends and last is not None and self.running is not None:
+                self.running.need_last_layers(last.names, last.state is UnitState.GATHERED)
             if root.state is UnitState.SHARDED:
                 root.wait_gather()
             root.finish_gather(apart=self.ends)
@@ -238,33 +237,7 @@ class UnitHooks:
         self._writes.check("a call of the module in a hook")
         return refusing_freed(output) if torch.is_grad_enabled() else None
 
-    def _enter(
-        self,
-        index: int,
-        body: Callable[..., Any],
-        buffers: ChangingBuffers,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Run in place of a unit's forward."""
-        unit = self._units[index]
-        if self.in_backward:
-            raise UnitUseError(
-                f"Unit {unit.name!r} is called during the backward: it lies inside"
-                " torch.utils.checkpoint. Cephalo recomputes units itself: switch gradient"
-                " checkpointing off in the model."
-            )
-        if self._running is not None:
-            running, forward = self._running, self._forwards[index - 1]
-            if forward.has_hooks_inside:
-                self._watch(forward.inner)
-            if running.has_one_backward:
-                return running.visit(index, unit.trainable, body, buffers, args, kwargs)
-            with running.outside():
-                return running.visit(index, unit.trainable, body, buffers, args, kwargs)
-        return self._outside(unit, body, args, kwargs)
-
-    def _outside(
+    def call_outside(
         self, unit: Unit, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a forward outside of a step (a callback that samples); every rank must run it."""
@@ -282,35 +255,36 @@ class UnitHooks:
             self._after_root(unit.module, args, None)
 
 
-_Enter = Callable[[Callable[..., Any], ChangingBuffers, tuple[Any, ...], dict[str, Any]], Any]
-
-
 class _UnitForward:
     """Replaces the forward of one unit until it is removed.
 
     Args:
-        module: The unit's module.
-        enter: Called with the real forward, the unit's buffers and the arguments.
+        index: The unit's index.
+        unit: The unit.
+        hooks: Knows which microbatch is running.
 
     Attributes:
+        body: The real forward.
+        buffers: The buffers that it may change.
         inner: The modules in the unit.
+        tables: Their forward hooks.
     """
 
-    def __init__(self, module: nn.Module, enter: _Enter) -> None:
-        self._module = module
-        self._enter = enter
-        self._buffers = ChangingBuffers(module)
+    def __init__(self, index: int, unit: Unit, hooks: UnitHooks) -> None:
+        self._index, self._unit, self._hooks = index, unit, hooks
+        module = self._module = unit.module
+        self.buffers = ChangingBuffers(module)
         self.inner = [*module.modules()][1:]
         self._modes = TrainingModes([module, *self.inner])
-        # most calls share one body
-        self._entered_in: Modes = ()
-        self._in_modes: Callable[..., Any] | None = None
+        # most calls share one
+        self._modes_of_all: Modes | None = None
+        self._again: Callable[..., Any] | None = None
         self.begin_step()
         # modules wrapped by torch.compile also have a forward on the instance
         self._replaced = module.__dict__.get("forward")
         # `module.compile()` would trace into the scheduler: the cut must be outside of it
         self._compiled = module._compiled_call_impl
-        self._body = module.forward if self._compiled is None else self._compiled_body
+        self.body = module.forward if self._compiled is None else self._compiled_body
         if self._compiled is not None and (module._forward_hooks or module._forward_pre_hooks):
             raise UnitUseError(
                 f"{type(module).__name__} was compiled in place and has forward hooks, which would"
@@ -321,12 +295,7 @@ class _UnitForward:
 
     def begin_step(self) -> None:
         """Read the tables of forward hooks anew; in a step no module gets another table."""
-        self._tables = [module._forward_hooks for module in self.inner]
-
-    @property
-    def has_hooks_inside(self) -> bool:
-        """Whether a module in the unit has forward hooks now."""
-        return any(self._tables)
+        self.tables = [module._forward_hooks for module in self.inner]
 
     @property
     def is_compiled(self) -> bool:
@@ -334,18 +303,40 @@ class _UnitForward:
         return self._compiled is not None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        modes = self._modes.now()
-        body = self._in_modes
-        if body is None or modes != self._entered_in:
-            body = partial(self._body_in, modes)
-            self._entered_in, self._in_modes = modes, body
-        return self._enter(body, self._buffers, args, kwargs)
+        hooks, unit = self._hooks, self._unit
+        if hooks.in_backward:
+            raise UnitUseError(
+                f"Unit {unit.name!r} is called during the backward: it lies inside"
+                " torch.utils.checkpoint. Cephalo recomputes units itself: switch gradient"
+                " checkpointing off in the model."
+            )
+        running = hooks.running
+        if running is None:
+            return hooks.call_outside(unit, self.body, args, kwargs)
+        if any(self.tables):
+            hooks.watch(self.inner)
+        if running.has_one_backward:
+            return running.visit(self._index, unit.trainable, self, args, kwargs)
+        with running.outside():
+            return running.visit(self._index, unit.trainable, self, args, kwargs)
+
+    def again(self, modes_of_all: Modes | None) -> Callable[..., Any]:
+        """Return the body for calling it later, in the modes that the modules have now.
+
+        Args:
+            modes_of_all: Those of all modules of the model, which are read once per turn.
+        """
+        again = self._again
+        if again is None or modes_of_all is not self._modes_of_all:
+            again = self._again = partial(self._body_in, self._modes.now())
+            self._modes_of_all = modes_of_all
+        return again
 
     def _body_in(self, modes: Modes, /, *args: Any, **kwargs: Any) -> Any:
         if modes == self._modes.now():
-            return self._body(*args, **kwargs)
+            return self.body(*args, **kwargs)
         with self._modes.shown(modes):
-            return self._body(*args, **kwargs)
+            return self.body(*args, **kwargs)
 
     def _compiled_body(self, *args: Any, **kwargs: Any) -> Any:
         assert self._compiled is not None
@@ -370,6 +361,6 @@ class _UnitForward:
 
     def remove(self) -> None:
         """Restore the module's own forward."""
-        self._in_modes = None  # it refers to this object
+        self._again = None  # it refers to this object
         self._restore_forward()
         self._module._compiled_call_impl = self._compiled

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -13,9 +14,12 @@ from lightning_cephalo.execution.module_buffers import Shown
 from lightning_cephalo.execution.module_state import Stored
 from lightning_cephalo.execution.normalisation import Meeting
 from lightning_cephalo.execution.offload import OffloadedTensor
-from lightning_cephalo.execution.replay import RandomState, ThreadState
+from lightning_cephalo.execution.replay import ThreadState
 from lightning_cephalo.execution.stored_outputs import Place
 from lightning_cephalo.execution.vocabulary.questions import Question
+from lightning_cephalo.plan.program import Visit
+
+_version_of = attrgetter("_version")
 
 
 @dataclass
@@ -33,20 +37,20 @@ class Capture:
     leaf: Tensor
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False)
 class UnitRecord:
     """The data that one visit of a unit retains for its backward.
 
     Attributes:
         position: Its position in the order of visits.
-        body: The unit's own forward.
         inputs: Its arguments, with leaves in place of tensors that need a gradient.
         structure: Rebuilds the call from the inputs.
-        input_versions: Versions of the inputs that are tensors, before the body ran, for
-            recomputation.
-        output_leaves: The leaves of its outputs, with their places among all outputs.
+        body_again: The unit's own forward, for recomputation.
+        tensors: The inputs that are tensors, likewise.
+        input_versions: Their versions before the body ran.
+        output_leaves: The leaves of its outputs, by their places among all outputs.
         outputs: The outputs, with their graph; None if the unit is recomputed.
-        random: The random number generators before the body ran, for recomputation.
+        random: The states of the random number generators before the body ran, for recomputation.
         modes: The modes of the thread, likewise.
         buffers: Buffers of the unit that the body has changed, as they were before.
         shown: What all buffers of the unit were before.
@@ -60,31 +64,35 @@ class UnitRecord:
     """
 
     position: int
-    body: Callable[..., Any]
     inputs: list[Any]
     structure: Structure | CallStructure
-    input_versions: Sequence[int] = ()
-    output_leaves: list[tuple[int, Tensor]] = field(default_factory=list)
-    outputs: list[Any] | None = None
-    random: RandomState | None = None
-    modes: ThreadState | None = None
-    # few visits have these: empty lists would be most of what the garbage collector walks
-    buffers: Sequence[Any] = ()
-    shown: Shown = ()
-    stored: Stored | None = None
-    away: Sequence[OffloadedTensor] = ()
-    meetings: Sequence[Meeting] = ()
-    captures: Sequence[Capture] = ()
-    places: Sequence[Place] = ()
-    is_passed: bool = False
+    output_leaves: dict[int, Tensor] = field(default_factory=dict, init=False)
+    # Values of the class until a visit has others: every visit makes a record, and few visits have
+    # most of these.
+    outputs: list[Any] | None = field(default=None, init=False)
+    body_again: Callable[..., Any] | None = field(default=None, init=False)
+    tensors: Sequence[Tensor] = field(default=(), init=False)
+    input_versions: tuple[int, ...] = field(default=(), init=False)
+    random: tuple[Tensor, ...] | None = field(default=None, init=False)
+    modes: ThreadState | None = field(default=None, init=False)
+    buffers: Sequence[Any] = field(default=(), init=False)
+    shown: Shown = field(default=(), init=False)
+    stored: Stored | None = field(default=None, init=False)
+    away: Sequence[OffloadedTensor] = field(default=(), init=False)
+    meetings: Sequence[Meeting] = field(default=(), init=False)
+    captures: Sequence[Capture] = field(default=(), init=False)
+    places: Sequence[Place] = field(default=(), init=False)
+    is_passed: bool = field(default=False, init=False)
+
+    def watch_inputs(self) -> None:
+        """Note the versions of the inputs."""
+        tensors = [each for each in self.inputs if isinstance(each, Tensor)]
+        self.tensors = self.inputs if len(tensors) == len(self.inputs) else tensors
+        self.input_versions = tuple(map(_version_of, self.tensors))
 
     def inputs_are_unchanged(self) -> bool:
-        """Whether nothing has written to the inputs since the body began."""
-        return self.input_versions == self.versions_now()
-
-    def versions_now(self) -> list[int]:
-        """Return the versions of the inputs that are tensors."""
-        return [each._version for each in self.inputs if isinstance(each, Tensor)]
+        """Whether nothing has written to the inputs since :meth:`watch_inputs`."""
+        return self.input_versions == tuple(map(_version_of, self.tensors))
 
     @property
     def differentiable_inputs(self) -> list[Tensor]:
@@ -92,81 +100,48 @@ class UnitRecord:
         return [each for each in self.inputs if isinstance(each, Tensor) and each.requires_grad]
 
 
-@dataclass(slots=True)
-class Entered:
-    """The unit whose code a microbatch is running.
-
-    Attributes:
-        unit: Its index.
-        differentiable: Whether its visit has a backward.
-        record: The record of that visit; None: it retains nothing.
-    """
-
-    unit: int
-    differentiable: bool
-    record: UnitRecord | None = None
-
-
-class VisitRecords:
+class VisitRecords(list["UnitRecord | Meeting | Question | None"]):
     """The records of one microbatch: one place for each visit, also for those that others make.
+
+    None: the visit retains nothing.
 
     Attributes:
         made: Positions of the microbatch's own visits.
-        entered: The unit whose code is running; None: code between units is.
+        entered: The visit of the unit whose code is running; None: code between units is.
+        entered_record: Its record; None: it retains nothing.
     """
 
     def __init__(self) -> None:
-        self._records: list[UnitRecord | Meeting | Question | None] = []
+        super().__init__()
         self.made: list[int] = []
-        self.entered: Entered | None = None
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def __getitem__(self, position: int) -> UnitRecord | Meeting | Question | None:
-        return self._records[position]
+        self.entered: Visit | None = None
+        self.entered_record: UnitRecord | None = None
 
     def add(self, record: UnitRecord | Meeting | Question | None) -> None:
-        """Add the microbatch's own next visit; None: it retains nothing."""
-        self.made.append(len(self._records))
-        self._records.append(record)
+        """Add the microbatch's own next visit."""
+        self.made.append(len(self))
+        self.append(record)
 
-    def let_pass(self) -> None:
-        """Add a visit that only others make."""
-        self._records.append(None)
-
-    def is_at(self, position: int) -> bool:
-        """Whether the latest visit is the one at this position."""
-        return len(self._records) - 1 == position
-
-    def drop(self, position: int) -> None:
-        """Forget what a visit retains."""
-        self._records[position] = None
-
-    def clear(self) -> None:
+    def forget_all(self) -> None:
         """Forget all visits."""
-        self._records, self.entered = [], None
-
-    @property
-    def entered_record(self) -> UnitRecord | None:
-        """The record of the unit whose code is running; None: there is none."""
-        return None if self.entered is None else self.entered.record
+        self.clear()
+        self.entered = self.entered_record = None
 
     def unit_at(self, position: int) -> UnitRecord | None:
         """Return the record of the unit that is visited at a position, or that meets there."""
-        record = self._records[position]
+        record = self[position]
         if record is None or isinstance(record, UnitRecord):
             return record
         return record.record if isinstance(record, Meeting) else None
 
     def units(self) -> Iterator[UnitRecord]:
         """Yield the records of units."""
-        return (each for each in self._records if isinstance(each, UnitRecord))
+        return (each for each in self if isinstance(each, UnitRecord))
 
     def leaves_behind(self) -> Iterator[Tensor]:
         """Yield the leaves to which code behind units and meetings sends gradients."""
-        for record in self._records:
+        for record in self:
             if isinstance(record, UnitRecord):
-                yield from (leaf for _, leaf in record.output_leaves)
+                yield from record.output_leaves.values()
             elif record is not None:
                 yield from record.own or ()

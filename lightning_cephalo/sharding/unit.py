@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -30,6 +31,8 @@ _ALIGNED_NUMEL = 16
 # other ranks have used them would let each step wait for the device.
 _LITTLE = 1 / 16
 
+_needs_gradient = attrgetter("requires_grad")
+
 
 class Unit:
     """The flats of one unit and the module attributes that refer to their parameters.
@@ -55,6 +58,7 @@ class Unit:
         vocabulary: These parameters.
         cuts: Their flats, unless the vocabulary is gathered like all else.
         is_cut: Whether these flats are cut while the unit is gathered.
+        core: All flats that are at no end; every visit asks for their state.
     """
 
     def __init__(
@@ -110,6 +114,7 @@ class Unit:
             for name, parameter in zip(names, flat.parameters, strict=True):
                 assert isinstance(parameter, GatheredParameter)
                 parameter.full_name, parameter.lock = name, flat.locking
+        self._sharded = [parameter for flat in self.flats for parameter in flat.sharded]
         self.vocabulary = tuple(vocabulary)
         self.chunked_heads = tuple(chunked_heads)
         self.chunks_only_large = chunks_only_large
@@ -123,6 +128,7 @@ class Unit:
             )
             for end, own in places.items()
         }
+        self.core = self._groups[_CORE]
         self.ends = {end: group for end, group in self._groups.items() if end != _CORE}
         self._group_of = {
             id(flat): group for group in self._groups.values() for flat in group.flats
@@ -142,7 +148,7 @@ class Unit:
     @property
     def state(self) -> UnitState:
         """State of its parameters, without those of its ends."""
-        return self._groups[_CORE].state
+        return self.core.state
 
     @property
     def works(self) -> tuple[list[Any], list[Any]]:
@@ -158,10 +164,7 @@ class Unit:
     @property
     def trainable(self) -> bool:
         """Whether any of its parameters needs a gradient now."""
-        for flat in self.flats:  # noqa: SIM110  every visit asks
-            if flat.trainable:
-                return True
-        return False
+        return any(map(_needs_gradient, self._sharded))  # in C: every visit asks
 
     @property
     def _whole(self) -> list[Flat]:
@@ -371,6 +374,8 @@ class Unit:
         self.is_cut = False
 
     def _beside(self, apart: Collection[int]) -> list[FlatGroup]:
+        if not apart:
+            return list(self._groups.values())
         return [group for end, group in self._groups.items() if end not in apart]
 
     def change_fractions(
@@ -418,7 +423,7 @@ class Unit:
 
     def choose_residence(self, residence: Residence) -> None:
         """Choose the memory of the full parameters; see [Note: residence] in ``flat.py``."""
-        for flat in self._groups[_CORE].flats:  # an end's memory is its own
+        for flat in self.core.flats:  # an end's memory is its own
             flat.residence = residence
         if residence is not Residence.RESIDENT and self.state is UnitState.SHARDED:
             self.release()

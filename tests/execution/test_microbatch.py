@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,7 +47,8 @@ def microbatch_of(step: Callable[[Callable[..., Any]], Any], **options: Any) -> 
     def visit(index: int, unit: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         buffers = ChangingBuffers(unit if isinstance(unit, nn.Module) else nn.Module())
         trainable = isinstance(unit, nn.Module) and any(p.requires_grad for p in unit.parameters())
-        return microbatch.visit(index, trainable, unit, buffers, args, kwargs)
+        forward = SimpleNamespace(body=unit, buffers=buffers, again=lambda modes: unit)
+        return microbatch.visit(index, trainable, forward, args, kwargs)
 
     options = {"recompute": True, **options}
     microbatch = Microbatch(lambda: step(visit), Cpu(torch.device("cpu")), **options)

@@ -94,6 +94,6 @@ class VocabularyAttendance:
     def backward(self, position: int) -> None:
         """Run the backward of the code before a question, back to the last cut."""
         if isinstance(self._records[position], Question):
-            self._records.drop(position)
+            self._records[position] = None
         self._boundaries.passed(position)
         self._boundaries.through_glue(position)
