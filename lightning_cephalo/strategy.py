@@ -1059,7 +1059,7 @@ class CephaloStrategy(ParallelStrategy):
         if pulled is not None:
             batch = pulled.batch
         samples = evaluation_samples(batch)
-        log = session.logs.of_step([samples])
+        log = session.logs.of_step([samples], trains=False)
 
         def step() -> Any:
             if pulled is not None:
