@@ -783,6 +783,11 @@ class CephaloStrategy(ParallelStrategy):
     def on_train_start(self) -> None:
         if self._search is not None:
             self._search.begin_trial()
+        # hooks of Lightning's may have registered some, which come before this one
+        self.session.control.together(
+            "looking for hooks of parameters",
+            partial(supported.refuse_parameter_hooks, self._module),
+        )
         self.session.start_training(self.optimizers)
         if self._is_trial:
             return
@@ -1059,7 +1064,7 @@ class CephaloStrategy(ParallelStrategy):
         if pulled is not None:
             batch = pulled.batch
         samples = evaluation_samples(batch)
-        log = session.logs.of_step([samples])
+        log = session.logs.of_step([samples], trains=False)
 
         def step() -> Any:
             if pulled is not None:

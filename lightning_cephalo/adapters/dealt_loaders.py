@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_cephalo.adapters.resuming import dealt_in, steps_ahead
 from lightning_cephalo.common.errors import UnsupportedError
-from lightning_cephalo.data.collate import RankCollate
+from lightning_cephalo.data.collate import collating_apart
 from lightning_cephalo.data.containers import known_length
 from lightning_cephalo.data.lockstep import LockStepLoader
 from lightning_cephalo.data.samplers import RankBatchSampler
@@ -62,7 +62,7 @@ class DealtLoaders:
         """
         batches = not _same_batches(old, new)
         for loader in self._loaders:
-            apart = _collate_apart(loader) is not None
+            apart = collating_apart(loader) is not None
             if not batches and (_same_parts(old, new) or not apart):
                 continue
             why = self._fixed(loader, apart)
@@ -83,7 +83,7 @@ class DealtLoaders:
         Raises:
             UnsupportedError: If microbatches were collated apart.
         """
-        if not _same_parts(old, new) and any(map(_collate_apart, self._loaders)):
+        if not _same_parts(old, new) and any(map(collating_apart, self._loaders)):
             raise UnsupportedError(
                 "With collate_per_microbatch=True the microbatches of batches that are loaded stay"
                 " as they are."
@@ -137,13 +137,13 @@ class DealtLoaders:
             dealt = dealer.dealt_steps(trained, steps_ahead(loader))
             # workers hold the sizes of microbatches until their pass is over
             has_workers = bool(getattr(loader, "num_workers", 0))
-            is_held = has_workers and _collate_apart(loader) is not None
+            is_held = has_workers and collating_apart(loader) is not None
             own = max(own, float("inf") if dealt is None or is_held else float(dealt))
         return control.max(own)
 
     def deal_alike(self, old: Plan, new: Plan) -> bool:
         """Return whether the loaders yield the same for two plans."""
-        apart = any(map(_collate_apart, self._loaders))
+        apart = any(map(collating_apart, self._loaders))
         return _same_batches(old, new) and (_same_parts(old, new) or not apart)
 
     def deal(self, plan: Plan, rank: int, from_step: float) -> None:
@@ -156,7 +156,7 @@ class DealtLoaders:
         """
         sizes, own = [each.batch_size for each in plan.ranks], plan.ranks[rank].microbatch_sizes
         for loader in self._loaders:
-            dealer, collate = dealt_in(loader), _collate_apart(loader)
+            dealer, collate = dealt_in(loader), collating_apart(loader)
             if isinstance(dealer, DealtStream):
                 apart = None if collate is None else own
                 dealer.change_batch_sizes(sizes, from_step=from_step, microbatch_sizes=apart)
@@ -172,11 +172,3 @@ def _same_batches(one: Plan, other: Plan) -> bool:
 
 def _same_parts(one: Plan, other: Plan) -> bool:
     return [r.microbatch_sizes for r in one.ranks] == [r.microbatch_sizes for r in other.ranks]
-
-
-def _collate_apart(loader: Any) -> RankCollate | None:
-    """Return what collates a loader's microbatches apart; None if nothing does."""
-    collate = getattr(loader, "collate_fn", None)
-    own = getattr(collate, "own", collate)  # a stream's collate holds one of its own
-    is_apart = isinstance(own, RankCollate) and own.microbatch_sizes is not None
-    return own if is_apart else None

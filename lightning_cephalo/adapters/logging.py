@@ -94,7 +94,8 @@ class StepLog:
         metrics: The module's torchmetrics objects, by their names.
         constants: Finds constants among the summed values of this rank.
         partly: Finds means that only some microbatches log.
-        batch_sizes: Finds numbers of samples that are those of no microbatch.
+        batch_sizes: Finds numbers of samples that are those of no microbatch. None in evaluation,
+            where the samples of a batch may be a guess.
         size_of_loader: The training loader's ``batch_size``, if it has one.
         is_seen: Whether values count; those of a repeated forward do not.
 
@@ -110,7 +111,7 @@ class StepLog:
         metrics: Sequence[tuple[str, Metric]],
         constants: SummedConstants,
         partly: PartlyLogged,
-        batch_sizes: ConstantBatchSizes,
+        batch_sizes: ConstantBatchSizes | None,
         size_of_loader: Any,
         is_seen: bool = True,
     ) -> None:
@@ -241,9 +242,10 @@ class StepLog:
         if given:
             sizes = [self._sample_counts[call.microbatch] for call in calls]
             numbers = [call.batch_size for call in calls]
-            self._batch_sizes.look(
-                self._results[key].meta.name, numbers, sizes, self._size_of_loader
-            )
+            if self._batch_sizes is not None:
+                self._batch_sizes.look(
+                    self._results[key].meta.name, numbers, sizes, self._size_of_loader
+                )
         else:
             logged = [call.microbatch for call in calls]
             self._partly.look(self._results[key].meta.name, logged, len(self._sample_counts))
@@ -434,12 +436,15 @@ class StepLogs:
         self._constants, self._partly = SummedConstants(), PartlyLogged()
         self._batch_sizes = ConstantBatchSizes()
 
-    def of_step(self, sample_counts: Sequence[int], *, is_seen: bool = True) -> StepLog:
+    def of_step(
+        self, sample_counts: Sequence[int], *, is_seen: bool = True, trains: bool = True
+    ) -> StepLog:
         """Return the log of a step.
 
         Args:
             sample_counts: Samples of each of this rank's microbatches.
             is_seen: Whether values count; those of a repeated forward do not.
+            trains: Whether it is a step of training, whose microbatches are those of the plan.
         """
         results = self._module.trainer._results
         return StepLog(
@@ -448,7 +453,7 @@ class StepLogs:
             self.metrics,
             self._constants,
             self._partly,
-            self._batch_sizes,
+            self._batch_sizes if trains else None,
             getattr(self._module.trainer.train_dataloader, "batch_size", None),
             is_seen,
         )

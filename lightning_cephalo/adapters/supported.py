@@ -124,6 +124,7 @@ def refuse_unsupported(trainer: Trainer, module: LightningModule) -> None:
             " instead: `for i, block in enumerate(blocks): blocks[i] = torch.compile(block)`."
         )
     refuse_lazy(module)
+    refuse_parameter_hooks(module)
     refuse_precision(trainer.precision_plugin)
     refuse_synchronised(module, is_manual=not module.automatic_optimization)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -146,6 +147,28 @@ def refuse_lazy(module: nn.Module) -> None:
             " it in its first forward, but units and plans need it before. Call the model once on a"
             " few samples in configure_model() or before fit(), or use the module with its sizes"
             " (nn.Linear)."
+        )
+
+
+def refuse_parameter_hooks(module: nn.Module) -> None:
+    """Raise for hooks on parameters, which no backward would call.
+
+    Raises:
+        UnsupportedError: The message names one and the way out.
+    """
+    hooked = [
+        name
+        for name, parameter in module.named_parameters()
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    ]
+    if hooked:
+        raise UnsupportedError(
+            f"The parameter {hooked[0]!r} ({len(hooked)} in all) has a hook of register_hook() or"
+            " register_post_accumulate_grad_hook(). It would never be called: steps compute with"
+            " gathered copies of parameters, whose gradients are then summed over microbatches and"
+            " ranks. Change gradients in on_after_backward(), where they are those of the global"
+            " batch: `self.layer.weight.grad.clamp_(-1, 1)`. Remove the hook by the handle that"
+            " registering it returned."
         )
 
 

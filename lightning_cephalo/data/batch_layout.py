@@ -8,8 +8,9 @@ guessed if nothing was learned, or if a hook has changed the batch since.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -52,18 +53,44 @@ def not_splittable(reason: str, batch: object = None) -> BatchSplitError:
 class MicrobatchList(list[Any]):
     """A list of batches that were collated separately, one per microbatch.
 
+    Its class holds the sizes, so that a copy made by ``type(batch)(batches)`` has them. Lightning
+    copies so when it moves a batch to a device or converts its precision. Without sizes, the
+    samples of batches such as graphs could only be guessed.
+
+    Example:
+        >>> batch = MicrobatchList([[1, 2, 3], [4, 5]], (3, 2))
+        >>> type(batch)(part * 2 for part in batch).sizes
+        (3, 2)
+
+    Args:
+        batches: one for each microbatch.
+        sizes: samples of each batch; None if they are to be counted.
+
     Attributes:
-        sizes: samples of each batch. None if a copy that only knows lists (Lightning's conversion
-            for 16-true and 64-true precision) has lost them.
+        sizes: as given.
     """
 
-    def __init__(self, batches: Sequence[Any] = (), sizes: Sequence[int] | None = None) -> None:
+    sizes: tuple[int, ...] | None = None
+
+    def __new__(
+        cls, batches: Iterable[Any] = (), sizes: Sequence[int] | None = None
+    ) -> MicrobatchList:
+        return super().__new__(cls if sizes is None else _with_sizes(tuple(sizes)))
+
+    def __init__(self, batches: Iterable[Any] = (), sizes: Sequence[int] | None = None) -> None:
         super().__init__(batches)
-        self.sizes = None if sizes is None else tuple(sizes)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return MicrobatchList, (list(self), self.sizes)
 
     def map(self, function: Callable[[Any], Any]) -> MicrobatchList:
         """Returns a list of ``function(batch)`` for each batch, with the same sizes."""
         return MicrobatchList([function(batch) for batch in self], self.sizes)
+
+
+@cache
+def _with_sizes(sizes: tuple[int, ...]) -> type[MicrobatchList]:
+    return type(MicrobatchList.__name__, (MicrobatchList,), {"sizes": sizes})
 
 
 @dataclass(frozen=True)

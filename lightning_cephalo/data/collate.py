@@ -126,6 +126,14 @@ class RankCollate:
             return MicrobatchList((), ()), BatchLayout()
 
 
+def collating_apart(loader: Any) -> RankCollate | None:
+    """Returns what collates a loader's microbatches apart; None if nothing does."""
+    collate = getattr(loader, "collate_fn", None)
+    own = getattr(collate, "own", collate)  # a stream's collate holds one of its own
+    is_apart = isinstance(own, RankCollate) and own.microbatch_sizes is not None
+    return own if is_apart else None
+
+
 class EmptyFetchDataset(Dataset[Any]):
     """Wraps a dataset whose ``__getitems__`` fails on an empty list, and returns an empty list.
 

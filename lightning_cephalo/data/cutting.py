@@ -86,6 +86,26 @@ class BatchCutter:
         return list(zip(layout.split(batch, sizes), sizes, strict=True))
 
 
+def refuse_plain_lists(batch: Any, spec: Any) -> None:
+    """Raise if a hook has returned a plain list in place of batches that were collated apart.
+
+    Args:
+        batch: What the training loaders yield, all of which collate microbatches apart.
+        spec: How several loaders' batches are nested; None for a single loader.
+
+    Raises:
+        BatchSplitError: The samples of the batches in a list are unknown.
+    """
+    parts = [batch] if spec is None else spec.flatten_up_to(batch)
+    if any(part is not None and not isinstance(part, MicrobatchList) for part in parts):
+        raise BatchSplitError(
+            "A hook that handles batches returned a list of its own, or something else, for the"
+            " list of batches that collate_per_microbatch=True makes. So the samples of each"
+            " microbatch are unknown. In training return batch.map(function), which calls the"
+            " function for each batch and keeps their samples, or change the batches in place."
+        )
+
+
 def _rows_of(batch: Any, layout: BatchLayout) -> int:
     if isinstance(batch, MicrobatchList):
         return sum(count for _, count in _collated_apart(batch, layout))

@@ -1,6 +1,8 @@
 """Cutting a collated batch gives what collating the parts would, or says why it cannot."""
 
+import copy
 import dataclasses
+import pickle
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.fabric.utilities import move_data_to_device
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import default_collate
 
@@ -294,6 +297,23 @@ def test_a_list_of_microbatches_is_its_own_split():
     assert zero_rows(batch) == []
     with pytest.raises(BatchSplitError, match="collated as 2 microbatches, but 3"):
         layout.split(batch, (2, 2, 1))
+
+
+def test_copies_of_a_list_of_microbatches_keep_its_sizes():
+    batch = MicrobatchList([rows(9), rows(4)], (3, 2))
+    moved = move_data_to_device(batch, torch.device("cpu"))
+
+    for copied in (
+        moved,
+        type(moved)(part + 1 for part in moved),
+        copy.copy(batch),
+        copy.deepcopy(batch),
+        pickle.loads(pickle.dumps(moved)),
+    ):
+        assert isinstance(copied, MicrobatchList)
+        assert copied.sizes == (3, 2)
+        assert BatchLayout().batch_size(copied) == 5
+    assert type(moved)([], ()).sizes == ()
 
 
 def test_graph_batches_tell_their_size():

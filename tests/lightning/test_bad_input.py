@@ -453,6 +453,22 @@ class Synchronised(Recorder):
         self.automatic_optimization = False
 
 
+class HooksParameter(Recorder):
+    """Clamps the gradient of a parameter by a hook of the tensor, as is common on one device."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.head.weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+
+
+class HooksLater(Recorder):
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        for block in self.blocks:
+            for parameter in block.parameters():
+                parameter.register_post_accumulate_grad_hook(lambda p: p.grad.zero_())
+
+
 class OwnSync(TorchSyncBatchNorm):
     """A plugin of the user's."""
 
@@ -464,6 +480,12 @@ UNSUPPORTED: dict[str, tuple[type[Recorder], dict[str, Any], tuple[str, ...]]] =
         {"sync_batchnorm": True},
         ("['norm', 'plain'] (2 in all)", "optimizes manually"),
     ),
+    "hook of a parameter": (
+        HooksParameter,
+        {},
+        ("'head.weight' (1 in all)", "on_after_backward()"),
+    ),
+    "hooks in on_train_start": (HooksLater, {}, ("blocks.0", "in all)", "on_after_backward()")),
     "own plugin": (Recorder, {"plugins": OwnSync()}, ("OwnSync", "Trainer(sync_batchnorm=True)")),
 }
 

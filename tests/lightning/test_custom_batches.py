@@ -87,6 +87,13 @@ def ragged(rows: Rows) -> dict[str, Any]:
     }
 
 
+def as_nodes(rows: Rows) -> dict[str, Any]:
+    """As graphs without a class of their own: 1 to 5 nodes for each sample come first."""
+    index, x, y = default_collate(rows)
+    owner = torch.repeat_interleave(torch.arange(len(rows)), 1 + index % 5)
+    return {"nodes": x[owner], "owner": owner, "index": index, "y": y}
+
+
 def without_damaged(rows: Rows) -> Any:
     """Drops samples, here all of rank 1 in the first step of 3:1; None if nothing is left."""
     rows = [row for row in rows if int(row[0]) not in (6, 7, 11)]
@@ -98,6 +105,7 @@ KINDS: dict[str, tuple[Callable[[Rows], Any], dict[str, Any]]] = {
     "named tuple": (named, {}),
     "ragged": (ragged, {}),
     "graphs": (Graphs, {"collate_per_microbatch": True}),
+    "nodes": (as_nodes, {"collate_per_microbatch": True}),
     "sealed": (Sealed, {"split_batch": split}),
     "dropped": (without_damaged, {}),
     "dropped per microbatch": (without_damaged, {"collate_per_microbatch": True}),
@@ -118,6 +126,9 @@ class Custom(Recorder):
             y, names = batch["target"]
             assert names == tuple(f"sample {number}" for number in batch["index"].tolist())
             return batch["index"], batch["x"], y
+        if isinstance(batch, dict) and "nodes" in batch:
+            ends = batch["owner"].bincount().cumsum(0)
+            return batch["index"], batch["nodes"][ends - 1], batch["y"]
         if isinstance(batch, dict):
             x = [row[:3] for row in batch["x"]]
             assert [len(row) for row in batch["x"]] == [3 + n % 3 for n in batch["index"]]
@@ -170,3 +181,54 @@ def refused(folder: Path) -> str:
 def test_what_hides_its_rows_is_refused_with_the_remedies(tmp_path: Path) -> None:
     for message in in_ranks(2, refused, tmp_path):
         assert re.search("Sealed.*collate_per_microbatch.*split_batch", message, re.DOTALL)
+
+
+class OwnLists(Custom):
+    """Makes a list of its own in a hook, or the same by ``map``."""
+
+    maps = False
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch.map(dict) if self.maps else [dict(part) for part in batch]
+
+
+def train_with_lists(folder: Path, plan: str) -> tuple[str, bool]:
+    options = {"start_method": "popen", "collate_per_microbatch": True}
+    messages = []
+    for module in (OwnLists(folder), OwnLists(folder)):
+        module.maps = bool(messages)
+        data = DataLoader(samples(16), batch_size=4, collate_fn=as_nodes)
+        try:
+            make_trainer(plan, options, max_epochs=1).fit(module, data)
+            messages.append("")
+        except BatchSplitError as error:
+            messages.append(str(error))
+    return messages[0], messages[1] == ""
+
+
+def test_a_hook_that_makes_a_list_of_its_own_is_refused_on_every_rank(tmp_path: Path) -> None:
+    for message, maps in in_ranks(2, train_with_lists, tmp_path, "3:1"):
+        assert "collate_per_microbatch=True" in message
+        assert "batch.map(function)" in message
+        assert maps
+
+
+class Evaluated(Custom):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", batch["nodes"].mean(), sync_dist=True, batch_size=len(batch["y"]))
+
+
+def evaluate_graphs(folder: Path, plan: str) -> float:
+    options = {"start_method": "popen", "collate_per_microbatch": True}
+    train, val = (DataLoader(samples(24), batch_size=4, collate_fn=as_nodes) for _ in range(2))
+    fit = make_trainer(plan, options, max_epochs=1)
+    fit.fit(Evaluated(folder), train, val)
+    return float(fit.callback_metrics["val"])
+
+
+def test_samples_that_evaluation_logs_are_believed_without_a_warning(tmp_path: Path) -> None:
+    parts = [as_nodes([samples(24)[i] for i in range(at, at + 4)]) for at in range(0, 24, 4)]
+    wanted = sum(float(part["nodes"].mean()) for part in parts) / len(parts)
+    # warnings are errors here
+    for found in in_ranks(2, evaluate_graphs, tmp_path, "3:1"):
+        assert found == pytest.approx(wanted, rel=1e-5)
