@@ -41,6 +41,7 @@ from lightning_cephalo.adapters import (
 from lightning_cephalo.adapters.attempts import Attempts
 from lightning_cephalo.adapters.batch_search import BatchSearch, batch_size_finders
 from lightning_cephalo.adapters.ending import Ending
+from lightning_cephalo.adapters.hook_logs import HookLogs, mean_over_samples
 from lightning_cephalo.adapters.left_loops import evaluation_loop
 from lightning_cephalo.adapters.logging import StepLog
 from lightning_cephalo.adapters.optimizer import local_update
@@ -306,6 +307,7 @@ class CephaloStrategy(ParallelStrategy):
         self._recovering = Recovering(self._wish)
         self._watch = Watch(trace, record)
         self._skipped_steps = SkippedSteps()
+        self._hook_logs = HookLogs()
         # from setup_environment() until the process ends, or until this rank fails alone on a
         # backend that must be aborted
         self._ranks: Ranks | None = None
@@ -789,6 +791,7 @@ class CephaloStrategy(ParallelStrategy):
             partial(supported.refuse_parameter_hooks, self._module),
         )
         self.session.start_training(self.optimizers)
+        self._hook_logs.watch(self._module.trainer.fit_loop.epoch_loop._results)
         if self._is_trial:
             return
         self._record(is_finished=False)
@@ -1013,6 +1016,7 @@ class CephaloStrategy(ParallelStrategy):
     def on_train_end(self) -> None:
         session, verbose = self.session, self._options.verbose
         executor = session.model.executor
+        self._hook_logs.unwatch(self._module.trainer.fit_loop.epoch_loop._results)
         self._ending.end_training()
         if self._is_trial:
             executor.reshard()
@@ -1150,6 +1154,10 @@ class CephaloStrategy(ParallelStrategy):
         if not tensor.is_floating_point() and str(reduce_op).lower() in ("mean", "avg"):
             tensor = tensor.double()  # Lightning #21859: the mean of integers would be truncated
         sent = tensor if communicates(tensor, group) else tensor.cpu()
+        samples = self._hook_logs.samples
+        if samples is not None and str(reduce_op).lower() in ("mean", "avg"):
+            sum_up = partial(_sync_ddp_if_available, group=group, reduce_op="sum")
+            return mean_over_samples(sent, samples, sum_up).to(tensor.device)
         return _sync_ddp_if_available(sent, group, reduce_op=reduce_op).to(tensor.device)
 
     @override

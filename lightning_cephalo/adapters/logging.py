@@ -47,6 +47,10 @@ class _Samples(int):
     """A batch size that the user has not given."""
 
 
+def _whole(number: float) -> float:
+    return int(number) if float(number).is_integer() else number
+
+
 @dataclass(frozen=True)
 class _Logged:
     """One call of ``self.log`` in a microbatch."""
@@ -118,6 +122,8 @@ class StepLog:
         self._constants, self._partly, self._is_seen = constants, partly, is_seen
         self._batch_sizes, self._size_of_loader = batch_sizes, size_of_loader
         self._results = results
+        # what watches hooks, and sees values again when no microbatch runs
+        self._outside = None if results is None else results.__dict__.get("update_metrics")
         self._sample_counts = sample_counts
         self._samples = sum(sample_counts)
         self._metrics = metrics
@@ -138,7 +144,11 @@ class StepLog:
 
     def pause(self, microbatch: int) -> None:
         """Stop collecting, as the microbatch has paused or returned."""
-        if self._results is not None:
+        if self._results is None:
+            return
+        if self._outside is not None:
+            self._results.update_metrics = self._outside
+        else:
             self._results.__dict__.pop("update_metrics", None)
 
     def _collect(self, key: str, value: Any, batch_size: int) -> None:
@@ -225,6 +235,10 @@ class StepLog:
         idle = any(not row[2] for row in notes)
         if differ or idle or any(row[1] for row in notes):
             self._share(shown, ranks, samples)
+        if self._results is not None and self._is_seen:
+            # for what hooks log of this batch: samples, or as many as its tokens count for
+            own_weight = sum(weights) if samples and total else float(self._samples)
+            self._results.batch_size = _whole(own_weight / (weight_of_sample or 1.0))
 
     def _look_for_constants(self, key: str, calls: Sequence[_Logged]) -> None:
         meta = self._results[key].meta

@@ -468,6 +468,58 @@ def test_a_microbatch_without_weight_is_left_out_of_means() -> None:
     assert_same_tensors(found_weights, weights, 1e-5)
 
 
+class _LogsInHooks(SomeTokens):
+    """Logs what callbacks do: losses of outputs, and means of the rank's batch."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        mean = batch[0].sum() / max(len(batch[0]), 1)
+        self.log("start", mean, sync_dist=True, on_epoch=True)
+        self.log("start of steps", mean, sync_dist=True)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("norm", self.gain.grad.norm(), sync_dist=True, on_epoch=True)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.log("end", outputs["loss"], sync_dist=True, on_epoch=True)
+        self.log("end of steps", outputs["loss"], sync_dist=True)
+        mean = batch[1].sum() / max(len(batch[1]), 1)
+        self.log("given", mean, sync_dist=True, on_epoch=True, batch_size=len(batch[0]))
+        names = (
+            "start_step",
+            "start of steps",
+            "norm_step",
+            "end_step",
+            "end of steps",
+            "given_step",
+        )
+        self.steps_seen.append({name: self._logged(name) for name in names})
+
+    def on_train_epoch_end(self) -> None:
+        names = ("start_epoch", "norm_epoch", "end_epoch", "given_epoch")
+        self.steps_seen.append({name: self._logged(name) for name in names})
+
+    def _logged(self, name: str) -> float:
+        return float(self.trainer.callback_metrics[name])
+
+
+def _logged_in_hooks(plan: str | None) -> list[dict[str, float]]:
+    model = _LogsInHooks()
+    model.steps_seen = []
+    trainer(plan, max_epochs=2).fit(
+        model, DataLoader(dataset(30), batch_size=8), DataLoader(dataset(8), batch_size=8)
+    )
+    return model.steps_seen
+
+
+@pytest.mark.parametrize("plan", ["3:1", "no data", pytest.param("three", marks=pytest.mark.slow)])
+def test_what_hooks_log_is_the_mean_of_the_global_batch(plan: str) -> None:
+    wanted, found = by_plan(None, _logged_in_hooks), by_plan(plan, _logged_in_hooks)
+    for step, (own, of_one) in enumerate(zip(found, wanted, strict=True)):
+        assert own == pytest.approx(of_one, rel=1e-5, abs=1e-6), step
+
+
 def test_samples_are_found_where_the_collection_is_private(tmp_path: Path) -> None:
     """Fails when Lightning changes what adapters/logging.py leans on."""
     from lightning.pytorch.trainer.connectors.logger_connector.result import (
