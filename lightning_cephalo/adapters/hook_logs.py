@@ -53,7 +53,7 @@ class HookLogs:
             batch_size = evaluation_samples(results.batch)
         self.samples = float(batch_size) if is_of_step else None
         if is_averaged and meta.sync.should and not batch_size:
-            value = torch.zeros_like(value)  # counts nothing, also if it is a mean over nothing: NaN
+            value = torch.zeros_like(value)  # a mean over nothing may be NaN, and counts nothing
         try:
             type(results).update_metrics(results, key, value, batch_size)
         finally:
