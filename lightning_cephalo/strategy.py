@@ -1102,6 +1102,16 @@ class CephaloStrategy(ParallelStrategy):
     @override
     def on_validation_start(self) -> None:
         self._tried(self._ending.begin_validation)
+        self._warn_of_combined_evaluation()
+
+    @override
+    def on_test_start(self) -> None:
+        self._warn_of_combined_evaluation()
+
+    def _warn_of_combined_evaluation(self) -> None:
+        if self._samplers.deals and self.world_size > 1:
+            loop = evaluation_loop(self._module.trainer)
+            supported.warn_of_combined_evaluation(loop._combined_loader)
 
     @override
     def on_validation_end(self) -> None:

@@ -20,6 +20,8 @@ from lightning_cephalo.adapters.batch_search import batch_size_finders
 from lightning_cephalo.adapters.compiled_step import is_compiled, step_before_compiling
 from lightning_cephalo.adapters.sparse_gradients import takes_sparse_gradients
 from lightning_cephalo.common.errors import PlanError, UnsupportedError
+from lightning_cephalo.data.containers import known_length
+from lightning_cephalo.data.reading import original_of
 from lightning_cephalo.plan import Plan
 from lightning_cephalo.ranks import launch
 from lightning_cephalo.sharding.placement import Rows
@@ -110,6 +112,28 @@ def warn_of_throughput(callbacks: Sequence[Any], plan: Plan) -> None:
             " length_fn and flops_per_batch likewise.",
             category=UserWarning,
         )
+
+
+def warn_of_combined_evaluation(loader: Any) -> None:
+    """Warn if an evaluation leaves samples out, or repeats some, by the length of a rank's part.
+
+    Args:
+        loader: Lightning's CombinedLoader of the evaluation that begins.
+    """
+    mode = loader._mode
+    if mode not in ("min_size", "max_size_cycle"):
+        return
+    lengths = [known_length(original_of(each)) for each in loader.flattened]
+    if len(lengths) < 2 or (None not in lengths and len(set(lengths)) == 1):
+        return
+    ends = "ends with the shortest" if mode == "min_size" else "repeats the shorter ones"
+    rank_zero_warn(
+        "The dataloaders of this evaluation have different lengths, and"
+        f" CombinedLoader(..., {mode!r}) {ends}. Each rank does so with its own part, so that other"
+        " samples count than on one device. Use the mode 'sequential' or 'max_size', which take"
+        " every sample once.",
+        category=UserWarning,
+    )
 
 
 def refuse_unsupported(trainer: Trainer, module: LightningModule) -> None:

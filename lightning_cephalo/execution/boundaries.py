@@ -341,9 +341,10 @@ class Boundaries:
         if any(leaf._leaf_of_unit[0] is not self.owner for leaf in leaves):
             raise UnitUseError(
                 "The loss depends on a tensor of another microbatch, which a hook has put into a"
-                " list or object that microbatches share. They take turns at units. Let"
-                " training_step make the list, and hand it to hooks by a contextvars.ContextVar, of"
-                " which each microbatch has its own."
+                " list, dict or object that microbatches share. They take turns at units. Let the"
+                " hook assign a new container to an attribute of a module: `self.features ="
+                " {**self.features, name: output}`. Or let training_step make the list, and hand it"
+                " to hooks by a contextvars.ContextVar, of which each microbatch has its own."
             )
 
     def _refuse_uses_of_values(self, nodes: set[Any]) -> None:

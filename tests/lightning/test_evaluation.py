@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torchmetrics
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.utilities import CombinedLoader
 from plans import PLANS
 from recording import (
     Record,
@@ -17,11 +20,13 @@ from recording import (
     assert_same_weights,
     batch_size,
     loader,
+    make_trainer,
     run,
     samples,
 )
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
+from warm_ranks import in_ranks
 
 
 class Evaluated(Recorder):
@@ -359,3 +364,42 @@ def test_the_batch_of_a_step_is_a_slice_of_the_global_one(tmp_path: Path) -> Non
         [[3, 4, 5], [12, 13, 14], [19]],
         [[6, 7, 8], [15, 16, 17]],
     ]
+
+
+class Parts(LightningModule):
+    """Logs the mean index of the samples of several dataloaders together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        rows = torch.cat([part[0] for part in batch if part is not None]).float()
+        self.log("mean", rows.mean(), sync_dist=True, batch_size=len(rows))
+
+    test_step = validation_step
+
+
+def evaluate_combined(plan: str | None, stage: str, mode: str, counts: tuple[int, int]) -> Any:
+    size = 8 if plan is None else 4
+    parts = CombinedLoader([DataLoader(samples(n), batch_size=size) for n in counts], mode)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        options = None if plan is None else {"start_method": "popen"}
+        fit = make_trainer(plan, options)
+        (found,) = getattr(fit, stage)(Parts(), parts, verbose=False)
+    texts = [str(warning.message) for warning in caught]
+    return found["mean"], [text for text in texts if "CombinedLoader" in text]
+
+
+@pytest.mark.parametrize("stage", ["validate", "test"])
+def test_modes_of_combined_loaders_that_count_otherwise_are_named(stage: str) -> None:
+    for mode in ("min_size", "max_size_cycle"):
+        (_, told), (_, other) = in_ranks(2, evaluate_combined, "3:1", stage, mode, (24, 8))
+        assert len(told) == 1 and f"{mode!r}" in told[0] and "'max_size'" in told[0]
+        assert not other
+    for mode, counts in (("min_size", (16, 16)), ("max_size", (24, 8))):
+        wanted, _ = evaluate_combined(None, stage, mode, counts)
+        for found, told in in_ranks(2, evaluate_combined, "3:1", stage, mode, counts):
+            assert found == pytest.approx(wanted)
+            assert not told
