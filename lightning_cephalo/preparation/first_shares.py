@@ -49,7 +49,7 @@ def shares_by_memory(job: Job, gathered_bytes: float, held_bytes: float) -> list
     Args:
         job: The training to run.
         gathered_bytes: Bytes of full units at the peak of a step, on every rank.
-        held_bytes: Bytes of parameters and gradients, over all ranks that hold them together.
+        held_bytes: Bytes that the shares divide, such as those of parameters.
     """
     capacities = [own.device.capacity_bytes for own in job.limits]
     if math.isinf(max(capacities)):

@@ -13,14 +13,15 @@ from lightning_cephalo.ranks import unwritten
 
 
 def end_soon() -> None:
-    """Spare the end of this interpreter what only takes time.
+    """Leave out work at the end of this interpreter that only takes time.
 
-    It looks through all objects for cycles several times, for 1.4 s of a processor with what
-    Lightning has made. Files in cycles would lose what is not written yet. So would objects of the
-    user's that write it when they are deleted: where there are any, the interpreter looks.
+    The interpreter searches all objects for cycles, several times: that is 1.4 s of a processor with
+    what Lightning has made. A file in a cycle would lose text that is not written yet, so files are
+    written here. Objects of the user's may act when they are deleted: where there are any, the
+    interpreter searches.
 
-    Then it runs destructors and handlers of libraries. Those of torch take 0.15 s. A library with
-    files of its own, such as HDF5, may write them there: where there are any, they run.
+    Behind that, destructors and handlers of libraries run. Those of torch take 0.15 s. A library
+    with files of its own, such as HDF5, may write them there: where there are any, they run.
     """
     that_act = unwritten.classes_that_act_at_their_end()
     to_write = unwritten.descriptors_to_write()

@@ -178,7 +178,7 @@ raise SystemExit(7)
 """
 
 
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "on_exit"), reason="glibc has on_exit")
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "on_exit"), reason="only glibc has on_exit")
 def test_a_process_without_destructors_keeps_its_status_and_what_it_has_printed():
     for how, status in (("with", -signal.SIGABRT), ("without", 7)):
         ended = subprocess.run(
