@@ -15,10 +15,10 @@ from lightning_cephalo.ranks import unwritten
 def end_soon() -> None:
     """Leave out work at the end of this interpreter that only takes time.
 
-    The interpreter searches all objects for cycles, several times: that is 1.4 s of a processor with
-    what Lightning has made. A file in a cycle would lose text that is not written yet, so files are
-    written here. Objects of the user's may act when they are deleted: where there are any, the
-    interpreter searches.
+    The interpreter searches all objects for cycles, several times. With what Lightning has made
+    that is 1.4 s of a processor. A file in a cycle would lose text that is not written yet, so
+    files are written here. Objects of the user's may act when they are deleted: where there are
+    any, the interpreter searches.
 
     Behind that, destructors and handlers of libraries run. Those of torch take 0.15 s. A library
     with files of its own, such as HDF5, may write them there: where there are any, they run.
