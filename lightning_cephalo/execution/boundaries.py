@@ -104,6 +104,8 @@ def refusing_freed(outputs: Any) -> Any:
 # cannot pass a cut, and takes as long again; tests/execution/test_boundaries.py calls it.
 _out_of_unit = super(torch.autograd.Function, _OutOfUnit).apply
 
+_run_on_host = torch.autograd.Variable._execution_engine.run_backward
+
 # nodes where the glue's graph ends: parameters and other leaves, and outputs of units
 _OUTPUT = "_OutOfUnitBackward"
 # the backward that needs no values of a parameter
@@ -127,6 +129,43 @@ class _Owner:
             raise gradient_through_units()
 
 
+class _HooksOfEntered(dict[Any, Callable[[Tensor], Any]]):
+    """The hooks of a unit's output that has entered another unit, past which its gradient goes."""
+
+    __slots__ = ("__weakref__",)
+
+    def __setitem__(self, key: Any, hook: Callable[[Tensor], Any]) -> None:
+        raise UnitUseError(
+            "A hook is registered on the output of a unit after another unit was called with it."
+            " It would miss the gradient: call tensor.register_hook() before, where the tensor is"
+            " made, or in a forward hook of the module that returns it."
+        )
+
+
+class _SeenOnce:
+    """Our hook at a tensor that has entered a unit: it refuses what hooks of others would see.
+
+    Args:
+        owner: The microbatch.
+        hooks: All hooks of the tensor.
+    """
+
+    def __init__(self, owner: _Owner, hooks: weakref.ref[dict[Any, Any]]) -> None:
+        self._owner, self._hooks, self._has_seen = owner, hooks, False
+
+    def __call__(self, gradient: Tensor) -> None:
+        """See a part of the tensor's gradient."""
+        self._owner.refuse(gradient)
+        hooks = self._hooks()
+        if self._has_seen and hooks is not None and len(hooks) > 1:
+            raise UnitUseError(
+                "A tensor between units has a hook, and both a unit and other code use it. The hook"
+                " would see its gradient in parts. Give the hook a tensor of its own: in the unit"
+                " that makes it, or `x = x.view_as(x); x.register_hook(...)` for either use."
+            )
+        self._has_seen = True
+
+
 @dataclass(slots=True)
 class _Cut:
     """A user's tensor and the leaf that replaces it.
@@ -136,12 +175,14 @@ class _Cut:
             whether the tensor is there: to keep what it returns, torch's TensorWeakRef would do.
         node: The tensor's ``grad_fn`` when it was cut.
         leaf: The leaf that units receive.
+        is_output: Whether it is also the leaf of a unit's output.
         is_used: Whether a unit was called with the tensor.
     """
 
     source: weakref.ref[Tensor]
     node: Any
     leaf: Tensor
+    is_output: bool = False
     is_used: bool = False
 
 
@@ -210,33 +251,73 @@ class Boundaries:
         self._watched: set[int] = set()
 
     def leaf_of(self, value: Any, position: int, *, is_inside: bool = False) -> Any:
-        """Return the leaf of a unit's argument at this position in the order of visits.
+        """Return the leaf of a unit's argument; see :meth:`to_leaves`."""
+        values = [value]
+        self.to_leaves(values, position, is_inside=is_inside)
+        return values[0]
 
-        Values that need no gradient are returned unchanged.
+    def to_leaves(self, values: list[Any], position: int, *, is_inside: bool = False) -> None:
+        """Replace a unit's arguments by their leaves; those that need no gradient stay.
 
         Args:
-            value: The argument.
-            position: The position.
+            values: The arguments.
+            position: The position of the visit in the order of visits.
             is_inside: Whether a unit's own code is cut there; it may use its parameters.
         """
-        if not isinstance(value, Tensor) or not value.requires_grad:
-            return value
-        cut = self._cuts.get(id(value))
-        if cut is None or cut.source() is not value or cut.node is not value.grad_fn:
-            if not is_inside and self._searches:
-                self.refuse_leaks(value)
-                self._watch_before(value)
-            cut = _Cut(weakref.ref(value), value.grad_fn, _new_leaf(value, None))
-            self._cuts[id(value)] = cut
-            edge = get_gradient_edge(value)
-            self._glue.setdefault(position, []).append(_Glue(edge, cut.leaf))
-        if not cut.is_used:
-            cut.is_used = True
-            self._hooked.append(_add_hook(value, self.owner, self._refuse))
-            if self._lets_go:
-                self._entered.setdefault(position, []).append(cut)
-            self._needed_until[position].append(cut.leaf)
-        return cut.leaf
+        for place, value in enumerate(values):
+            if not isinstance(value, Tensor) or not value.requires_grad:
+                continue
+            cut = self._cuts.get(id(value))
+            if cut is None or cut.source() is not value or cut.node is not value.grad_fn:
+                cut = self._cut_glue(value, position, is_inside=is_inside)
+            if not cut.is_used:
+                hooks = value._backward_hooks
+                if cut.is_output and hooks is None and not value.retains_grad:
+                    # private, as in torch's register_hook(), whose handle takes as long again
+                    value._backward_hooks = _HooksOfEntered({self.owner: self._refuse})
+                    cut.node._register_hook_dict(value)
+                else:
+                    cut = self._cut_watched(cut, value, position, is_inside=is_inside)
+                cut.is_used = True
+                if self._lets_go:
+                    self._entered.setdefault(position, []).append(cut)
+                self._needed_until[position].append(cut.leaf)
+            values[place] = cut.leaf
+
+    def _cut_watched(self, cut: _Cut, value: Tensor, position: int, *, is_inside: bool) -> _Cut:
+        """Let hooks of a tensor that first enters a unit see its gradient; return its cut.
+
+        Those of an output would miss it: units get the leaf of the output itself.
+        """
+        if cut.is_output:
+            cut = self._cut_glue(value, position, is_inside=is_inside)
+        hooks = value._backward_hooks
+        if hooks is None:
+            hooks = OrderedDict()  # which, unlike a dict, can have weak references
+            value._backward_hooks = hooks
+            if cut.node is not None:
+                cut.node._register_hook_dict(value)
+        refuse: Callable[[Tensor], Any] = self._refuse
+        if not self._several_backwards and cut.node is not None:
+            refuse = _SeenOnce(self.owner, weakref.ref(hooks))
+        if isinstance(hooks, _HooksOfEntered):  # of another microbatch
+            dict.__setitem__(hooks, self.owner, refuse)
+        else:
+            hooks[self.owner] = refuse
+        if cut.node is None:  # it lives on, unlike what the step computes
+            self._hooked.append(hooks)
+        return cut
+
+    def _cut_glue(self, value: Tensor, position: int, *, is_inside: bool) -> _Cut:
+        """Cut the glue's graph at a unit's argument."""
+        if not is_inside and self._searches:
+            self.refuse_leaks(value)
+            self._watch_before(value)
+        leaf = value.detach().requires_grad_()
+        leaf._leaf_of_unit = None  # type: ignore[attr-defined]
+        cut = self._cuts[id(value)] = _Cut(weakref.ref(value), value.grad_fn, leaf)
+        self._glue.setdefault(position, []).append(_Glue(get_gradient_edge(value), leaf))
+        return cut
 
     def _watch_before(self, value: Tensor) -> None:
         """Refuse gradients of the user's code at what a unit's argument was computed from."""
@@ -250,10 +331,11 @@ class Boundaries:
 
     def show(self, output: Tensor, position: int) -> tuple[Tensor, Tensor]:
         """Cut an output of a unit; return its leaf and the glue's stand-in for it."""
-        leaf = _new_leaf(output, (self.owner, position))
+        leaf = output.detach().requires_grad_()
+        # the microbatch, and the position of the visit whose output it is
+        leaf._leaf_of_unit = (self.owner, position)  # type: ignore[attr-defined]
         shown: Tensor = _out_of_unit(leaf, self.owner)
-        cut = _Cut(weakref.ref(shown), shown.grad_fn, leaf)
-        self._cuts[id(shown)] = cut
+        cut = self._cuts[id(shown)] = _Cut(weakref.ref(shown), shown.grad_fn, leaf, True)
         self._shown.append(cut)
         return leaf, shown
 
@@ -263,12 +345,10 @@ class Boundaries:
         An output that entered no unit needs only its gradient. An example is a branch that the
         glue has added to a residual.
         """
-        if not self._shown:
-            return
-        shown, self._shown = self._shown, []
-        for cut in shown:
+        for cut in self._shown:
             if not cut.is_used and cut.source() is None:
                 self._take_memory(cut.leaf)
+        self._shown.clear()
 
     def let_go(self, position: int) -> list[Tensor]:
         """Return leaves that first entered a unit there and that only this microbatch still holds.
@@ -365,12 +445,20 @@ class Boundaries:
         pending = [entry.edge.node for entries in self._glue.values() for entry in entries]
         return bool(pending) and bool(_reachable([loss.grad_fn]) & _reachable(pending))
 
-    def passed(self, position: int) -> None:
-        """Release the values of leaves that first entered a unit there: its backward is done."""
-        if self._several_backwards:  # a later one may need them
-            return
-        for leaf in self._needed_until.pop(position, ()):
-            self._take_memory(leaf)
+    def passed(self, position: int, retain: bool = False) -> None:
+        """Go on behind the backward of a visit, with that of the glue before it.
+
+        Releases the values of leaves that first entered a unit there.
+
+        Args:
+            position: Position of the visit.
+            retain: Whether another backward may pass the same glue again.
+        """
+        if not self._several_backwards:  # else a later one may need the values
+            for leaf in self._needed_until.pop(position, ()):
+                self._take_memory(leaf)
+        if position in self._glue:
+            self.through_glue(position, retain)
 
     def _take_memory(self, leaf: Tensor) -> None:
         """Do as :func:`take_memory`, with one stand-in for all leaves of a shape."""
@@ -456,14 +544,18 @@ def run_backward(
 
     Private API: ``torch.autograd.backward`` also checks shapes and dtypes in Python, which takes as
     long as a small backward. Gradients here are those of leaves that stand for the same tensors.
-    tests/execution/test_boundaries.py compares both.
+    torch's wrapper of the engine hands context variables to the threads of devices; on the CPU the
+    engine runs in this thread. tests/execution/test_boundaries.py compares all of them.
 
     Args:
         roots: Tensors with graphs, or edges of graphs.
         gradients: Their gradients.
         retain: Whether the graphs are used again.
     """
-    _engine_run_backward(
+    run = _engine_run_backward
+    if gradients[0].is_cpu:
+        run = _run_on_host
+    run(
         tuple(roots),
         tuple(gradients),
         retain,
@@ -570,36 +662,6 @@ def has_saved_tensor_hooks() -> bool:
 def is_plain(tensor: Tensor) -> bool:
     """Whether shape and strides locate all values; not the case for nested and sparse tensors."""
     return type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested
-
-
-def _add_hook(
-    tensor: Tensor, key: Any, hook: Callable[[Tensor], Any]
-) -> dict[Any, Callable[[Tensor], Any]]:
-    """Do as ``tensor.register_hook(hook)``; return the tensor's hooks, which hold it by this key.
-
-    Private names: the public function makes a handle, which takes as long as all the rest.
-    """
-    hooks: dict[Any, Callable[[Tensor], Any]] | None = tensor._backward_hooks
-    if hooks is None:
-        hooks = OrderedDict()  # which, unlike a dict, can have weak references: handles of others
-        tensor._backward_hooks = hooks
-        if tensor.grad_fn is not None:
-            tensor.grad_fn._register_hook_dict(tensor)
-    hooks[key] = hook
-    return hooks
-
-
-def _new_leaf(tensor: Tensor, origin: tuple[_Owner, int] | None) -> Tensor:
-    """Return a leaf with the tensor's values.
-
-    Args:
-        tensor: A tensor.
-        origin: The microbatch and the position of the visit whose output it is; None: it is the
-            input of a unit.
-    """
-    leaf = tensor.detach().requires_grad_()
-    leaf._leaf_of_unit = origin  # type: ignore[attr-defined]
-    return leaf
 
 
 def _reachable(roots: Sequence[Any]) -> set[Any]:

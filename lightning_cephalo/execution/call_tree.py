@@ -152,7 +152,7 @@ _call_of = functools.lru_cache(maxsize=256)(CallStructure)
 def flatten_result(result: Any) -> tuple[list[Any], Structure | Single | TupleStructure]:
     """Return the leaves and the structure of a call's result, like :func:`flatten`."""
     if type(result) in _LEAVES:
-        return [result], _SINGLE
+        return [result], SINGLE
     if type(result) is tuple and _are_leaves(result):
         return list(result), TupleStructure(len(result))
     return flatten(result)
@@ -162,7 +162,8 @@ def _are_leaves(values: tuple[Any, ...]) -> bool:
     return _LEAVES.issuperset(map(type, values))
 
 
-_SINGLE = Single()
+SINGLE = Single()
+"""The structure of every single leaf."""
 
 
 def flatten(tree: Any) -> tuple[list[Any], Structure]:

@@ -56,7 +56,6 @@ from lightning_cephalo.execution.visits import (
 )
 from lightning_cephalo.execution.vocabulary.rounds import VocabularyRounds
 from lightning_cephalo.plan.program import (
-    COMPUTE,
     FIRST_LAYERS,
     LAST_LAYERS,
     NONE,
@@ -157,7 +156,7 @@ class Executor:
         self._throttle = Throttle(accelerator)
         self._observers: tuple[Observer, ...] = ()
         self._recompute, self._reshard_after_forward = recompute, True
-        self._total_weight = 1.0
+        self._total_weight = self._whole_batch = 1.0
         self._step = self._new_step((), [])
         self._outcome = ForwardOutcome((), (), 0.0)
         # units that stay gathered from a forward to its backward
@@ -182,10 +181,12 @@ class Executor:
         }
         # those of this rank alone: what fails there is noted
         self._local_handlers: dict[Operation, Callable[[Executor, Instruction], None]] = {
-            Operation.FORWARD: Executor._forward,
-            Operation.LOSS: Executor._loss,
             Operation.OFFLOAD: Executor._offload,
             Operation.FETCH: Executor._fetch,
+        }
+        self._compute_handlers: dict[Operation, Callable[[Executor, Instruction], None]] = {
+            Operation.FORWARD: Executor._forward,
+            Operation.LOSS: Executor._loss,
             Operation.BACKWARD: Executor._backward,
         }
         self._choose_residence()
@@ -226,11 +227,11 @@ class Executor:
             unit.choose_residence(residence)
 
     def expect_weight(self, total: float) -> None:
-        """Set the approximate sum of the weights of the next step's microbatches.
+        """Set the sum of the weights of a whole batch's samples, if each weighs 1.
 
-        Later steps use the sum of the step before. See [Note: weights] in loss_weights.py.
+        Later steps also use the sum of the step before. See [Note: weights] in loss_weights.py.
         """
-        self._total_weight = max(self._total_weight, total)
+        self._total_weight, self._whole_batch = max(self._total_weight, total), float(total)
 
     def forget_order(self) -> None:
         """Forget the order of visits: the next step is traced."""
@@ -377,8 +378,9 @@ class Executor:
             self._replay(visits)
 
     def _new_step(self, calls: Sequence[MicrobatchCall], microbatches: list[Microbatch]) -> Step:
-        scale, readback = loss_scale(self._total_weight), self.accelerator.readback()
-        return Step(calls, microbatches, LossWeights(len(calls), scale, readback))
+        scale = loss_scale(self._total_weight, self._whole_batch)
+        weights = LossWeights(len(calls), scale, self.accelerator.readback())
+        return Step(calls, microbatches, weights)
 
     def inside_units(self) -> frozenset[int]:
         """Return the ids of the gathered parameters of all units but the root."""
@@ -581,7 +583,10 @@ class Executor:
         """Run one instruction."""
         self._now = self.failure.place = instruction
         operation = instruction.operation
-        if operation in COMPUTE and instruction.unit != NONE:
+        handler = self._compute_handlers.get(operation)
+        if handler is None:
+            handler = self._local_handlers.get(operation)
+        elif instruction.unit != NONE:
             unit = self.units[instruction.unit]
             if unit.core.state is not UnitState.GATHERED:
                 self.wait_for(unit)
@@ -591,10 +596,13 @@ class Executor:
                 unit.finish_gather(self._wait, () if is_due else self.hooks.ends)
         for observer in self._observers:
             observer.before(instruction)
-        if operation in self._local_handlers:
-            self.failure.guarded(self._local_handlers[operation], self, instruction)
-        else:
+        if handler is None:
             self._handlers[operation](self, instruction)
+        elif self.failure.error is None:
+            try:  # as in Failure.guarded, without another call for each visit
+                handler(self, instruction)
+            except Exception as error:
+                self.failure.note(error)
         for observer in self._observers:
             observer.after(instruction)
 
@@ -670,12 +678,13 @@ class Executor:
             self._loss(instruction)  # its memory would wait for the end of the order
 
     def _advance(self, index: int) -> None:
-        call, buffers = self._step.calls[index], self.buffers.of_microbatches
-        call.on_resume()
+        microbatch, call = self._step.microbatches[index], self._step.calls[index]
+        buffers = self.buffers.of_microbatches
+        if call.on_resume is not None:
+            call.on_resume()
         if buffers.is_open:
             buffers.resume(index)
         self.state.resume(index)
-        microbatch = self._step.microbatches[index]
         try:
             if self.user_collectives is None:
                 self.hooks.advance(microbatch)
@@ -687,7 +696,8 @@ class Executor:
         if buffers.is_open:
             buffers.pause(index)
         self.state.pause(index)
-        call.on_pause()
+        if call.on_pause is not None:
+            call.on_pause()
 
     def _loss(self, instruction: Instruction) -> None:
         step, index = self._step, instruction.microbatch

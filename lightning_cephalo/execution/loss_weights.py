@@ -3,8 +3,11 @@
 [Note: weights]
 A microbatch's share of the gradient is its weight, divided by the sum of the weights of all ranks.
 That sum is known only behind the forward, in which losses run their backward. So each loss is
-multiplied by its weight and by a power of two, near the inverse of the last step's sum. Gradients
-are then as large as on one device, and overflow no sooner in fp16. Reduces divide by the rest.
+multiplied by its weight and divided by the sum that is expected. With whole batches, gradients are
+then those of one device wherever code sees them: in hooks of tensors, in functions that clip them.
+If the last step's sum was another one (a batch that is smaller, weights that are tokens), a power
+of two brings the expected sum near it: gradients overflow no sooner in fp16, and a run that resumes
+rounds as one that was never stopped. Reduces divide by the rest.
 """
 
 from __future__ import annotations
@@ -17,13 +20,14 @@ from torch import Tensor
 from lightning_cephalo.accelerator.base import Readback
 
 
-def loss_scale(expected_total: float) -> float:
-    """Return the power of two that every loss of a step is multiplied by.
+def loss_scale(last_total: float, whole_batch: float) -> float:
+    """Return the factor of every loss of a step: near the inverse of the sum of its weights.
 
     Args:
-        expected_total: About the sum of the weights of all microbatches.
+        last_total: That sum in the step before.
+        whole_batch: The sum if all batches are whole and each sample weighs 1.
     """
-    return 0.5 ** round(math.log2(max(expected_total, 1e-30)))
+    return float(0.5 ** round(math.log2(max(last_total / whole_batch, 1e-30))) / whole_batch)
 
 
 def checked_weight(weight: float) -> float:
@@ -42,7 +46,7 @@ class LossWeights:
 
     ::
 
-        weights = LossWeights(2, loss_scale(16.0), accelerator.readback())
+        weights = LossWeights(2, loss_scale(12.0, 12.0), accelerator.readback())
         found = weights.weigh(0, loss, 8.0)
         ...
         weights.read()

@@ -40,7 +40,6 @@ from torch.optim import Optimizer
 from lightning_cephalo.common.errors import UnitUseError, UnsupportedError
 from lightning_cephalo.execution.executor import Executor
 from lightning_cephalo.execution.in_turns import Turns
-from lightning_cephalo.execution.loss_weights import loss_scale
 from lightning_cephalo.execution.microbatch import AT_BACKWARD, AT_UPDATE, Microbatch
 from lightning_cephalo.execution.orders import Choice
 from lightning_cephalo.execution.step import ForwardOutcome, MicrobatchCall, Step
@@ -477,8 +476,7 @@ class ManualSteps:
         if any(row[0] for row in said):
             executor.give_up(_DOING)
         total = math.fsum(row[1] for row in said)
-        step.weights.scale = loss_scale(total)
-        step.gradient_scale = 1.0 / (step.weights.scale * total)
+        step.weights.scale, step.gradient_scale = 1.0 / total, 1.0
         step.trainable = tuple(unit.trainable for unit in units)
         step.used, step.with_loss = {}, set()
         visits = [

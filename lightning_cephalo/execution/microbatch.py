@@ -44,7 +44,12 @@ from lightning_cephalo.execution.boundaries import (
     run_backward,
     zeroed_where,
 )
-from lightning_cephalo.execution.call_tree import CallStructure, flatten_call, flatten_result
+from lightning_cephalo.execution.call_tree import (
+    SINGLE,
+    CallStructure,
+    flatten_call,
+    flatten_result,
+)
 from lightning_cephalo.execution.captures import Captures
 from lightning_cephalo.execution.ends_policy import used_elsewhere
 from lightning_cephalo.execution.module_buffers import ModuleBuffers
@@ -210,15 +215,16 @@ class Microbatch:
         """Run the step until it parks at a unit or returns."""
         if self._scheduler_modes is None:
             self._scheduler_modes = ThreadState.capture(self._device_types)
+        step, owner = self._greenlet, self._boundaries.owner
         # with several backwards, manual_step.py refuses gradients through units
-        self._boundaries.owner.runs = self.has_one_backward
+        owner.runs = self.has_one_backward
         try:
-            switched = self._greenlet.switch()
+            switched = step.switch()
         finally:
-            self._boundaries.owner.runs = False
-            if self._greenlet.dead:  # else it has restored them when it parked
+            owner.runs = False
+            if step.dead:  # else it has restored them when it parked
                 self._scheduler_modes.restore()
-        if self._greenlet.dead:
+        if step.dead:
             self.finished, self.result, self.parked = True, switched, None
             self._boundaries.end_forward()
         else:
@@ -368,9 +374,8 @@ class Microbatch:
         records.entered = visit
         try:
             if differentiable:
-                leaf_of = self._boundaries.leaf_of
-                inputs = [leaf_of(value, position) for value in flat]
-                record = records.entered_record = UnitRecord(position, inputs, structure)
+                self._boundaries.to_leaves(flat, position)
+                record = records.entered_record = UnitRecord(position, flat, structure)
                 records.add(record)
                 outputs = self._differentiable(unit, record, forward, modes)
             else:
@@ -389,11 +394,10 @@ class Microbatch:
 
     def _park(self, place: Visit) -> ThreadState:
         """Switch to the scheduler until it resumes this greenlet; return this greenlet's modes."""
-        modes, others = ThreadState.capture(self._device_types), self._scheduler_modes
+        others = self._scheduler_modes
         assert others is not None
-        if modes == others:
-            modes = others  # one object for all visits
-        else:
+        modes = others.now()
+        if modes is not others:
             others.restore()
         if torch.is_inference_mode_enabled():
             # it belongs to the thread too; left on, other microbatches would run in it
@@ -425,16 +429,15 @@ class Microbatch:
             refuse_changed_containers(args, kwargs, record.inputs)
         outputs, output_structure = flatten_result(result)
         if not self._recompute:
-            record.outputs = list(outputs)
+            record.outputs = outputs.copy()
         self._show(record, outputs, 0)
         if self._stored is not None and found is not None:
             has_graph = searches or not self._recompute
-            record.places = self._stored.written(
-                unit, found, has_graph=has_graph, searches=searches
-            )
-            if record.places:
+            places = self._stored.written(unit, found, has_graph=has_graph, searches=searches)
+            if places:
+                record.places = places
                 self._show_stored(record, len(outputs))
-        return output_structure.unflatten(outputs)
+        return outputs[0] if output_structure is SINGLE else output_structure.unflatten(outputs)
 
     def _show(self, record: UnitRecord, outputs: list[Any], start: int) -> None:
         """Replace outputs by stand-ins for leaves; the first has this place among all outputs."""
@@ -570,12 +573,11 @@ class Microbatch:
             is_passed = record.is_passed or self._through_body(record)
             if self._outside is None or (is_passed and not self._retains):
                 self._records[position] = None
-                self._forget(record)  # without gradients the offloaded values were never restored
-        self._boundaries.passed(position)
-        self._boundaries.through_glue(position, self._retains)
+                if record.is_held:
+                    self._forget(record)  # without gradients offloaded values were never restored
+        self._boundaries.passed(position, self._retains)
 
     def _forget(self, record: UnitRecord) -> None:
-        # they refer to the record, and its memory is to go now
         record.captures, record.meetings = (), ()
         for away in record.away:
             assert self._arena is not None
@@ -583,11 +585,11 @@ class Microbatch:
 
     def _through_body(self, record: UnitRecord) -> bool:
         """Run the backward of a visit's body; return whether its outputs had gradients."""
-        gradients = [
-            (index, gradient)
-            for index, leaf in record.output_leaves.items()
-            if (gradient := leaf.grad) is not None
-        ]
+        gradients: list[tuple[int, Tensor]] = []
+        for index, leaf in record.output_leaves.items():
+            gradient = leaf.grad
+            if gradient is not None:
+                gradients.append((index, gradient))
         # a layer of synchronised normalisation has gradients of other microbatches' losses
         if (
             not gradients
@@ -608,20 +610,22 @@ class Microbatch:
     def _from_outputs(self, record: UnitRecord, gradients: Sequence[tuple[int, Tensor]]) -> None:
         is_again = record.outputs is None
         outputs = self._compute_again(record) if record.outputs is None else record.outputs
-        reached = [
-            (output, gradient)
-            for index, gradient in gradients
-            if (output := outputs[index]).requires_grad
-        ]
+        roots: list[Tensor] = []
+        reached: list[Tensor] = []
+        for index, gradient in gradients:
+            output = outputs[index]
+            if output.requires_grad:
+                roots.append(output)
+                reached.append(gradient)
         if is_again and (record.captures or self.captures.seen_again):
-            again = self.captures.reached_again(record)
-            reached += [pair for pair in again if pair[0].requires_grad]
-        if reached:
-            run_backward(
-                *zip(*reached, strict=True),
-                # code before a cut in the unit may share nodes with the code behind it
-                retain=bool(record.meetings or record.captures) or (self._retains and not is_again),
-            )
+            for output, gradient in self.captures.reached_again(record):
+                if output.requires_grad:
+                    roots.append(output)
+                    reached.append(gradient)
+        if roots:
+            # code before a cut in the unit may share nodes with the code behind it
+            shares = bool(record.meetings or record.captures)
+            run_backward(roots, reached, retain=shares or (self._retains and not is_again))
         if not is_again and record.captures:
             self.captures.backward(record)
 
@@ -635,7 +639,8 @@ class Microbatch:
             yield
 
     def _compute_again(self, record: UnitRecord) -> Sequence[Any]:
-        assert record.random is not None and record.modes is not None
+        assert record.random is not None
+        assert record.modes is not None
         assert record.body_again is not None
         for away in record.away:
             assert self._arena is not None
@@ -646,15 +651,16 @@ class Microbatch:
         before = self._backward_modes if self.has_one_backward else self._scheduler_modes
         if before is None:
             before = self._backward_modes = ThreadState.capture(self._device_types)
-        drawn = self._accelerator.random_states()
+        accelerator, random = self._accelerator, record.random
+        drawn = accelerator.random_states()
         args, kwargs = record.structure.unflatten(record.inputs)
         self.attendance.again = iter(record.meetings)
         self.captures.seen_again = []
-        if record.modes != before:
+        if record.modes is not before and record.modes != before:
             record.modes.restore()
         torch.set_autocast_cache_enabled(False)
         torch._C._set_grad_enabled(True)
-        self._accelerator.restore_random_states(record.random)
+        accelerator.restore_random_states(random)
         body, state, stored = record.body_again, self._state, record.stored
         try:
             if state is None or stored is None or not state.is_used:
@@ -662,7 +668,7 @@ class Microbatch:
             with state.replayed(stored):
                 return self._outputs_of(body(*args, **kwargs), record)
         finally:
-            self._accelerator.restore_random_states(drawn)
+            accelerator.restore_random_states(drawn)
             before.restore()
             if record.meetings:  # they have made cuts
                 self._boundaries.end_forward()

@@ -118,10 +118,9 @@ class _Before:
     def of(cls, names: dict[str, Any]) -> _Before:
         return cls(names, dict(names), [*names.values()], names.values())
 
-    @property
-    def is_untouched(self) -> bool:
-        """Whether the module holds the same objects in the same order; in C, for every visit."""
-        return len(self.now) == len(self.in_order) and all(map(is_, self.now, self.in_order))
+    def is_touched(self) -> bool:
+        """Whether the module holds other objects or another order; in C, for every visit."""
+        return len(self.now) != len(self.in_order) or not all(map(is_, self.now, self.in_order))
 
 
 class ModuleState:
@@ -155,6 +154,7 @@ class ModuleState:
         ]
         self._known: dict[tuple[int, str], _Attribute] = {}
         self._before: list[_Before] = []
+        self._looked_at: list[_Before] = []
         self._sizes: tuple[int, ...] = ()
         self._looks_everywhere = True
         self._running = 0
@@ -182,6 +182,7 @@ class ModuleState:
         if self.keeps_start:
             self._undo = UndoneStep(self._places, self._known.values())
         self._before = [_Before.of(names) for names in self._places]
+        self._looked_at = self._before if self._looks_everywhere else self._before[:1]
         self._nothing = [Stored(index, {}) for index in range(len(sizes))]
         self._in_places.begin(self._places, self._paths, len(sizes), exchanges_numbers)
         for attribute in self._known.values():
@@ -212,8 +213,8 @@ class ModuleState:
         """Keep a microbatch's values, and find attributes that it is the first to store."""
         if not self._before:
             return
-        for before in self._before if self._looks_everywhere else self._before[:1]:
-            if not before.is_untouched:
+        for before in self._looked_at:
+            if before.is_touched():
                 self._find(before)
         if self._known:
             for attribute in self._known.values():
@@ -258,7 +259,7 @@ class ModuleState:
         if not self._sizes:
             return
         # one of an inner module may appear in a later step; the next step looks for more
-        late = [self._find(before) for before in self._before if not before.is_untouched]
+        late = [self._find(before) for before in self._before if before.is_touched()]
         for attribute in self._known.values():
             if any(late) and all(value is attribute.first for value in attribute.values):
                 attribute.values = [attribute.read()] * len(self._sizes)
@@ -270,14 +271,14 @@ class ModuleState:
             attribute.versions = _versions(attribute.shown)
             attribute.write(attribute.shown)
         self._looks_everywhere = any(late)
-        self._before = []
+        self._before, self._looked_at = [], []
         self._in_places.finish(self._sizes)
         if self._undo is not None:
             self._undo.finish()
 
     def put_back(self) -> None:
         """Undo what the last step has stored, unless code behind its forward stored it."""
-        self._before = []
+        self._before, self._looked_at = [], []
         if self._undo is not None:
             self._undo.put_back(self._known.values())
 

@@ -35,46 +35,56 @@ def _readers(device_types: tuple[str, ...]) -> tuple[Callable[[], Any], ...]:
     )
 
 
-class ThreadState(tuple[Any, ...]):
+class ThreadState:
     """Modes that torch keeps per thread, not per greenlet.
 
     Microbatches share a thread. Each one must resume with the modes that it had when it parked.
 
-    A flat tuple, since every visit makes one and compares it: whether autograd records; whether
-    autocast caches cast weights; the dtype of new floating-point tensors; whether each attention
-    kernel is allowed (``sdpa_kernel`` around the model); per device type, whether autocast is on,
-    and its dtype; and the device types.
+    Attributes:
+        autocast_cache: Whether autocast caches cast weights.
     """
 
-    __slots__ = ()
+    __slots__ = ("_device_types", "_readers", "_values", "autocast_cache")
+
+    # In order: whether autograd records; whether autocast caches; the dtype of new floating-point
+    # tensors; whether each attention kernel is allowed (`sdpa_kernel` around the model); and for
+    # each device type, whether autocast is on, and its dtype. A list: every visit reads one.
+    def __init__(self, device_types: tuple[str, ...], values: list[Any]) -> None:
+        self._device_types = device_types
+        self._readers = _readers(device_types)
+        self._values = values
+        self.autocast_cache: bool = values[1]
 
     @classmethod
     def capture(cls, device_types: tuple[str, ...]) -> ThreadState:
         """Read the modes of this thread."""
-        modes = [read() for read in _readers(device_types)]
-        modes.append(device_types)
-        return cls(modes)
+        return cls(device_types, [read() for read in _readers(device_types)])
 
-    @property
-    def autocast_cache(self) -> bool:
-        """Whether autocast caches cast weights."""
-        return bool(self[1])
+    def now(self) -> ThreadState:
+        """Read the modes of this thread; return this object if they are the same."""
+        values = [read() for read in self._readers]
+        return self if values == self._values else ThreadState(self._device_types, values)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ThreadState) and self._values == other._values
+
+    __hash__ = None  # type: ignore[assignment]
 
     def restore(self) -> None:
         """Set the modes of this thread."""
         # private: the public function is a context manager, which costs several times as much
-        torch._C._set_grad_enabled(self[0])
-        torch.set_autocast_cache_enabled(self[1])
+        torch._C._set_grad_enabled(self._values[0])
+        torch.set_autocast_cache_enabled(self.autocast_cache)
         # to set the others takes longer than to read them, and few models set any
-        if ThreadState.capture(self[-1]) != self:
+        if [read() for read in self._readers] != self._values:
             self._restore_others()
 
     def _restore_others(self) -> None:
-        _, _, default_dtype, *others, device_types = self
+        _, _, default_dtype, *others = self._values
         autocast = others[_KERNELS:]
-        for place, kind in enumerate(device_types):
+        for place, kind in enumerate(self._device_types):
             torch.set_autocast_enabled(kind, autocast[place])
-            torch.set_autocast_dtype(kind, autocast[place + len(device_types)])
+            torch.set_autocast_dtype(kind, autocast[place + len(self._device_types)])
         if torch.get_default_dtype() != default_dtype:
             torch.set_default_dtype(default_dtype)
         attention = others[:_KERNELS]

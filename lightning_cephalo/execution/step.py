@@ -13,10 +13,6 @@ from lightning_cephalo.execution.microbatch import Microbatch
 from lightning_cephalo.plan.program import WHOLE_ROOT, Ends, Program, Visit
 
 
-def _nothing() -> None:
-    pass
-
-
 @dataclass(frozen=True)
 class MicrobatchCall:
     """The functions with which the executor runs one microbatch.
@@ -27,15 +23,15 @@ class MicrobatchCall:
             the gradient is ``weight / total weight of all ranks``. A weight that is a tensor on the
             device is read when the device has more work to do. None: the step has no loss, and no
             share.
-        on_resume: Called each time before the step resumes.
-        on_pause: Called each time after the step has parked or returned.
+        on_resume: Called each time before the step resumes; None: nothing is.
+        on_pause: Called each time after the step has parked or returned; likewise.
         samples: Number of its samples; 0 if it is unknown.
     """
 
     step: Callable[[], Any]
     weight_of: Callable[[Any], tuple[Tensor, float | Tensor] | None]
-    on_resume: Callable[[], None] = _nothing
-    on_pause: Callable[[], None] = _nothing
+    on_resume: Callable[[], None] | None = None
+    on_pause: Callable[[], None] | None = None
     samples: int = 0
 
 

@@ -75,6 +75,7 @@ class _Watched:
         places: Attributes that may get tensors.
 
     Attributes:
+        has_places: Whether there are such attributes.
         read: Yields what the attributes hold. Kept alive, another value is another object.
         count: Yields the number of each module's attributes.
         counts: What it has yielded at first.
@@ -84,6 +85,7 @@ class _Watched:
         self, modules: list[dict[str, Any]], places: list[tuple[dict[str, Any], str]]
     ) -> None:
         self._modules, self._places = modules, places
+        self.has_places = bool(places)
         self._names = [frozenset(names) for names in modules]
         # no functions of Python's: every visit calls them
         holders, keys = [names for names, _ in places], [name for _, name in places]
@@ -102,6 +104,8 @@ class _Watched:
             found += [(names, name) for names, old in modules for name in names if name not in old]
         return found
 
+
+_NOTHING: list[Any] = []
 
 Before = tuple[_Watched, list[Any]]
 """What a unit finds on its modules. It is complete: others may look before the unit returns."""
@@ -168,7 +172,8 @@ class StoredOutputs:
         of = self._of[unit]
         if searches:
             of.watch_all()
-        return of.watched, [*of.watched.read()]
+        watched = of.watched
+        return watched, [*watched.read()] if watched.has_places else _NOTHING
 
     def written(
         self, unit: int, before: Before, *, has_graph: bool, searches: bool
@@ -183,8 +188,8 @@ class StoredOutputs:
             searches: As before.
         """
         watched, found = before
-        is_same = all(map(is_, watched.read(), found)) and [*watched.count()] == watched.counts
-        if is_same and not searches:
+        is_same = not watched.has_places or all(map(is_, watched.read(), found))
+        if is_same and [*watched.count()] == watched.counts and not searches:
             return ()
         of, fresh = self._of[unit], watched.fresh(found)
         places, known = [], len(of.shown)

@@ -161,7 +161,7 @@ class UnitHooks:
         """Run a microbatch's step until it parks or returns."""
         self.running = microbatch
         found = microbatch.training_modes or self._first_modes
-        if found != self._left:
+        if found is not self._left and found != self._left:
             self._modes.show(found)
         try:
             microbatch.advance()
@@ -276,6 +276,7 @@ class _UnitForward:
         self.buffers = ChangingBuffers(module)
         self.inner = [*module.modules()][1:]
         self._modes = TrainingModes([module, *self.inner])
+        self._first = unit.flats[0].sharded[0]
         # most calls share one
         self._modes_of_all: Modes | None = None
         self._again: Callable[..., Any] | None = None
@@ -315,10 +316,12 @@ class _UnitForward:
             return hooks.call_outside(unit, self.body, args, kwargs)
         if any(self.tables):
             hooks.watch(self.inner)
+        # most units say so with their first parameter
+        trainable = self._first.requires_grad or unit.trainable
         if running.has_one_backward:
-            return running.visit(self._index, unit.trainable, self, args, kwargs)
+            return running.visit(self._index, trainable, self, args, kwargs)
         with running.outside():
-            return running.visit(self._index, unit.trainable, self, args, kwargs)
+            return running.visit(self._index, trainable, self, args, kwargs)
 
     def again(self, modes_of_all: Modes | None) -> Callable[..., Any]:
         """Return the body for calling it later, in the modes that the modules have now.

@@ -9,9 +9,11 @@ from lightning_cephalo.accelerator.cpu import HostReadback
 from lightning_cephalo.execution.loss_weights import LossWeights, loss_scale
 
 
-def test_losses_are_scaled_by_the_power_of_two_nearest_to_the_inverse_of_the_sum():
-    assert [loss_scale(total) for total in (1.0, 16.0, 20.0, 0.25)] == [1.0, 1 / 16, 1 / 16, 4.0]
-    assert loss_scale(0.0) > 1e29  # no sum is known yet
+def test_losses_are_divided_by_the_sum_of_a_whole_batch_and_else_by_one_near_the_last_sum():
+    assert [loss_scale(total, total) for total in (1.0, 12.0, 20.0)] == [1.0, 1 / 12, 1 / 20]
+    # a smaller batch, weights that are tokens: the factor differs by a power of two
+    assert [loss_scale(total, 12.0) for total in (10.0, 5.0, 1200.0)] == [1 / 12, 1 / 6, 1 / 1536]
+    assert loss_scale(0.0, 1.0) > 1e29  # no sum is known yet
 
 
 def test_a_loss_is_multiplied_by_its_weight_the_scale_and_a_gradient_scalers_factor():
