@@ -291,7 +291,7 @@ class Boundaries:
         """
         if cut.is_output:
             cut = self._cut_glue(value, position, is_inside=is_inside)
-        hooks = value._backward_hooks
+        hooks: dict[Any, Callable[[Tensor], Any]] | None = value._backward_hooks
         if hooks is None:
             hooks = OrderedDict()  # which, unlike a dict, can have weak references
             value._backward_hooks = hooks

@@ -132,6 +132,8 @@ def flatten_call(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[Any], Structure | CallStructure]:
     """Return the leaves and the structure of a call's arguments, like :func:`flatten` of both."""
+    if not kwargs and len(args) == 1 and type(args[0]) in _LEAVES:
+        return [args[0]], _ONE
     leaves: list[Any] = [*args, *kwargs.values()] if kwargs else list(args)
     tuples: list[tuple[int, int]] = []
     for place, value in enumerate(leaves):
@@ -147,6 +149,7 @@ def flatten_call(
 
 # the same few calls are made in every visit
 _call_of = functools.lru_cache(maxsize=256)(CallStructure)
+_ONE = _call_of(1, (), ())
 
 
 def flatten_result(result: Any) -> tuple[list[Any], Structure | Single | TupleStructure]:

@@ -573,13 +573,14 @@ class Microbatch:
             is_passed = record.is_passed or self._through_body(record)
             if self._outside is None or (is_passed and not self._retains):
                 self._records[position] = None
-                if record.is_held:
-                    self._forget(record)  # without gradients offloaded values were never restored
+                if record.captures or record.meetings or record.away:
+                    self._forget(record)
         self._boundaries.passed(position, self._retains)
 
     def _forget(self, record: UnitRecord) -> None:
+        # they refer to the record, and its memory is to go now
         record.captures, record.meetings = (), ()
-        for away in record.away:
+        for away in record.away:  # without gradients its values were never restored
             assert self._arena is not None
             self._arena.discard(away)
 

@@ -95,11 +95,6 @@ class UnitRecord:
         return self.input_versions == tuple(map(_version_of, self.tensors))
 
     @property
-    def is_held(self) -> bool:
-        """Whether other objects refer to the record, or hold memory for it."""
-        return bool(self.captures or self.meetings or self.away)
-
-    @property
     def differentiable_inputs(self) -> list[Tensor]:
         """The inputs that need a gradient."""
         return [each for each in self.inputs if isinstance(each, Tensor) and each.requires_grad]
