@@ -14,7 +14,7 @@ the user's tensor no longer exists.
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -237,10 +237,15 @@ class Boundaries:
         self._inside, self._first_layers = inside, first_layers
         self._searches = inside is not None or bool(first_layers)
         self._several_backwards = several_backwards
+        # in other steps nobody asks where a leaf comes from
+        self._names_leaves = self._searches or several_backwards
         self._cuts: dict[int, _Cut] = {}
         self._glue: dict[int, list[_Glue]] = {}
         self._entered: dict[int, list[_Cut]] = {}
-        self._needed_until: defaultdict[int, list[Tensor]] = defaultdict(list)
+        # leaves whose values are needed until the backward of the visit that they entered, with its
+        # position; the backward comes to the last one first
+        self._needed: list[Tensor] = []
+        self._needed_until: list[int] = []
         self._shown: list[_Cut] = []
         self._lets_go = lets_go
         self.owner = _Owner()
@@ -281,7 +286,9 @@ class Boundaries:
                 cut.is_used = True
                 if self._lets_go:
                     self._entered.setdefault(position, []).append(cut)
-                self._needed_until[position].append(cut.leaf)
+                if not self._several_backwards:  # else a later one may need the values
+                    self._needed.append(cut.leaf)
+                    self._needed_until.append(position)
             values[place] = cut.leaf
 
     def _cut_watched(self, cut: _Cut, value: Tensor, position: int, *, is_inside: bool) -> _Cut:
@@ -314,7 +321,8 @@ class Boundaries:
             self.refuse_leaks(value)
             self._watch_before(value)
         leaf = value.detach().requires_grad_()
-        leaf._leaf_of_unit = None  # type: ignore[attr-defined]
+        if self._names_leaves:
+            leaf._leaf_of_unit = None  # type: ignore[attr-defined]
         cut = self._cuts[id(value)] = _Cut(weakref.ref(value), value.grad_fn, leaf)
         self._glue.setdefault(position, []).append(_Glue(get_gradient_edge(value), leaf))
         return cut
@@ -332,8 +340,9 @@ class Boundaries:
     def show(self, output: Tensor, position: int) -> tuple[Tensor, Tensor]:
         """Cut an output of a unit; return its leaf and the glue's stand-in for it."""
         leaf = output.detach().requires_grad_()
-        # the microbatch, and the position of the visit whose output it is
-        leaf._leaf_of_unit = (self.owner, position)  # type: ignore[attr-defined]
+        if self._names_leaves:
+            # the microbatch, and the position of the visit whose output it is
+            leaf._leaf_of_unit = (self.owner, position)  # type: ignore[attr-defined]
         shown: Tensor = _out_of_unit(leaf, self.owner)
         cut = self._cuts[id(shown)] = _Cut(weakref.ref(shown), shown.grad_fn, leaf, True)
         self._shown.append(cut)
@@ -372,6 +381,7 @@ class Boundaries:
         """Drop all cuts and their glue; the backward cannot run any more."""
         self.end_forward()
         self._glue.clear()
+        self._needed.clear()
         self._needed_until.clear()
         self._shown.clear()
 
@@ -418,7 +428,8 @@ class Boundaries:
                 " forward hook of a module in the unit, or leave it out of the loss."
             )
         leaves = [node.next_functions[0][0].variable for node in nodes if _is_output(node)]
-        if any(leaf._leaf_of_unit[0] is not self.owner for leaf in leaves):
+        origins = [getattr(leaf, "_leaf_of_unit", None) for leaf in leaves]
+        if any(origin is None or origin[0] is not self.owner for origin in origins):
             raise UnitUseError(
                 "The loss depends on a tensor of another microbatch, which a hook has put into a"
                 " list, dict or object that microbatches share. They take turns at units. Let the"
@@ -454,9 +465,10 @@ class Boundaries:
             position: Position of the visit.
             retain: Whether another backward may pass the same glue again.
         """
-        if not self._several_backwards:  # else a later one may need the values
-            for leaf in self._needed_until.pop(position, ()):
-                self._take_memory(leaf)
+        needed_until = self._needed_until
+        while needed_until and needed_until[-1] >= position:
+            needed_until.pop()
+            self._take_memory(self._needed.pop())
         if position in self._glue:
             self.through_glue(position, retain)
 
