@@ -246,8 +246,9 @@ class Flat:
         # what gathered parameters show between a forward and its backward
         self._held: list[torch.Tensor | None] | None = None
         self._landed: list[torch.Tensor | None] = [None] * len(self.parameters)
-        self._full_bytes = self.full.untyped_storage().nbytes()
-        self.full.untyped_storage().resize_(0)
+        self._own_storage = own_full.untyped_storage()
+        self._full_bytes = self._own_storage.nbytes()
+        self._own_storage.resize_(0)
         self.residence = Residence.OWN
         self._full_buffer: Buffer | None = None
         self._views_in: WeakKeyDictionary[Buffer, _Views] = WeakKeyDictionary()
@@ -435,7 +436,7 @@ class Flat:
             rows = self.shard.view(-1, *self.shapes[0][1:])
             self.rows = rows.detach().to(self.dtype)
             return Pending()
-        if self._full_buffer is None and self.full.untyped_storage().nbytes() == 0:
+        if self._full_buffer is None and self._own_storage.nbytes() == 0:
             self._find_memory()
         # saved tensors of a retained graph point into `full`; refilling it with equal values is
         # sound
@@ -459,7 +460,7 @@ class Flat:
 
     def _find_memory(self) -> None:
         if self.residence is not Residence.POOLED or not self.numel:
-            self.full.untyped_storage().resize_(self._full_bytes)
+            self._own_storage.resize_(self._full_bytes)
             return
         buffers = self.context.buffers
         self._full_buffer = buffer = buffers.take(self._full_bytes, self.context.device)
@@ -500,7 +501,7 @@ class Flat:
     def release(self) -> None:
         """Free the flat's own storage of ``full``; ``full`` must not borrow a pool's memory."""
         assert self._full_buffer is None
-        self.full.untyped_storage().resize_(0)
+        self._own_storage.resize_(0)
 
     def outdate(self) -> None:
         """Let graphs raise that still need the gathered values, which are freed."""
