@@ -64,7 +64,7 @@ def gather_slices(
         return Pending(route.gather(slices or full.split(list(sizes)), group))
     if backend_of(group).runs_on_device:
         offsets = _offsets(sizes)
-        rank = dist.get_rank(group)
+        rank = group.rank()
         own = full[offsets[rank] : offsets[rank + 1]]
         gather = _alias("all_gather_single", "all_gather_into_tensor")
         if len(set(sizes)) == 1:
@@ -209,7 +209,7 @@ def all_gather_rows(
         group: The process group.
     """
     offsets = _offsets(sizes)
-    rank = dist.get_rank(group)
+    rank = group.rank()
     full = local.new_empty((offsets[-1], *local.shape[1:]))
     full[offsets[rank] : offsets[rank + 1]].copy_(local)
     row = full[:1].numel() if offsets[-1] else 0
