@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cephalo.sharding.line import Line
-from lightning_cephalo.sharding.transfers import Transfer
+from lightning_cephalo.sharding.transfers import Transfer, receive, send
 
 # Straight sends have tag 0, and may overtake slices that are still to be passed on.
 _FIRST_TAG = 1
@@ -41,7 +41,7 @@ class ByNode:
 
     def gather(self, slices: Sequence[Tensor], group: dist.ProcessGroup) -> list[Any]:
         """Start to fill all slices but this rank's own; return the handles."""
-        rank = dist.get_rank(group)
+        rank = group.rank()
         role = self._role(rank, [len(part) for part in slices])
         arriving = {
             owner: _receive(slices[owner], owner if relay == rank else relay, owner, group)
@@ -72,7 +72,7 @@ class ByNode:
 
         What a node passes on is rounded to the dtype of the slices.
         """
-        rank, sizes = dist.get_rank(group), [len(part) for part in slices]
+        rank, sizes = group.rank(), [len(part) for part in slices]
         role = self._role(rank, sizes)
         rows = memory.split(list(role.rows))
         own = rows[: len(role.partners)]
@@ -176,8 +176,8 @@ def _role(rank: int, sizes: Sequence[int], nodes: Sequence[int]) -> _Role:
 
 
 def _send(part: Tensor, to: int, owner: int, group: dist.ProcessGroup) -> Transfer:
-    return Transfer(dist.isend(part, group=group, group_dst=to, tag=owner + _FIRST_TAG))
+    return send(part, to, group, owner + _FIRST_TAG)
 
 
 def _receive(part: Tensor, source: int, owner: int, group: dist.ProcessGroup) -> Transfer:
-    return Transfer(dist.irecv(part, group=group, group_src=source, tag=owner + _FIRST_TAG))
+    return receive(part, source, group, owner + _FIRST_TAG)

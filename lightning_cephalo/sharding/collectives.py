@@ -47,6 +47,7 @@ def gather_slices(
     padding: Padding | None = None,
     stage: HostStage | None = None,
     route: Route = _STRAIGHT,
+    slices: Sequence[torch.Tensor] | None = None,
 ) -> Pending:
     """Fill ``full`` with every rank's slice; this rank's own slice is already in place.
 
@@ -57,10 +58,13 @@ def gather_slices(
         padding: Whether nearly equal slices are padded, on backends that gain by it; None: not.
         stage: Moves device tensors over backends that run on the host; None: this call blocks.
         route: The way of slices in host memory.
+        slices: The slices of ``full``, where a caller keeps them; None: they are cut here.
     """
-    offsets = _offsets(sizes)
+    if full.is_cpu:
+        return Pending(route.gather(slices or full.split(list(sizes)), group))
     if backend_of(group).runs_on_device:
-        rank = dist.get_rank(group)
+        offsets = _offsets(sizes)
+        rank = group.rank()
         own = full[offsets[rank] : offsets[rank + 1]]
         gather = _alias("all_gather_single", "all_gather_into_tensor")
         if len(set(sizes)) == 1:
@@ -70,10 +74,8 @@ def gather_slices(
             slots.of(rank)[: sizes[rank]].copy_(own)
             work = gather(slots.whole, slots.of(rank), group=group, async_op=True)
             return Pending([work], lambda: slots.empty_into(full), (full, slots.whole))
-        slices = [full[a:b] for a, b in itertools.pairwise(offsets)]
-        return Pending([dist.all_gather(slices, own, group=group, async_op=True)], tensors=(full,))
-    if full.is_cpu:
-        return Pending(route.gather(full.split(list(sizes)), group))
+        parts = [full[a:b] for a, b in itertools.pairwise(offsets)]
+        return Pending([dist.all_gather(parts, own, group=group, async_op=True)], tensors=(full,))
     if stage is not None:
         return stage.gather(full, sizes, group, route)
     host = full.cpu()
@@ -93,6 +95,7 @@ def reduce_slices(
     padding: Padding | None = None,
     stage: HostStage | None = None,
     route: Route = _STRAIGHT,
+    slices: Sequence[torch.Tensor] | None = None,
 ) -> Pending:
     """Sum ``full`` over the ranks and write ``scale`` times this rank's slice to ``output``.
 
@@ -108,8 +111,9 @@ def reduce_slices(
         padding: As for :func:`gather_slices`.
         stage: As for :func:`gather_slices`.
         route: As for :func:`gather_slices`.
+        slices: As for :func:`gather_slices`.
     """
-    rank = dist.get_rank(group)
+    rank = group.rank()
     own = sizes[rank]
 
     def deliver(total: torch.Tensor) -> None:
@@ -120,6 +124,11 @@ def reduce_slices(
         else:
             torch.mul(total, scale, out=output)
 
+    if full.is_cpu:
+        memory = full.new_empty(route.received_numel(sizes, rank))
+        parts = slices or full.split(list(sizes))
+        works, total_of = route.reduce(parts, memory, group, output.dtype)
+        return Pending(works, (lambda: deliver(total_of())) if own else None, (full,))
     if backend_of(group).runs_on_device:
         reduce = _alias("reduce_scatter_single", "reduce_scatter_tensor")
         slots = None if padding is None else padding.of_reduce(full, sizes)
@@ -137,22 +146,21 @@ def reduce_slices(
         if len(set(sizes)) == 1:
             work = reduce(total, full, op=dist.ReduceOp.SUM, group=group, async_op=True)
         else:
-            parts = list(full.split(list(sizes)))
             work = dist.reduce_scatter(
-                total, parts, op=dist.ReduceOp.SUM, group=group, async_op=True
+                total,
+                list(full.split(list(sizes))),
+                op=dist.ReduceOp.SUM,
+                group=group,
+                async_op=True,
             )
         return Pending([work], lambda: deliver(total), (full, total))
 
-    if not full.is_cpu:
-        if stage is not None:
-            return stage.reduce(full, sizes, group, output.dtype, deliver, route)
-        total = torch.empty_like(output, device="cpu")
-        reduce_slices(full.cpu(), sizes, group, total).wait()
-        deliver(total.to(output.device))
-        return Pending()
-    memory = full.new_empty(route.received_numel(sizes, rank))
-    works, total_of = route.reduce(full.split(list(sizes)), memory, group, output.dtype)
-    return Pending(works, (lambda: deliver(total_of())) if own else None, (full,))
+    if stage is not None:
+        return stage.reduce(full, sizes, group, output.dtype, deliver, route)
+    total = torch.empty_like(output, device="cpu")
+    reduce_slices(full.cpu(), sizes, group, total).wait()
+    deliver(total.to(output.device))
+    return Pending()
 
 
 def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup | None, source: int) -> None:
@@ -201,7 +209,7 @@ def all_gather_rows(
         group: The process group.
     """
     offsets = _offsets(sizes)
-    rank = dist.get_rank(group)
+    rank = group.rank()
     full = local.new_empty((offsets[-1], *local.shape[1:]))
     full[offsets[rank] : offsets[rank + 1]].copy_(local)
     row = full[:1].numel() if offsets[-1] else 0

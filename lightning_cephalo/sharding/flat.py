@@ -143,7 +143,7 @@ class ShardingContext:
         """Number of ranks that hold the state together."""
         return dist.get_world_size(self.gather_group)
 
-    @property
+    @cached_property
     def is_alone(self) -> bool:
         """Whether there are no other ranks."""
         return self.world_size == 1 and self.across is None
@@ -157,6 +157,38 @@ class ShardingContext:
 def master_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the persistent copy: at least fp32 for floating-point parameters."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+@dataclass
+class _Views:
+    """Views of a piece of memory, made once for all steps.
+
+    Attributes:
+        whole: All parameters, end to end.
+        parameters: Each parameter.
+        slices: The rows of the ranks; None before their first use, as torch makes no views of
+            memory that is free.
+    """
+
+    whole: torch.Tensor
+    parameters: list[torch.Tensor]
+    slices: _Slices | None = None
+
+
+@dataclass(frozen=True)
+class _Slices:
+    """Views of a piece of memory by a layout.
+
+    Attributes:
+        whole: All parameters. Its version is its own: graphs that point into the memory stay valid
+            when equal values are written again.
+        own: This rank's slice.
+        of_ranks: Every rank's slice; none where each holds all.
+    """
+
+    whole: torch.Tensor
+    own: torch.Tensor
+    of_ranks: Sequence[torch.Tensor]
 
 
 class Flat:
@@ -198,31 +230,32 @@ class Flat:
             broadcast(master, context.everyone, source=0)
         self._take_slice(master, originals)
 
-        self._own_full = torch.empty(self.numel, dtype=self.dtype, device=context.device)
-        self.full = self._own_full
+        own_full = torch.empty(self.numel, dtype=self.dtype, device=context.device)
         # `.data` gives each parameter a version of its own: it rises only when code writes to it
         self.parameters = [
             _like_parameter(part.view(shape).data, original, GatheredParameter)
             for part, shape, original in zip(
-                self.full.split(self._numels), self.shapes, originals, strict=True
+                own_full.split(self._numels), self.shapes, originals, strict=True
             )
         ]
-        self._own_views = [self._own_full, *(parameter.data for parameter in self.parameters)]
+        self._own_views = _Views(own_full, [parameter.data for parameter in self.parameters])
+        self._views = self._own_views
         self._read_versions = [parameter._version for parameter in self.parameters]
         self._shown_flags = [parameter.requires_grad for parameter in self.parameters]
         self._has_stand_in = [False] * len(self.parameters)
         # what gathered parameters show between a forward and its backward
         self._held: list[torch.Tensor | None] | None = None
         self._landed: list[torch.Tensor | None] = [None] * len(self.parameters)
-        self._full_bytes = self.full.untyped_storage().nbytes()
-        self.full.untyped_storage().resize_(0)
+        self._own_storage = own_full.untyped_storage()
+        self._full_bytes = self._own_storage.nbytes()
+        self._own_storage.resize_(0)
         self.residence = Residence.OWN
         self._full_buffer: Buffer | None = None
-        self._full_views: WeakKeyDictionary[Buffer, list[torch.Tensor]] = WeakKeyDictionary()
+        self._views_in: WeakKeyDictionary[Buffer, _Views] = WeakKeyDictionary()
         self.grad_full: torch.Tensor | None = None
         self._grad_buffer: Buffer | None = None
         self._grad_views: list[torch.Tensor] = []
-        self._grad_views_in: WeakKeyDictionary[Buffer, list[torch.Tensor]] = WeakKeyDictionary()
+        self._grad_views_in: WeakKeyDictionary[Buffer, _Views] = WeakKeyDictionary()
         self._armed_versions: list[int] = []
         self.grad_shard: torch.Tensor | None = None
         self._grad_faces: list[DTensor | None] = []
@@ -316,7 +349,7 @@ class Flat:
             return
         gradients = [sharded.grad for sharded in self.sharded]
         self.forget_gradient()
-        self._forget_faces()
+        self._forget_views()
         group = self.context.gather_group
         with torch.no_grad():
             self.shard = moved(self.shard, old.cuts, layout.cuts, group)
@@ -340,7 +373,7 @@ class Flat:
             layout: The cuts between these ranks, of the same parameters.
         """
         self.forget_gradient()
-        self._forget_faces()
+        self._forget_views()
         with torch.no_grad():
             master = self.master()
             self.context = context
@@ -348,9 +381,11 @@ class Flat:
             self.shard = master[self._start : self._end].clone()
             self._show_shard()
 
-    def _forget_faces(self) -> None:
-        """Forget faces of gradients, which have the old shapes."""
+    def _forget_views(self) -> None:
+        """Forget slices, and faces of gradients, which have the old shapes."""
         self._spent_faces, self._faces_in = {}, WeakKeyDictionary()
+        for views in (self._own_views, *self._views_in.values(), *self._grad_views_in.values()):
+            views.slices = None
 
     def _show_shard(self) -> list[Placement]:
         """Let the sharded parameters show another shard, by the layout; return their rows."""
@@ -372,6 +407,11 @@ class Flat:
             if parameter.requires_grad:
                 return True
         return False
+
+    @property
+    def full(self) -> torch.Tensor:
+        """All parameters in compute dtype; see [Note: the tensors of a flat]."""
+        return self._views.whole
 
     @property
     def is_lent(self) -> bool:
@@ -396,45 +436,55 @@ class Flat:
             rows = self.shard.view(-1, *self.shapes[0][1:])
             self.rows = rows.detach().to(self.dtype)
             return Pending()
-        if self._full_buffer is None and self.full.untyped_storage().nbytes() == 0:
+        if self._full_buffer is None and self._own_storage.nbytes() == 0:
             self._find_memory()
         # saved tensors of a retained graph point into `full`; refilling it with equal values is
-        # sound, and `.data` has a version of its own
-        full = self.full.data
-        full[self._start : self._end].copy_(self.shard)
+        # sound
+        slices = self._slices_of(self._views)
+        slices.own.copy_(self.shard)
         for parameter, sharded in zip(self.parameters, self.sharded, strict=True):
             if parameter.requires_grad != sharded.requires_grad:
                 parameter.requires_grad_(sharded.requires_grad)
         if self.layout is None or self.context.world_size == 1:
             return Pending()
+        context = self.context
         return gather_slices(
-            full,
+            slices.whole,
             self.sizes,
-            self.context.gather_group,
-            self.context.padding,
-            self.context.stage,
-            self.context.routing.route,
+            context.gather_group,
+            context.padding,
+            context.stage,
+            context.routing.route,
+            slices.of_ranks,
         )
 
     def _find_memory(self) -> None:
         if self.residence is not Residence.POOLED or not self.numel:
-            self.full.untyped_storage().resize_(self._full_bytes)
+            self._own_storage.resize_(self._full_bytes)
             return
         buffers = self.context.buffers
         self._full_buffer = buffer = buffers.take(self._full_bytes, self.context.device)
-        views = self._full_views.get(buffer)
+        views = self._views_in.get(buffer)
         if views is None:
-            views = self._full_views[buffer] = self._views(buffer.view(self.numel, self.dtype))
+            memory = buffer.view(self.numel, self.dtype)
+            views = self._views_in[buffer] = _Views(memory, self._cut(memory))
         self._point_to(views)
 
-    def _views(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        """Return a view of all memory, followed by a view of each parameter."""
+    def _cut(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """Return a view of each parameter."""
         parts = zip(memory.split(self._numels), self.shapes, strict=True)
-        return [memory, *(part.view(shape) for part, shape in parts)]
+        return [part.view(shape) for part, shape in parts]
 
-    def _point_to(self, views: Sequence[torch.Tensor]) -> None:
-        self.full = views[0]
-        for parameter, view in zip(self.parameters, views[1:], strict=True):
+    def _slices_of(self, views: _Views) -> _Slices:
+        if views.slices is None:
+            whole = views.whole.data
+            of_ranks = () if self.layout is None else whole.split(list(self.sizes))
+            views.slices = _Slices(whole, whole[self._start : self._end], of_ranks)
+        return views.slices
+
+    def _point_to(self, views: _Views) -> None:
+        self._views = views
+        for parameter, view in zip(self.parameters, views.parameters, strict=True):
             point_to(parameter, view)
 
     def free(self) -> None:
@@ -451,7 +501,7 @@ class Flat:
     def release(self) -> None:
         """Free the flat's own storage of ``full``; ``full`` must not borrow a pool's memory."""
         assert self._full_buffer is None
-        self.full.untyped_storage().resize_(0)
+        self._own_storage.resize_(0)
 
     def outdate(self) -> None:
         """Let graphs raise that still need the gathered values, which are freed."""
@@ -674,11 +724,12 @@ class Flat:
             return
         views = self._grad_views_in.get(buffer)
         if views is None:
-            whole, *parts = self._views(buffer.view(self.numel, dtype))
+            memory = buffer.view(self.numel, dtype)
             # `.data` gives each view a version counter of its own, which rises only when a
             # gradient lands: this finds unused parameters without a hook
-            views = self._grad_views_in[buffer] = [whole, *(part.data for part in parts)]
-        self.grad_full, self._grad_views = views[0], views[1:]
+            views = _Views(memory, [part.data for part in self._cut(memory)])
+            self._grad_views_in[buffer] = views
+        self.grad_full, self._grad_views = views.whole, views.parameters
         self.grad_full.zero_()
         self._armed_versions = [view._version for view in self._grad_views]
         for parameter, view in zip(self.parameters, self._grad_views, strict=True):
@@ -729,8 +780,8 @@ class Flat:
             in_place: Whether the sum may stay in the memory of ``grad_full``, which is given back
                 with it, where there are no such gradients; see [Note: gradients in place].
         """
-        assert self.grad_full is not None
-        rounding = self.context.rounding
+        assert self.grad_full is not None and self._grad_buffer is not None
+        context, rounding = self.context, self.context.rounding
         for parameter in self.parameters:
             parameter.grad = None
         accumulate = any(parameter.grad is not None for parameter in self.sharded)
@@ -739,23 +790,28 @@ class Flat:
             self.grad_shard = self._gradient_memory(in_place and not is_apart)
         if accumulate:
             self._keep_only_held_gradients()
-        if self.context.is_alone or self._is_armed_cut:
+        if context.is_alone or self._is_armed_cut:
             pending = Pending()
             self._deliver_local(scale, accumulate)
         elif self.layout is None:
             pending = self._all_reduce(scale, accumulate)
         else:
-            sent = self.grad_full if rounding is None else rounding.rounded(self.grad_full, scale)
+            sent, slices = self.grad_full, None
+            if rounding is None:
+                slices = self._slices_of(self._grad_views_in[self._grad_buffer]).of_ranks
+            else:
+                sent = rounding.rounded(sent, scale)
             pending = reduce_slices(
                 sent,
                 self.sizes,
-                self.context.reduce_group,
+                context.reduce_group,
                 self.grad_shard,
                 scale=scale,
                 accumulate=accumulate,
-                padding=self.context.padding,
-                stage=self.context.stage,
-                route=self._reduce_route or self.context.routing.route,
+                padding=context.padding,
+                stage=context.stage,
+                route=self._reduce_route or context.routing.route,
+                slices=slices,
             )
             if rounding is not None and rounding.is_measured:
                 self._measure(rounding, pending)

@@ -65,7 +65,7 @@ class FlatGroup:
     @property
     def trainable(self) -> bool:
         """Whether any parameter needs a gradient now."""
-        return bool(self._trained)
+        return any(flat.trainable for flat in self.flats)
 
     @property
     def full_bytes(self) -> int:
@@ -133,8 +133,9 @@ class FlatGroup:
 
     def arm(self) -> None:
         """Prepare zeroed gradients of the trainable parameters for accumulation."""
-        for flat in self._trained:
-            flat.arm()
+        for flat in self.flats:
+            if flat.trainable:
+                flat.arm()
 
     def arm_late(self) -> None:
         """Do so when gradients may have landed already, which count."""
@@ -156,7 +157,7 @@ class FlatGroup:
 
     def used(self) -> list[bool]:
         """Per trainable flat and parameter, whether a gradient has landed on this rank."""
-        return [used for flat in self._trained for used in flat.used()]
+        return [used for flat in self.flats if flat.trainable for used in flat.used()]
 
     def start_reduce(self, scale: float, *, in_place: bool = False) -> None:
         """Begin to sum the gradients over the ranks; see ``Flat.reduce``."""
@@ -178,7 +179,8 @@ class FlatGroup:
     def publish(self, used: Sequence[bool]) -> None:
         """Set ``.grad`` where any rank used the parameter; flags in the order of :meth:`used`."""
         start = 0
-        for flat in self._trained:
-            end = start + len(flat.sharded)
-            flat.publish(used[start:end])
-            start = end
+        for flat in self.flats:
+            if flat.trainable:
+                end = start + len(flat.sharded)
+                flat.publish(used[start:end])
+                start = end

@@ -55,7 +55,7 @@ class Straight:
 
     def gather(self, slices: Sequence[Tensor], group: dist.ProcessGroup) -> list[Any]:
         """See :meth:`Route.gather`."""
-        return exchange([slices[dist.get_rank(group)]] * len(slices), slices, group)
+        return exchange([slices[group.rank()]] * len(slices), slices, group)
 
     def reduce(
         self,
@@ -65,17 +65,17 @@ class Straight:
         dtype: torch.dtype,
     ) -> tuple[list[Any], Callable[[], Tensor]]:
         """See :meth:`Route.reduce`; the sum is in rank order."""
-        rank = dist.get_rank(group)
-        rows = memory.view(len(slices), slices[rank].numel())
-        rows[rank].copy_(slices[rank])
-        return exchange(slices, rows.unbind(), group), lambda: _sum_of_rows(rows, dtype)
+        own = slices[group.rank()]
+        rows = memory.view(len(slices), own.numel()).unbind()
+        rows[group.rank()].copy_(own)
+        return exchange(slices, rows, group), lambda: _sum(rows, dtype)
 
     def received_numel(self, sizes: Sequence[int], rank: int) -> int:
         """See :meth:`Route.received_numel`."""
         return len(sizes) * sizes[rank]
 
 
-def _sum_of_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
+def _sum(rows: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     total = rows[0].to(dtype)
     for row in rows[1:]:
         total.add_(row)
@@ -94,28 +94,36 @@ class Routing:
 
     Attributes:
         nodes: The node of every rank.
-        by_node: Whether slices go by node; may change between steps, on all ranks together. It has
-            no effect where :attr:`has_choice` is False.
         has_choice: Whether going by node differs from the straight way.
+        route: The way that slices take now.
     """
 
     def __init__(self, nodes: Sequence[int], *, on_host: bool = True, groups: int = 1) -> None:
-        self.by_node, self.nodes = False, tuple(nodes)
+        self.nodes = tuple(nodes)
         self.has_choice = on_host and 1 < len(set(nodes)) < len(nodes)
         self._on_host, self._world_size = on_host, len(nodes)
         # a group's own sum, and those of the others
         self._of_groups = groups if groups > 1 else 0
         self._straight, self._by_node = Straight(), ByNode(nodes)
+        self.by_node = False
+
+    @property
+    def by_node(self) -> bool:
+        """Whether slices go by node; may change between steps, on all ranks together.
+
+        It has no effect where :attr:`has_choice` is False.
+        """
+        return self._is_by_node
+
+    @by_node.setter
+    def by_node(self, by_node: bool) -> None:
+        self._is_by_node = by_node
+        self.route: Route = self._by_node if self.goes_by_node else self._straight
 
     @property
     def goes_by_node(self) -> bool:
         """Whether slices go by node."""
-        return self.by_node and self.has_choice
-
-    @property
-    def route(self) -> Route:
-        """The way that slices take now."""
-        return self._by_node if self.goes_by_node else self._straight
+        return self._is_by_node and self.has_choice
 
     @property
     def summands(self) -> int:

@@ -42,7 +42,7 @@ class HostStage:
         self, full: Tensor, sizes: Sequence[int], group: dist.ProcessGroup, route: Route
     ) -> Pending:
         """Fill ``full`` with every rank's slice; see ``gather_slices``."""
-        rank = dist.get_rank(group)
+        rank = group.rank()
         memory, host = self._take(full.numel(), full.dtype)
         slices = host.split(list(sizes))
         copied = self._copies.start(slices[rank], full.split(list(sizes))[rank])
@@ -69,7 +69,7 @@ class HostStage:
         route: Route,
     ) -> Pending:
         """Sum ``full`` over the ranks, and give this rank's slice to ``deliver``, of a dtype."""
-        rank = dist.get_rank(group)
+        rank = group.rank()
         sent, host = self._take(full.numel(), full.dtype)
         received, summands = self._take(route.received_numel(sizes, rank), full.dtype)
         copied = self._copies.start(host, full)

@@ -76,6 +76,19 @@ class Transfer:
         threading.Thread(target=watch, daemon=True).start()
 
 
+# Two methods of groups that dist.isend and dist.irecv call. Those look the default group up several
+# times before, and a unit's step between two ranks has six messages.
+# tests/sharding/test_transfers.py fails when they do anything else.
+def send(part: torch.Tensor, to: int, group: dist.ProcessGroup, tag: int = 0) -> Transfer:
+    """Start to send a real tensor to a rank of a group, by its rank there."""
+    return Transfer(group.send([part], to, tag))
+
+
+def receive(part: torch.Tensor, source: int, group: dist.ProcessGroup, tag: int = 0) -> Transfer:
+    """Start to receive a real tensor from a rank of a group, by its rank there."""
+    return Transfer(group.recv([part], source, tag))
+
+
 def exchange(
     outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], group: dist.ProcessGroup
 ) -> list[Any]:
@@ -85,16 +98,14 @@ def exchange(
     An announcement would otherwise queue behind an outgoing slice. A link would then carry one
     direction after the other: broadcasts in one group did, and took twice the time on slow links.
     """
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    others = [(rank + step) % world_size for step in range(1, world_size)]
-    works = [
-        dist.irecv(incoming[other], group=group, group_src=other)
-        for other in reversed(others)
-        if incoming[other].numel()
-    ]
-    works += [
-        dist.isend(outgoing[other], group=group, group_dst=other)
-        for other in others
-        if outgoing[other].numel()
-    ]
-    return [Transfer(work) for work in works]
+    rank, world_size = group.rank(), group.size()
+    transfers: list[Any] = []
+    for step in range(world_size - 1, 0, -1):
+        other = (rank + step) % world_size
+        if incoming[other].numel():
+            transfers.append(receive(incoming[other], other, group))
+    for step in range(1, world_size):
+        other = (rank + step) % world_size
+        if outgoing[other].numel():
+            transfers.append(send(outgoing[other], other, group))
+    return transfers

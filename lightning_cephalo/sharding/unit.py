@@ -130,9 +130,9 @@ class Unit:
         }
         self.core = self._groups[_CORE]
         self.ends = {end: group for end, group in self._groups.items() if end != _CORE}
-        self._group_of = {
-            id(flat): group for group in self._groups.values() for flat in group.flats
-        }
+        self._all = tuple(self._groups.values())
+        group_of = {id(flat): group for group in self._all for flat in group.flats}
+        self._group_of = [group_of[id(flat)] for flat in self.flats]
         self._shown: Sequence[Sequence[nn.Parameter]] = ()
         self._replaced: list[str] = []
         self._show_gathered()
@@ -217,8 +217,8 @@ class Unit:
         group = None if end is None else self._groups.get(end)
         modules = {
             id(owner.module): owner.module
-            for owners_of, flat in zip(self._owners, self.flats, strict=True)
-            if end is None or self._group_of[id(flat)] is group
+            for owners_of, of in zip(self._owners, self._group_of, strict=True)
+            if end is None or of is group
             for owners in owners_of
             for owner in owners
         }
@@ -240,10 +240,14 @@ class Unit:
         self._shown = parameters_of
 
     def _show_gathered(self) -> None:
-        self._show([f.parameters if self._is_whole(f) else f.sharded for f in self.flats])
-
-    def _is_whole(self, flat: Flat) -> bool:
-        return self._group_of[id(flat)].state is UnitState.GATHERED and not flat.is_cut
+        self._show(
+            [
+                flat.parameters
+                if group.state is UnitState.GATHERED and not flat.is_cut
+                else flat.sharded
+                for flat, group in zip(self.flats, self._group_of, strict=True)
+            ]
+        )
 
     # -- steps with several phases ------------------------------------------------------------
 
@@ -337,7 +341,7 @@ class Unit:
             is_cut: Whether :attr:`cuts` stay cut.
             apart: Ends that stay as they are.
         """
-        if self.state is UnitState.SHARDED:
+        if self.core.state is UnitState.SHARDED:
             self.is_cut = is_cut
             for flat in self.cuts:
                 flat.is_cut = is_cut
@@ -369,13 +373,13 @@ class Unit:
         Args:
             wait: Waits for one handle of a gather that is under way.
         """
-        for group in self._groups.values():
+        for group in self._all:
             group.free(wait)
         self.is_cut = False
 
-    def _beside(self, apart: Collection[int]) -> list[FlatGroup]:
+    def _beside(self, apart: Collection[int]) -> Sequence[FlatGroup]:
         if not apart:
-            return list(self._groups.values())
+            return self._all
         return [group for end, group in self._groups.items() if end not in apart]
 
     def change_fractions(
@@ -468,7 +472,7 @@ class Unit:
         Args:
             wait: Waits for one handle of torch.distributed.
         """
-        for group in self._groups.values():
+        for group in self._all:
             group.wait_reduce(wait)
 
     def drop_gradients(self) -> None:

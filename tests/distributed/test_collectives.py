@@ -131,6 +131,47 @@ def test_gathers_and_reduces_may_be_under_way_together_and_be_waited_for_in_any_
     run_ranks(3, _both_under_way)
 
 
+def _in_a_part_of_the_ranks(rank):
+    """Ranks of a group are not those of the job there."""
+    group = dist.new_group([3, 1])  # torch sorts them
+    if rank not in (1, 3):
+        return
+    own = (1, 3).index(rank)
+    for route in (Straight(), ByNode((0, 1))):
+        full = torch.full((3,), float(rank))
+        gather_slices(full, (2, 1), group, route=route).wait()
+        assert full.tolist() == [1.0, 1.0, 3.0]
+        output = torch.empty((2, 1)[own])
+        reduce_slices(torch.full((3,), float(rank)), (2, 1), group, output, route=route).wait()
+        assert output.tolist() == [4.0] * (2, 1)[own]
+
+
+def test_slices_travel_in_a_group_of_a_part_of_the_ranks():
+    run_ranks(4, _in_a_part_of_the_ranks)
+
+
+def _kept_slices(rank, sizes):
+    """Slices that a caller cuts once serve all of its collectives."""
+    full, summands = torch.empty(sum(sizes)), torch.empty(sum(sizes))
+    slices, sent = full.split(list(sizes)), summands.split(list(sizes))
+    for step in range(3):
+        slices[rank].fill_(rank + step)
+        summands.fill_(1.0 + step)
+        output = torch.empty(sizes[rank])
+        reduce = reduce_slices(summands, sizes, dist.group.WORLD, output, slices=sent)
+        gather_slices(full, sizes, dist.group.WORLD, slices=slices).wait()
+        reduce.wait()
+        assert full.tolist() == [
+            1.0 * owner + step for owner in range(len(sizes)) for _ in range(sizes[owner])
+        ]
+        assert output.tolist() == [len(sizes) * (1.0 + step)] * sizes[rank]
+
+
+@pytest.mark.parametrize("sizes", [(4, 2), (3, 0, 5)], ids=str)
+def test_slices_may_be_cut_once_for_many_collectives(sizes):
+    run_ranks(len(sizes), _kept_slices, sizes)
+
+
 def _rows(rank, sizes):
     for row_shape in ((), (3,), (2, 2), (0,)):
         _rows_of(rank, sizes, row_shape)

@@ -16,6 +16,7 @@ from lightning_cephalo.adapters.optimizer import local_update
 from lightning_cephalo.adapters.rows_of_state import RowsOfState
 from lightning_cephalo.common.errors import RemoteRankError, UnsupportedError
 from lightning_cephalo.ranks.control import ControlGroup
+from lightning_cephalo.sharding.flat import Residence
 from lightning_cephalo.sharding.layout import Divider
 from lightning_cephalo.sharding.placement import as_dtensor, local_part, own_part, rows_of, set_rows
 
@@ -108,6 +109,39 @@ def _move_all(rank):
 
 def test_parameters_and_state_are_bit_for_bit_those_of_one_device_wherever_they_move():
     run_ranks(3, _move_all)
+
+
+def _is_used_between_moves(rank):
+    """Memory that a unit has used before is cut by the new fractions."""
+    single, module = Net(), Net()
+    units = shard(module, SHARES[0])
+    for residence in (Residence.POOLED, Residence.OWN):
+        for shares in SHARES:
+            move(units, shares, [])
+            for unit in units:
+                unit.choose_residence(residence)
+                unit.wait_gather()
+                unit.arm()
+                pairs = zip(unit.named_sharded(), unit.parameter_pairs(), strict=True)
+                for (name, _), (_, gathered) in pairs:
+                    assert torch.equal(gathered, single.get_parameter(name)), (name, shares)
+                    if gathered.requires_grad:
+                        gathered.grad.add_(torch.arange(gathered.numel()).view_as(gathered))
+                used = unit.used()
+                unit.free()
+                unit.start_reduce(0.5)
+                unit.wait_reduce()
+                unit.publish(used)
+                for name, parameter in unit.named_sharded():
+                    if parameter.requires_grad:
+                        wanted = torch.arange(float(parameter.numel())).view(parameter.shape)
+                        assert torch.equal(whole(parameter.grad), 1.5 * wanted), (name, shares)
+                        parameter.grad = None
+                unit.drop_gradients()
+
+
+def test_units_are_gathered_and_reduced_by_the_fractions_of_now():
+    run_ranks(3, _is_used_between_moves)
 
 
 def _keeps_gradients(rank):

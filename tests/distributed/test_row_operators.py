@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_cephalo.common.errors import UnsupportedError
+from lightning_cephalo.sharding import transfers
 from lightning_cephalo.sharding.owners import on_owner
 from lightning_cephalo.sharding.placement import Copies, Rows, as_dtensor, local_part, row_spec
 from lightning_cephalo.sharding.row_operators import RowsView
@@ -161,8 +162,8 @@ def _averages_every_step(rank):
     def forbidden(*args, **kwargs):
         raise AssertionError("it communicates")
 
-    kept = dist.all_reduce, dist.isend, dist.batch_isend_irecv, dist.broadcast
-    dist.all_reduce = dist.isend = dist.batch_isend_irecv = dist.broadcast = forbidden
+    kept = dist.all_reduce, transfers.send, dist.batch_isend_irecv, dist.broadcast
+    dist.all_reduce = transfers.send = dist.batch_isend_irecv = dist.broadcast = forbidden
     values = [parameter.detach() for parameter in module.parameters()]
     for average, value in zip(averages, values, strict=True):
         average.mul_(0.9).add_(value, alpha=0.1)
@@ -175,14 +176,14 @@ def _averages_every_step(rank):
     derived = [(one * 2).double().abs() for one in faces]
     sizes = []
 
-    def counted(tensor, **options):
+    def counted(tensor, *options):
         sizes.append(tensor.numel())
-        return kept[1](tensor, **options)
+        return kept[1](tensor, *options)
 
-    dist.isend = counted
+    transfers.send = counted
     torch._foreach_norm(averages)
     assert set(sizes) == {len(averages)}
-    dist.all_reduce, dist.isend, dist.batch_isend_irecv, dist.broadcast = kept
+    dist.all_reduce, transfers.send, dist.batch_isend_irecv, dist.broadcast = kept
     for one, face in zip(derived, faces, strict=True):
         assert one.placements == face.placements
         torch.testing.assert_close(one.full_tensor(), face.full_tensor().double().abs() * 2)
