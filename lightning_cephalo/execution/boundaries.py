@@ -104,6 +104,7 @@ def refusing_freed(outputs: Any) -> Any:
 # cannot pass a cut, and takes as long again; tests/execution/test_boundaries.py calls it.
 _out_of_unit = super(torch.autograd.Function, _OutOfUnit).apply
 
+_top_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _run_on_host = torch.autograd.Variable._execution_engine.run_backward
 
 # nodes where the glue's graph ends: parameters and other leaves, and outputs of units
@@ -668,7 +669,7 @@ def refuse_saved_tensor_hooks(what: str, other_remedy: str = "") -> None:
 
 def has_saved_tensor_hooks() -> bool:
     """Whether code runs inside of a saved-tensor-hooks context, such as a checkpoint."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return _top_saved_tensor_hooks(True) is not None
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -376,7 +376,8 @@ class Microbatch:
             if differentiable:
                 self._boundaries.to_leaves(flat, position)
                 record = records.entered_record = UnitRecord(position, flat, structure)
-                records.add(record)
+                records.made.append(position)
+                records.append(record)
                 outputs = self._differentiable(unit, record, forward, modes)
             else:
                 records.add(None)

@@ -168,7 +168,7 @@ class UnitHooks:
         finally:
             self.running = None
             modes = self._modes.now()
-            if modes == found:
+            if modes is not found and modes == found:
                 modes = found  # one object: what depends on the modes is made once
             self._left = microbatch.training_modes = modes
 
