@@ -2,6 +2,7 @@
 
     python benchmarks/visits.py [--units 48] [--microbatches 8] [--rounds 15] [--ranks 1 2]
     python benchmarks/visits.py --simulated
+    python benchmarks/visits.py --collector [--rounds 200]
 
 A visit is one microbatch passing one unit once. The forward parks the microbatch, cuts the graph
 and saves tensors for the backward. The backward recomputes, runs the unit's backward and passes the
@@ -12,6 +13,9 @@ are processor times of the rank's thread, and wall times for one rank.
 On a simulated CUDA device (tests/simulated) the kernels that a visit launches are counted, too: the
 host launches them, and a device with small kernels waits for that. What simulates a kernel counts
 as processor time here.
+
+``--collector`` shows what Python's garbage collector takes of a visit, before and after objects
+that live as long as training are frozen. Medians leave it out: most steps have no full collection.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import cProfile
+import gc
 import os
 import pstats
 import statistics
@@ -37,6 +42,7 @@ sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("distributed", "simu
 from harness import make_executor  # noqa: E402
 from launch import run_ranks, torchrun_environments  # noqa: E402
 
+from lightning_cephalo.common.lasting_objects import LastingObjects  # noqa: E402
 from lightning_cephalo.execution.step import MicrobatchCall  # noqa: E402
 
 _VALUES = 8
@@ -148,6 +154,40 @@ def _on_device(
     return min(_timed(time.thread_time, step) for _ in range(steps))
 
 
+def _collections(rank: int, units: int, microbatches: int, rounds: int) -> list[float]:
+    """Return the seconds that the collector takes before objects are frozen, and after."""
+    import lightning.pytorch  # noqa: F401  what a training has loaded
+
+    gc.unfreeze()  # what starts the ranks has frozen all
+    model, lasting = Chain(units), LastingObjects()
+    executor = make_executor(model, [1.0], True)
+    part = torch.ones(_VALUES)
+    calls = [MicrobatchCall(lambda: model(part), lambda loss: (loss, 1.0))] * microbatches
+    taken: list[float] = []
+    started_s = 0.0
+
+    def watch(phase: str, info: dict[str, int]) -> None:
+        nonlocal started_s
+        if phase == "start":
+            started_s = time.perf_counter()
+        else:
+            taken[-1] += time.perf_counter() - started_s
+
+    gc.callbacks.append(watch)
+    for _ in range(2):
+        taken.append(0.0)
+        for _ in range(rounds):
+            executor.forward(calls)
+            executor.backward()
+        taken.append(0.0)  # of the collection here
+        lasting.begin()
+        gc.collect()
+        lasting.between_steps()
+    gc.callbacks.remove(watch)
+    lasting.end()
+    return taken[::2]
+
+
 def _print_simulated(units: int, microbatches: int, rounds: int) -> None:
     import simulated_cuda
     from simulated_server import Server
@@ -187,12 +227,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--profile", action="store_true", help="say which functions it goes to")
+    parser.add_argument("--collector", action="store_true", help="what collecting garbage takes")
     parser.add_argument("--simulated", action="store_true", help="on a simulated CUDA device")
     options = parser.parse_args()
     if options.simulated:
         _print_simulated(options.units, options.microbatches, options.rounds)
         return
     visits = options.units * options.microbatches
+    if options.collector:
+        arguments = (options.units, options.microbatches, options.rounds)
+        (taken,) = run_ranks(1, _collections, *arguments, timeout_s=600)
+        for name, taken_s in zip(("all objects", "frozen ones"), taken, strict=True):
+            taken_us = 1e6 * taken_s / visits / options.rounds
+            print(f"collector, {name:>11}: {taken_us:5.2f} µs a visit")
+        return
     for ranks in options.ranks:
         for recompute in (True, False):
             arguments = (options.units, options.microbatches, options.rounds, recompute)

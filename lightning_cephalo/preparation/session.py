@@ -35,6 +35,7 @@ from lightning_cephalo.adapters.updates import OptimizerUpdates
 from lightning_cephalo.adapters.user_gathers import UserGathers
 from lightning_cephalo.adapters.user_module import SwitchedOffCaches
 from lightning_cephalo.common.errors import TooLittleMemoryError, UnsupportedError
+from lightning_cephalo.common.lasting_objects import LastingObjects
 from lightning_cephalo.common.quantities import format_mib
 from lightning_cephalo.common.texts import printable
 from lightning_cephalo.data import (
@@ -111,6 +112,7 @@ class Session:
         optimizers: The optimizers that hold the model's parameters, once they exist.
         updates: Where the optimizers' updates run.
         memory: Measures this rank's memory, from :meth:`start_training` on.
+        lasting: Keeps the garbage collector away from what lives as long as training.
         predicted_memory: The plan's prediction of every rank's memory.
         notes: Sentences below the plan's table: why it divides the work so.
         measured_copies: What copies of optimizer state take beside other work; may be empty.
@@ -137,6 +139,8 @@ class Session:
             )
         self.job = job
         self._at_end = ExitStack()
+        self.lasting = LastingObjects()
+        self._at_end.callback(self.lasting.end)
         self.control = groups.control
         self.model = ShardedModel(
             module,
@@ -551,6 +555,7 @@ class Session:
     def start_training(self, optimizers: Sequence[Optimizer]) -> None:
         """Measure this rank's memory from now on, its optimizers' included."""
         self.optimizers = list(optimizers)
+        self.lasting.begin()
         self.memory = TrainingMemory(
             self.model, self.optimizers, self.moved, keeps_looks=self.job.options.records_step
         )

@@ -120,6 +120,7 @@ class Training:
             optimizers: All optimizers; the user may have replaced them.
         """
         self._session.optimizers = list(optimizers)
+        self._session.lasting.between_steps()
         self._rounding.between_steps()
         if self.repeated is not None:
             self.repeated.begin_batch()

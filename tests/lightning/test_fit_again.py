@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -130,3 +131,34 @@ def test_a_rank_whose_device_is_broken_leaves_no_rank_in_a_gather():
             trainer("3:1").fit(model, loader(), loader(8))
 
     in_ranks(2, fit)
+
+
+class Collects(Net):
+    """Collects garbage in its first step, as the collector does by itself in long runs."""
+
+    frozen = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 0:
+            gc.collect()
+        type(self).frozen = gc.get_freeze_count()
+        if batch_idx == 2:
+            raise ValueError("a step")
+        return super().training_step(batch, batch_idx)
+
+
+def fit_with_a_full_collection(plan: str, steps: int):
+    gc.unfreeze()  # what starts the ranks of tests has frozen all
+    callbacks = list(gc.callbacks)
+    try:
+        trainer(plan, max_steps=steps).fit(Collects(), loader(), loader(8))
+    except ValueError:
+        assert steps > 2
+    return Collects.frozen, gc.get_freeze_count(), gc.callbacks == callbacks
+
+
+@pytest.mark.parametrize("steps", [2, 3])
+def test_the_collector_walks_all_objects_once_in_training_and_all_behind_it(steps):
+    for frozen, left, is_same in in_ranks(2, fit_with_a_full_collection, "3:1", steps):
+        assert frozen > 1000
+        assert (left, is_same) == (0, True)
