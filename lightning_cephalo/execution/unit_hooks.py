@@ -276,7 +276,6 @@ class _UnitForward:
         self.buffers = ChangingBuffers(module)
         self.inner = [*module.modules()][1:]
         self._modes = TrainingModes([module, *self.inner])
-        self._first = unit.flats[0].sharded[0]
         # most calls share one
         self._modes_of_all: Modes | None = None
         self._again: Callable[..., Any] | None = None
@@ -316,8 +315,7 @@ class _UnitForward:
             return hooks.call_outside(unit, self.body, args, kwargs)
         if any(self.tables):
             hooks.watch(self.inner)
-        # most units say so with their first parameter
-        trainable = self._first.requires_grad or unit.trainable
+        trainable = unit.trainable
         if running.has_one_backward:
             return running.visit(self._index, trainable, self, args, kwargs)
         with running.outside():

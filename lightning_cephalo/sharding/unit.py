@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import replace
-from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -30,8 +29,6 @@ _ALIGNED_NUMEL = 16
 # Of a unit's parameters, a part whose gradients may stay to the end of a backward: to look whether
 # other ranks have used them would let each step wait for the device.
 _LITTLE = 1 / 16
-
-_needs_gradient = attrgetter("requires_grad")
 
 
 class Unit:
@@ -164,7 +161,11 @@ class Unit:
     @property
     def trainable(self) -> bool:
         """Whether any of its parameters needs a gradient now."""
-        return any(map(_needs_gradient, self._sharded))  # in C: every visit asks
+        # a loop, as in a flat: the first parameter answers where none is frozen
+        for parameter in self._sharded:  # noqa: SIM110
+            if parameter.requires_grad:
+                return True
+        return False
 
     @property
     def _whole(self) -> list[Flat]:
