@@ -276,7 +276,8 @@ class _UnitForward:
         self.buffers = ChangingBuffers(module)
         self.inner = [*module.modules()][1:]
         self._modes = TrainingModes([module, *self.inner])
-        self._first = unit.flats[0].sharded[0]
+        # a unit may have no parameters of its own: others hold all that it uses
+        self._first = unit.flats[0].sharded[0] if unit.flats else torch.empty(0)
         # most calls share one
         self._modes_of_all: Modes | None = None
         self._again: Callable[..., Any] | None = None
