@@ -157,8 +157,9 @@ class _SeenOnce:
     def __call__(self, gradient: Tensor) -> None:
         """See a part of the tensor's gradient."""
         self._owner.refuse(gradient)
-        hooks = self._hooks()
-        if self._has_seen and hooks is not None and len(hooks) > 1:
+        # ours are there too, one for each microbatch that uses the tensor
+        hooks = self._hooks() if self._has_seen else None
+        if any(not isinstance(key, _Owner) for key in hooks or ()):
             raise UnitUseError(
                 "A tensor between units has a hook, and both a unit and other code use it. The hook"
                 " would see its gradient in parts. Give the hook a tensor of its own: in the unit"

@@ -38,6 +38,7 @@ class _Notes:
     def __init__(self) -> None:
         self.seen = 0
         self.held: list[Tensor] = []
+        self.shared: Tensor | None = None
 
     def see(self, gradient: Tensor) -> None:
         self.seen += 1
@@ -120,6 +121,13 @@ def _around_views(model: _Blocks, x: Tensor, block: nn.Module) -> Tensor:
     return x - block(own)
 
 
+def _shared(model: _Blocks, x: Tensor, block: nn.Module) -> Tensor:
+    notes = model.notes
+    if notes.shared is None:  # the microbatches behind the first one use its tensor
+        notes.shared = (model.scale * 2.0).unsqueeze(0)
+    return block(x) + block(notes.shared)
+
+
 def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     loss: Tensor = model(batch["x"])
     return loss
@@ -154,7 +162,16 @@ def _of_ranks(rank: int, between: Callable[..., Tensor], recompute: bool) -> tup
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize(
     "between",
-    [_halved, _cut_off, _retained, _by_module, _removed, _of_input, _around_views],
+    [
+        _halved,
+        _cut_off,
+        _retained,
+        _by_module,
+        _removed,
+        _of_input,
+        _around_views,
+        _shared,
+    ],
 )
 def test_hooks_between_units_see_the_gradients_of_one_device(between, recompute):
     for rank, (error, seen) in enumerate(run_ranks(2, _of_ranks, between, recompute)):
