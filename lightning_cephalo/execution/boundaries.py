@@ -130,17 +130,42 @@ class _Owner:
             raise gradient_through_units()
 
 
+def _registered_too_late(call: str) -> UnitUseError:
+    return UnitUseError(
+        "A hook is registered on the output of a unit after another unit was called with it."
+        f" It would miss the gradient: call tensor.{call}() before, where the tensor is"
+        " made, or in a forward hook of the module that returns it."
+    )
+
+
 class _HooksOfEntered(dict[Any, Callable[[Tensor], Any]]):
     """The hooks of a unit's output that has entered another unit, past which its gradient goes."""
 
     __slots__ = ("__weakref__",)
 
     def __setitem__(self, key: Any, hook: Callable[[Tensor], Any]) -> None:
-        raise UnitUseError(
-            "A hook is registered on the output of a unit after another unit was called with it."
-            " It would miss the gradient: call tensor.register_hook() before, where the tensor is"
-            " made, or in a forward hook of the module that returns it."
-        )
+        raise _registered_too_late("register_hook")
+
+
+def refuse_hooks_inside(inputs: Sequence[Any]) -> None:
+    """Raise UnitUseError if the code of a unit has registered a hook on an argument of it.
+
+    One device would show it the gradient of all uses, also those outside of the unit. If the unit
+    is recomputed, the hook would also be called twice.
+
+    Args:
+        inputs: The unit's arguments, with leaves in place of tensors that need a gradient.
+    """
+    for value in inputs:
+        hooks = value._backward_hooks if isinstance(value, Tensor) else None
+        if hooks and any(not isinstance(key, _Owner) for key in hooks):
+            raise UnitUseError(
+                "A unit registers a hook on an argument of its forward. It would not see the whole"
+                " gradient, which other units and code between units may add to. Register it on a"
+                " tensor of the unit's own: `x = x.view_as(x)`, then"
+                " `if x.requires_grad: x.register_hook(...)`, as the unit may run without a graph"
+                " first. Or register it before the unit is called."
+            )
 
 
 class _SeenOnce:
@@ -369,6 +394,15 @@ class Boundaries:
         cuts = self._entered.pop(position, [])
         return [cut.leaf for cut in cuts if cut.source() is None]
 
+    def refuse_late_retains(self) -> None:
+        """Raise UnitUseError for ``retain_grad()`` on an output that had entered a unit."""
+        for cut in self._cuts.values():
+            if not (cut.is_output and cut.is_used):
+                continue
+            value = cut.source()
+            if value is not None and value.retains_grad and value.grad_fn is cut.node:
+                raise _registered_too_late("retain_grad")
+
     def end_forward(self) -> None:
         """Drop the cuts: from now on leaves live as long as the backward needs them."""
         self._cuts.clear()
@@ -520,6 +554,7 @@ class Boundaries:
         Raises:
             UnitUseError: If an earlier backward has passed one of them.
         """
+        self.refuse_late_retains()
         entries = {
             id(entry.leaf): (position, entry.edge.node)
             for position, entries in self._glue.items()

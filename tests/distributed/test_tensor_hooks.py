@@ -109,6 +109,23 @@ def _after_the_call(model: _Blocks, x: Tensor, block: nn.Module) -> Tensor:
     return y
 
 
+def _retained_after_the_call(model: _Blocks, x: Tensor, block: nn.Module) -> Tensor:
+    y = block(x)
+    x.retain_grad()
+    model.notes.held.append(x)
+    return y
+
+
+def _inside(model: _Blocks, x: Tensor, block: nn.Module) -> Tensor:
+    def hook(module: nn.Module, inputs: tuple[Tensor]) -> None:
+        inputs[0].register_hook(lambda gradient: gradient * 0.5)
+
+    handle = block.linear.register_forward_pre_hook(hook)
+    y = block(x)
+    handle.remove()
+    return y
+
+
 def _around(model: _Blocks, x: Tensor, block: nn.Module) -> Tensor:
     x = x * 2.0
     x.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
@@ -182,8 +199,14 @@ def test_hooks_between_units_see_the_gradients_of_one_device(between, recompute)
 
 @pytest.mark.parametrize(
     ("between", "words"),
-    [(_after_the_call, "after another unit was called"), (_around, "in parts")],
+    [
+        (_after_the_call, "after another unit was called"),
+        (_retained_after_the_call, "call tensor.retain_grad"),
+        (_around, "in parts"),
+        (_inside, "on an argument of its forward"),
+    ],
 )
-def test_hooks_that_would_see_less_are_refused_by_name(between, words):
+@pytest.mark.parametrize("recompute", [True, False])
+def test_hooks_that_would_see_less_are_refused_by_name(between, words, recompute):
     with pytest.raises(RankFailure, match=words):
-        run_ranks(2, _of_ranks, between, True)
+        run_ranks(2, _of_ranks, between, recompute)
