@@ -210,3 +210,26 @@ def test_hooks_between_units_see_the_gradients_of_one_device(between, recompute)
 def test_hooks_that_would_see_less_are_refused_by_name(between, words, recompute):
     with pytest.raises(RankFailure, match=words):
         run_ranks(2, _of_ranks, between, recompute)
+
+
+def _behind_a_smaller_batch(rank: int, tokens: float) -> float:
+    torch.manual_seed(3)
+    alone = _Blocks(_cut_off)
+    model = copy.deepcopy(alone)
+    executor = make_executor(model, _ALLOCATION.fractions, recompute=True)
+    executor.expect_weight(batch_size_of(_ALLOCATION))
+    smaller = Allocation(((1,), (1,)), _ALLOCATION.fractions)
+    for allocation in (_ALLOCATION, smaller, _ALLOCATION):
+        alone.zero_grad()
+        model.zero_grad()
+        batch = {"x": torch.randn(batch_size_of(allocation), _WIDTH)}
+        alone(batch["x"]).backward()
+        parts = microbatches_of(batch, allocation, rank)
+        sharded_step(executor, model, _loss, parts, tokens)
+    expected = {name: parameter.grad for name, parameter in alone.named_parameters()}
+    return relative_error(full_gradients(model), expected)
+
+
+@pytest.mark.parametrize("tokens", [1.0, 64.0])  # a power of two: the factor is one
+def test_hooks_see_the_gradients_of_one_device_behind_a_smaller_batch(tokens):
+    assert max(run_ranks(2, _behind_a_smaller_batch, tokens)) < 1e-6
