@@ -120,9 +120,11 @@ class _Owner:
 
     Attributes:
         runs: Whether its user's code is running, and not a backward of this package.
+        backwards: Number of its losses whose backward has begun.
     """
 
     runs: bool = False
+    backwards: int = 0
 
     def refuse(self, gradient: Tensor) -> None:
         """Raise for a gradient that lacks the part through a unit."""
@@ -168,6 +170,9 @@ def refuse_hooks_inside(inputs: Sequence[Any]) -> None:
             )
 
 
+_NEVER = -1  # number of a backward
+
+
 class _SeenOnce:
     """Our hook at a tensor that has entered a unit: it refuses what hooks of others would see.
 
@@ -177,20 +182,20 @@ class _SeenOnce:
     """
 
     def __init__(self, owner: _Owner, hooks: weakref.ref[dict[Any, Any]]) -> None:
-        self._owner, self._hooks, self._has_seen = owner, hooks, False
+        self._owner, self._hooks, self._seen_in = owner, hooks, _NEVER
 
     def __call__(self, gradient: Tensor) -> None:
         """See a part of the tensor's gradient."""
         self._owner.refuse(gradient)
         # ours are there too, one for each microbatch that uses the tensor
-        hooks = self._hooks() if self._has_seen else None
+        hooks = self._hooks() if self._seen_in == self._owner.backwards else None
         if any(not isinstance(key, _Owner) for key in hooks or ()):
             raise UnitUseError(
                 "A tensor between units has a hook, and both a unit and other code use it. The hook"
                 " would see its gradient in parts. Give the hook a tensor of its own: in the unit"
                 " that makes it, or `x = x.view_as(x); x.register_hook(...)` for either use."
             )
-        self._has_seen = True
+        self._seen_in = self._owner.backwards
 
 
 @dataclass(slots=True)
@@ -332,7 +337,7 @@ class Boundaries:
             if cut.node is not None:
                 cut.node._register_hook_dict(value)
         refuse: Callable[[Tensor], Any] = self._refuse
-        if not self._several_backwards and cut.node is not None:
+        if cut.node is not None:
             refuse = _SeenOnce(self.owner, weakref.ref(hooks))
         if isinstance(hooks, _HooksOfEntered):  # of another microbatch
             dict.__setitem__(hooks, self.owner, refuse)

@@ -555,6 +555,7 @@ class Microbatch:
                 " parameters. Is every parameter frozen, or was the loss detached?"
             )
         self._boundaries.refuse_leaks(loss)
+        self._boundaries.owner.backwards += 1
         retain = self._retains or self._boundaries.shares_glue(loss)
         with zeroed_where(loss, without_weight) if without_weight is not None else nullcontext():
             torch.autograd.backward([loss], retain_graph=retain)

@@ -111,6 +111,20 @@ def test_gradients_of_what_entered_a_unit_are_refused_while_code_runs_and_its_ho
             (hidden * 2).sum().backward()
 
 
+def test_hooks_see_one_gradient_in_each_of_several_backwards():
+    boundaries, hidden = Boundaries(several_backwards=True), weight(2.0, 3.0) * 3
+    seen = []
+    hidden.register_hook(seen.append)
+    leaf = boundaries.leaf_of(hidden, 0)
+    for count in (1, 2):
+        boundaries.owner.backwards += 1
+        leaf.grad = torch.ones_like(leaf)
+        boundaries.through_glue(0, retain=True)
+        assert len(seen) == count
+    with pytest.raises(UnitUseError, match="in parts"):
+        hidden.sum().backward()
+
+
 @pytest.mark.parametrize("shares", [False, True])
 def test_the_loss_shares_glue_only_with_what_units_were_called_with(shares):
     boundaries, w = Boundaries(), weight()
