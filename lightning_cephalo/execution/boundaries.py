@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle
+from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.ends_policy import used_elsewhere
@@ -126,6 +126,7 @@ class _Owner:
     runs: bool = False
     backwards: int = 0
 
+    @unserializable_hook  # else torch.save() warns of it, long after the forward
     def refuse(self, gradient: Tensor) -> None:
         """Raise for a gradient that lacks the part through a unit."""
         if self.runs:
@@ -180,6 +181,8 @@ class _SeenOnce:
         owner: The microbatch.
         hooks: All hooks of the tensor.
     """
+
+    __torch_unserializable__ = True  # as of _Owner.refuse
 
     def __init__(self, owner: _Owner, hooks: weakref.ref[dict[Any, Any]]) -> None:
         self._owner, self._hooks, self._seen_in = owner, hooks, _NEVER
