@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle
+from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.ends_policy import used_elsewhere
@@ -120,14 +120,25 @@ class _Owner:
 
     Attributes:
         runs: Whether its user's code is running, and not a backward of this package.
+        backwards: Number of its losses whose backward has begun.
     """
 
     runs: bool = False
+    backwards: int = 0
 
+    @unserializable_hook  # else torch.save() warns of it, long after the forward
     def refuse(self, gradient: Tensor) -> None:
         """Raise for a gradient that lacks the part through a unit."""
         if self.runs:
             raise gradient_through_units()
+
+
+def _registered_too_late(call: str) -> UnitUseError:
+    return UnitUseError(
+        "A hook is registered on the output of a unit after another unit was called with it."
+        f" It would miss the gradient: call tensor.{call}() before, where the tensor is"
+        " made, or in a forward hook of the module that returns it."
+    )
 
 
 class _HooksOfEntered(dict[Any, Callable[[Tensor], Any]]):
@@ -136,11 +147,31 @@ class _HooksOfEntered(dict[Any, Callable[[Tensor], Any]]):
     __slots__ = ("__weakref__",)
 
     def __setitem__(self, key: Any, hook: Callable[[Tensor], Any]) -> None:
-        raise UnitUseError(
-            "A hook is registered on the output of a unit after another unit was called with it."
-            " It would miss the gradient: call tensor.register_hook() before, where the tensor is"
-            " made, or in a forward hook of the module that returns it."
-        )
+        raise _registered_too_late("register_hook")
+
+
+def refuse_hooks_inside(inputs: Sequence[Any]) -> None:
+    """Raise UnitUseError if the code of a unit has registered a hook on an argument of it.
+
+    One device would show it the gradient of all uses, also those outside of the unit. If the unit
+    is recomputed, the hook would also be called twice.
+
+    Args:
+        inputs: The unit's arguments, with leaves in place of tensors that need a gradient.
+    """
+    for value in inputs:
+        hooks = value._backward_hooks if isinstance(value, Tensor) else None
+        if hooks and any(not isinstance(key, _Owner) for key in hooks):
+            raise UnitUseError(
+                "A unit registers a hook on an argument of its forward. It would not see the whole"
+                " gradient, which other units and code between units may add to. Register it on a"
+                " tensor of the unit's own: `x = x.view_as(x)`, then"
+                " `if x.requires_grad: x.register_hook(...)`, as the unit may run without a graph"
+                " first. Or register it before the unit is called."
+            )
+
+
+_NEVER = -1  # number of a backward
 
 
 class _SeenOnce:
@@ -151,20 +182,23 @@ class _SeenOnce:
         hooks: All hooks of the tensor.
     """
 
+    __torch_unserializable__ = True  # as of _Owner.refuse
+
     def __init__(self, owner: _Owner, hooks: weakref.ref[dict[Any, Any]]) -> None:
-        self._owner, self._hooks, self._has_seen = owner, hooks, False
+        self._owner, self._hooks, self._seen_in = owner, hooks, _NEVER
 
     def __call__(self, gradient: Tensor) -> None:
         """See a part of the tensor's gradient."""
         self._owner.refuse(gradient)
-        hooks = self._hooks()
-        if self._has_seen and hooks is not None and len(hooks) > 1:
+        # ours are there too, one for each microbatch that uses the tensor
+        hooks = self._hooks() if self._seen_in == self._owner.backwards else None
+        if any(not isinstance(key, _Owner) for key in hooks or ()):
             raise UnitUseError(
                 "A tensor between units has a hook, and both a unit and other code use it. The hook"
                 " would see its gradient in parts. Give the hook a tensor of its own: in the unit"
                 " that makes it, or `x = x.view_as(x); x.register_hook(...)` for either use."
             )
-        self._has_seen = True
+        self._seen_in = self._owner.backwards
 
 
 @dataclass(slots=True)
@@ -306,7 +340,7 @@ class Boundaries:
             if cut.node is not None:
                 cut.node._register_hook_dict(value)
         refuse: Callable[[Tensor], Any] = self._refuse
-        if not self._several_backwards and cut.node is not None:
+        if cut.node is not None:
             refuse = _SeenOnce(self.owner, weakref.ref(hooks))
         if isinstance(hooks, _HooksOfEntered):  # of another microbatch
             dict.__setitem__(hooks, self.owner, refuse)
@@ -367,6 +401,15 @@ class Boundaries:
         """
         cuts = self._entered.pop(position, [])
         return [cut.leaf for cut in cuts if cut.source() is None]
+
+    def refuse_late_retains(self) -> None:
+        """Raise UnitUseError for ``retain_grad()`` on an output that had entered a unit."""
+        for cut in self._cuts.values():
+            if not (cut.is_output and cut.is_used):
+                continue
+            value = cut.source()
+            if value is not None and value.retains_grad and value.grad_fn is cut.node:
+                raise _registered_too_late("retain_grad")
 
     def end_forward(self) -> None:
         """Drop the cuts: from now on leaves live as long as the backward needs them."""
@@ -519,6 +562,7 @@ class Boundaries:
         Raises:
             UnitUseError: If an earlier backward has passed one of them.
         """
+        self.refuse_late_retains()
         entries = {
             id(entry.leaf): (position, entry.edge.node)
             for position, entries in self._glue.items()

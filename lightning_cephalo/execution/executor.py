@@ -156,7 +156,8 @@ class Executor:
         self._throttle = Throttle(accelerator)
         self._observers: tuple[Observer, ...] = ()
         self._recompute, self._reshard_after_forward = recompute, True
-        self._total_weight = self._whole_batch = 1.0
+        self._total_weight = self._weighed_samples = 1.0  # of the last step
+        self._whole_batch = 0.0  # not known
         self._step = self._new_step((), [])
         self._outcome = ForwardOutcome((), (), 0.0)
         # units that stay gathered from a forward to its backward
@@ -229,9 +230,10 @@ class Executor:
     def expect_weight(self, total: float) -> None:
         """Set the sum of the weights of a whole batch's samples, if each weighs 1.
 
-        Later steps also use the sum of the step before. See [Note: weights] in loss_weights.py.
+        Later steps also use what a sample weighed in the step before. See [Note: weights] in
+        loss_weights.py.
         """
-        self._total_weight, self._whole_batch = max(self._total_weight, total), float(total)
+        self._whole_batch = float(total)
 
     def forget_order(self) -> None:
         """Forget the order of visits: the next step is traced."""
@@ -378,7 +380,9 @@ class Executor:
             self._replay(visits)
 
     def _new_step(self, calls: Sequence[MicrobatchCall], microbatches: list[Microbatch]) -> Step:
-        scale = loss_scale(self._total_weight, self._whole_batch)
+        whole = self._whole_batch
+        samples = (self._weighed_samples or whole) if whole else 1.0
+        scale = loss_scale(self._total_weight / samples, whole or 1.0)
         weights = LossWeights(len(calls), scale, self.accelerator.readback())
         return Step(calls, microbatches, weights)
 
@@ -864,6 +868,7 @@ class Executor:
         with_loss = len(step.with_loss) - step.skipped
         own = [state, math.fsum(step.weights.values), step.written_buffers]
         own += [all(made), with_loss, step.skipped, self.early.is_on, self.state.has_numbers()]
+        own.append(step.samples_with_weight)
         said = self.exchange([*own, *self._note()])
         states = {row[0] for row in said}
         if _FAILED in states:
@@ -879,7 +884,7 @@ class Executor:
             tuple(microbatch.result for microbatch in step.microbatches),
             tuple(step.weights.values),
             total,
-            tuple(tuple(row[8:]) for row in said),
+            tuple(tuple(row[9:]) for row in said),
             losses=tuple(int(row[4]) for row in said),
             skipped=int(sum(row[5] for row in said)),
         )
@@ -892,7 +897,8 @@ class Executor:
         self.combine_buffers([row[2] for row in said], doing)
         if any(row[7] for row in said):
             self.numbers.combine()
-        self._total_weight = total or self._total_weight
+        if total:
+            self._total_weight, self._weighed_samples = total, math.fsum(row[8] for row in said)
         # without a loss, tensors that reach it past the units' outputs cannot be found
         searched = step.checks_leaks and any(outcome.losses)
         changes = self.early.agree(all(row[6] for row in said))

@@ -3,11 +3,12 @@
 [Note: weights]
 A microbatch's share of the gradient is its weight, divided by the sum of the weights of all ranks.
 That sum is known only behind the forward, in which losses run their backward. So each loss is
-multiplied by its weight and divided by the sum that is expected. With whole batches, gradients are
-then those of one device wherever code sees them: in hooks of tensors, in functions that clip them.
-If the last step's sum was another one (a batch that is smaller, weights that are tokens), a power
-of two brings the expected sum near it: gradients overflow no sooner in fp16, and a run that resumes
-rounds as one that was never stopped. Reduces divide by the rest.
+multiplied by its weight and divided by the sum that is expected: of a whole batch. With whole
+batches, gradients are then those of one device wherever code sees them: in hooks of tensors, in
+functions that clip them. If samples weigh other than 1 (weights that are tokens), a power of two
+brings the expected sum near to what a sample weighed in the step before. Gradients then overflow no
+sooner in fp16, and a run that resumes rounds as one that was never stopped. Reduces divide by the
+rest.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from torch import Tensor
 from lightning_cephalo.accelerator.base import Readback
 
 
-def loss_scale(last_total: float, whole_batch: float) -> float:
+def loss_scale(weight_of_sample: float, whole_batch: float) -> float:
     """Return the factor of every loss of a step: near the inverse of the sum of its weights.
 
     Args:
-        last_total: That sum in the step before.
-        whole_batch: The sum if all batches are whole and each sample weighs 1.
+        weight_of_sample: The mean weight of a sample in the step before.
+        whole_batch: The sum if the batch is whole and each sample weighs 1.
     """
-    return float(0.5 ** round(math.log2(max(last_total / whole_batch, 1e-30))) / whole_batch)
+    return float(0.5 ** round(math.log2(max(weight_of_sample, 1e-30))) / whole_batch)
 
 
 def checked_weight(weight: float) -> float:
@@ -46,7 +47,7 @@ class LossWeights:
 
     ::
 
-        weights = LossWeights(2, loss_scale(12.0, 12.0), accelerator.readback())
+        weights = LossWeights(2, loss_scale(1.0, 12.0), accelerator.readback())
         found = weights.weigh(0, loss, 8.0)
         ...
         weights.read()

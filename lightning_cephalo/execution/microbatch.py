@@ -40,6 +40,7 @@ from lightning_cephalo.execution.boundaries import (
     can_have_gradient,
     has_saved_tensor_hooks,
     passed_before,
+    refuse_hooks_inside,
     refuse_saved_tensor_hooks,
     run_backward,
     zeroed_where,
@@ -226,6 +227,7 @@ class Microbatch:
                 self._scheduler_modes.restore()
         if step.dead:
             self.finished, self.result, self.parked = True, switched, None
+            self._boundaries.refuse_late_retains()
             self._boundaries.end_forward()
         else:
             self.parked = switched
@@ -428,6 +430,7 @@ class Microbatch:
             raise
         if not isinstance(record.structure, CallStructure):
             refuse_changed_containers(args, kwargs, record.inputs)
+        refuse_hooks_inside(record.inputs)
         outputs, output_structure = flatten_result(result)
         if not self._recompute:
             record.outputs = outputs.copy()
@@ -552,6 +555,7 @@ class Microbatch:
                 " parameters. Is every parameter frozen, or was the loss detached?"
             )
         self._boundaries.refuse_leaks(loss)
+        self._boundaries.owner.backwards += 1
         retain = self._retains or self._boundaries.shares_glue(loss)
         with zeroed_where(loss, without_weight) if without_weight is not None else nullcontext():
             torch.autograd.backward([loss], retain_graph=retain)

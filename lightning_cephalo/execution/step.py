@@ -102,6 +102,12 @@ class Step:
     goes_on: bool = False
     ends: Ends = WHOLE_ROOT
 
+    @property
+    def samples_with_weight(self) -> int:
+        """Number of samples of this rank's microbatches whose losses have a weight."""
+        pairs = zip(self.calls, self.weights.values, strict=True)
+        return sum(call.samples for call, weight in pairs if weight)
+
     def has_returned(self, visit: int, microbatch: int) -> bool:
         """Whether a microbatch's step has returned and only its loss remains."""
         if not self.microbatches or microbatch in self.with_loss:

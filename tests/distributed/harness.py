@@ -105,17 +105,22 @@ def make_executor(
 
 
 def sharded_step(
-    executor: Executor, model: nn.Module, loss_of: Loss, parts: Sequence[dict[str, Tensor]]
+    executor: Executor,
+    model: nn.Module,
+    loss_of: Loss,
+    parts: Sequence[dict[str, Tensor]],
+    weight_of_sample: float = 1.0,
 ) -> float:
     """One forward and backward; returns this rank's weighted mean loss."""
     calls = []
     for part in parts:
-        weight = float(len(next(iter(part.values()))))
+        samples = len(next(iter(part.values())))
+        weight = weight_of_sample * samples
         calls.append(
             MicrobatchCall(
                 lambda part=part: loss_of(model, part),
                 lambda loss, weight=weight: (loss, weight),
-                samples=int(weight),
+                samples=samples,
             )
         )
     outcome = forward(executor, calls)

@@ -155,3 +155,34 @@ def test_models_of_many_shapes_equal_one_device_with_the_units_that_are_found():
     for of_rank in run_ranks(3, _train):
         assert max(error for _, _, error in of_rank) <= 1e-5
         assert {name: count for name, count, _ in of_rank} == expected
+
+
+class Activation(nn.Module):
+    """Has a block without parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.activation = nn.Linear(WIDTH, WIDTH), nn.Tanh()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation(self.layer(x * self.scale)).square().mean()
+
+
+def _units_without_parameters(rank):
+    torch.manual_seed(2)
+    model = Activation()
+    alone = copy.deepcopy(model)
+    batch = {"x": torch.randn(4, WIDTH)}
+    alone(batch["x"]).backward()
+    expected = {name: parameter.grad for name, parameter in alone.named_parameters()}
+    names = ["layer", "activation"]
+    executor = make_executor(model, ALLOCATION.fractions, recompute=True, unit_names=names)
+    assert not executor.units[2].flats
+    parts = microbatches_of(batch, ALLOCATION, rank)
+    sharded_step(executor, model, lambda net, part: net(part["x"]), parts)
+    return relative_error(full_gradients(model), expected)
+
+
+def test_a_unit_may_have_no_parameters():
+    assert max(run_ranks(3, _units_without_parameters)) < 1e-6

@@ -38,6 +38,7 @@ class _Notes:
     def __init__(self) -> None:
         self.seen = 0
         self.held: list[Tensor] = []
+        self.shared: Tensor | None = None
 
     def see(self, gradient: Tensor) -> None:
         self.seen += 1
@@ -108,6 +109,23 @@ def _after_the_call(model: _Blocks, x: Tensor, block: nn.Module) -> Tensor:
     return y
 
 
+def _retained_after_the_call(model: _Blocks, x: Tensor, block: nn.Module) -> Tensor:
+    y = block(x)
+    x.retain_grad()
+    model.notes.held.append(x)
+    return y
+
+
+def _inside(model: _Blocks, x: Tensor, block: nn.Module) -> Tensor:
+    def hook(module: nn.Module, inputs: tuple[Tensor]) -> None:
+        inputs[0].register_hook(lambda gradient: gradient * 0.5)
+
+    handle = block.linear.register_forward_pre_hook(hook)
+    y = block(x)
+    handle.remove()
+    return y
+
+
 def _around(model: _Blocks, x: Tensor, block: nn.Module) -> Tensor:
     x = x * 2.0
     x.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
@@ -118,6 +136,13 @@ def _around_views(model: _Blocks, x: Tensor, block: nn.Module) -> Tensor:
     own = x.view_as(x)
     own.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
     return x - block(own)
+
+
+def _shared(model: _Blocks, x: Tensor, block: nn.Module) -> Tensor:
+    notes = model.notes
+    if notes.shared is None:  # the microbatches behind the first one use its tensor
+        notes.shared = (model.scale * 2.0).unsqueeze(0)
+    return block(x) + block(notes.shared)
 
 
 def _loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -154,7 +179,16 @@ def _of_ranks(rank: int, between: Callable[..., Tensor], recompute: bool) -> tup
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize(
     "between",
-    [_halved, _cut_off, _retained, _by_module, _removed, _of_input, _around_views],
+    [
+        _halved,
+        _cut_off,
+        _retained,
+        _by_module,
+        _removed,
+        _of_input,
+        _around_views,
+        _shared,
+    ],
 )
 def test_hooks_between_units_see_the_gradients_of_one_device(between, recompute):
     for rank, (error, seen) in enumerate(run_ranks(2, _of_ranks, between, recompute)):
@@ -165,8 +199,37 @@ def test_hooks_between_units_see_the_gradients_of_one_device(between, recompute)
 
 @pytest.mark.parametrize(
     ("between", "words"),
-    [(_after_the_call, "after another unit was called"), (_around, "in parts")],
+    [
+        (_after_the_call, "after another unit was called"),
+        (_retained_after_the_call, "call tensor.retain_grad"),
+        (_around, "in parts"),
+        (_inside, "on an argument of its forward"),
+    ],
 )
-def test_hooks_that_would_see_less_are_refused_by_name(between, words):
+@pytest.mark.parametrize("recompute", [True, False])
+def test_hooks_that_would_see_less_are_refused_by_name(between, words, recompute):
     with pytest.raises(RankFailure, match=words):
-        run_ranks(2, _of_ranks, between, True)
+        run_ranks(2, _of_ranks, between, recompute)
+
+
+def _behind_a_smaller_batch(rank: int, tokens: float) -> float:
+    torch.manual_seed(3)
+    alone = _Blocks(_cut_off)
+    model = copy.deepcopy(alone)
+    executor = make_executor(model, _ALLOCATION.fractions, recompute=True)
+    executor.expect_weight(batch_size_of(_ALLOCATION))
+    smaller = Allocation(((1,), (1,)), _ALLOCATION.fractions)
+    for allocation in (_ALLOCATION, smaller, _ALLOCATION):
+        alone.zero_grad()
+        model.zero_grad()
+        batch = {"x": torch.randn(batch_size_of(allocation), _WIDTH)}
+        alone(batch["x"]).backward()
+        parts = microbatches_of(batch, allocation, rank)
+        sharded_step(executor, model, _loss, parts, tokens)
+    expected = {name: parameter.grad for name, parameter in alone.named_parameters()}
+    return relative_error(full_gradients(model), expected)
+
+
+@pytest.mark.parametrize("tokens", [1.0, 64.0])  # a power of two: the factor is one
+def test_hooks_see_the_gradients_of_one_device_behind_a_smaller_batch(tokens):
+    assert max(run_ranks(2, _behind_a_smaller_batch, tokens)) < 1e-6

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 
 import pytest
 import torch
@@ -109,6 +110,30 @@ def test_gradients_of_what_entered_a_unit_are_refused_while_code_runs_and_its_ho
     if not is_leaf:
         with pytest.raises(UnitUseError, match="in parts"):
             (hidden * 2).sum().backward()
+
+
+@pytest.mark.parametrize("is_output", [False, True])
+def test_what_entered_a_unit_is_saved_without_a_warning_about_our_hook(is_output):
+    boundaries, hidden = Boundaries(), weight(2.0, 3.0) * 3
+    if is_output:
+        _, hidden = boundaries.show(hidden, 0)
+    boundaries.leaf_of(hidden, 1)
+    boundaries.end_forward()
+    torch.save(hidden, io.BytesIO())  # warnings are errors
+
+
+def test_hooks_see_one_gradient_in_each_of_several_backwards():
+    boundaries, hidden = Boundaries(several_backwards=True), weight(2.0, 3.0) * 3
+    seen = []
+    hidden.register_hook(seen.append)
+    leaf = boundaries.leaf_of(hidden, 0)
+    for count in (1, 2):
+        boundaries.owner.backwards += 1
+        leaf.grad = torch.ones_like(leaf)
+        boundaries.through_glue(0, retain=True)
+        assert len(seen) == count
+    with pytest.raises(UnitUseError, match="in parts"):
+        hidden.sum().backward()
 
 
 @pytest.mark.parametrize("shares", [False, True])

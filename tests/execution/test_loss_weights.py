@@ -9,10 +9,10 @@ from lightning_cephalo.accelerator.cpu import HostReadback
 from lightning_cephalo.execution.loss_weights import LossWeights, loss_scale
 
 
-def test_losses_are_divided_by_the_sum_of_a_whole_batch_and_else_by_one_near_the_last_sum():
-    assert [loss_scale(total, total) for total in (1.0, 12.0, 20.0)] == [1.0, 1 / 12, 1 / 20]
-    # a smaller batch, weights that are tokens: the factor differs by a power of two
-    assert [loss_scale(total, 12.0) for total in (10.0, 5.0, 1200.0)] == [1 / 12, 1 / 6, 1 / 1536]
+def test_losses_are_divided_by_the_sum_of_a_whole_batch_or_by_a_power_of_two_near_it():
+    assert [loss_scale(1.0, whole) for whole in (1.0, 12.0, 20.0)] == [1.0, 1 / 12, 1 / 20]
+    # weights that are tokens: the factor differs by a power of two
+    assert [loss_scale(each, 12.0) for each in (0.8, 0.4, 100.0)] == [1 / 12, 1 / 6, 1 / 1536]
     assert loss_scale(0.0, 1.0) > 1e29  # no sum is known yet
 
 

@@ -401,6 +401,22 @@ class UpdatesOnOneRank(Gan):
         self.manual_backward(_is(True, self.discriminator(batch[0])))
 
 
+class HookAroundAUnit(Gan):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x = self.discriminator.first(batch[0])
+        x.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        self.manual_backward((x - self.discriminator.blocks[0](x)).square().mean())
+
+
+class RetainsLate(Gan):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        first, second = self.discriminator.blocks
+        x = first(self.discriminator.first(batch[0]))
+        y = second(x)
+        x.retain_grad()
+        self.manual_backward(y.square().mean())
+
+
 class OutsideOfAStep(Gan):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.manual_backward(torch.ones((), requires_grad=True))
@@ -420,6 +436,8 @@ REFUSED = {
     OneMoreOnOneRank: "some have returned, others call self.manual_backward()",
     FailsBeforeTheUpdate: "an error before the norm",
     UpdatesOnOneRank: "some call self.manual_backward.., others clip gradients or call optimizer",
+    HookAroundAUnit: "would see its gradient in parts",
+    RetainsLate: "call tensor.retain_grad.. before",
     OutsideOfAStep: "manual_backward.. outside of training_step",
 }
 
