@@ -42,7 +42,6 @@ sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("distributed", "simu
 from harness import make_executor  # noqa: E402
 from launch import run_ranks, torchrun_environments  # noqa: E402
 
-from lightning_cephalo.common.lasting_objects import LastingObjects  # noqa: E402
 from lightning_cephalo.execution.step import MicrobatchCall  # noqa: E402
 
 _VALUES = 8
@@ -157,6 +156,9 @@ def _on_device(
 def _collections(rank: int, units: int, microbatches: int, rounds: int) -> list[float]:
     """Return the seconds that the collector takes before objects are frozen, and after."""
     import lightning.pytorch  # noqa: F401  what a training has loaded
+
+    # visits_in_turn.py imports this file with older packages
+    from lightning_cephalo.common.lasting_objects import LastingObjects
 
     gc.unfreeze()  # what starts the ranks has frozen all
     model, lasting = Chain(units), LastingObjects()
