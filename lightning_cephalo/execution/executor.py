@@ -118,6 +118,7 @@ class Executor:
         drops_gradients: Whether steps drop the gradients of units where early updates would use
             them, and update nothing.
         gave_up: Whether all ranks have raised at the same place of the last pass.
+        steps_per_update: Divides the losses, and so the gradients, of each step.
     """
 
     def __init__(
@@ -152,6 +153,7 @@ class Executor:
         self.arena: HostArena | None = None
         self.user_collectives: UserCollectives | None = None
         self.gave_up = self.drops_gradients = False
+        self.steps_per_update = 1
         self._visits = Visits()
         self._throttle = Throttle(accelerator)
         self._observers: tuple[Observer, ...] = ()
@@ -378,7 +380,7 @@ class Executor:
             self._replay(visits)
 
     def _new_step(self, calls: Sequence[MicrobatchCall], microbatches: list[Microbatch]) -> Step:
-        scale = loss_scale(self._total_weight, self._whole_batch)
+        scale = loss_scale(self._total_weight, self._whole_batch) / self.steps_per_update
         weights = LossWeights(len(calls), scale, self.accelerator.readback())
         return Step(calls, microbatches, weights)
 
