@@ -100,6 +100,29 @@ def refusing_freed(outputs: Any) -> Any:
     return pytree.tree_map(refusing, outputs)
 
 
+def _register_hook(node: Any, hook: Callable[..., Any]) -> RemovableHandle:
+    """Register a hook of the node behind a unit's output: ``x.grad_fn.register_hook(hook)``."""
+    _expect_hooks(node)
+    return torch._C._FunctionBase.register_hook(node, hook)
+
+
+def _register_prehook(node: Any, hook: Callable[..., Any]) -> RemovableHandle:
+    _expect_hooks(node)
+    return torch._C._FunctionBase.register_prehook(node, hook)
+
+
+def _expect_hooks(node: Any) -> None:
+    if node.has_entered:
+        raise _hook_too_late()
+    node.has_hooks = True
+
+
+# Private: the class of our own nodes. Nothing else tells whether a node has hooks.
+_Node: Any = _OutOfUnit._backward_cls
+_Node.has_hooks = _Node.has_entered = False
+_Node.register_hook, _Node.register_prehook = _register_hook, _register_prehook
+
+
 # Private: the part of `apply` that is written in C. The rest serves functorch's transforms, which
 # cannot pass a cut, and takes as long again; tests/execution/test_boundaries.py calls it.
 _out_of_unit = super(torch.autograd.Function, _OutOfUnit).apply
@@ -120,9 +143,11 @@ class _Owner:
 
     Attributes:
         runs: Whether its user's code is running, and not a backward of this package.
+        backwards: Number of the backward of its losses, where it has several.
     """
 
     runs: bool = False
+    backwards: int = 0
 
     def refuse(self, gradient: Tensor) -> None:
         """Raise for a gradient that lacks the part through a unit."""
@@ -136,11 +161,7 @@ class _HooksOfEntered(dict[Any, Callable[[Tensor], Any]]):
     __slots__ = ("__weakref__",)
 
     def __setitem__(self, key: Any, hook: Callable[[Tensor], Any]) -> None:
-        raise UnitUseError(
-            "A hook is registered on the output of a unit after another unit was called with it."
-            " It would miss the gradient: call tensor.register_hook() before, where the tensor is"
-            " made, or in a forward hook of the module that returns it."
-        )
+        raise _hook_too_late()
 
 
 class _SeenOnce:
@@ -149,22 +170,47 @@ class _SeenOnce:
     Args:
         owner: The microbatch.
         hooks: All hooks of the tensor.
+        node: Its node; None: it is a leaf.
     """
 
-    def __init__(self, owner: _Owner, hooks: weakref.ref[dict[Any, Any]]) -> None:
-        self._owner, self._hooks, self._has_seen = owner, hooks, False
+    def __init__(self, owner: _Owner, hooks: weakref.ref[dict[Any, Any]], node: Any) -> None:
+        self._owner, self._hooks, self._node, self._seen = owner, hooks, node, -1
 
     def __call__(self, gradient: Tensor) -> None:
         """See a part of the tensor's gradient."""
         self._owner.refuse(gradient)
-        hooks = self._hooks()
-        if self._has_seen and hooks is not None and len(hooks) > 1:
+        hooks, before = self._hooks(), self._seen
+        self._seen = self._owner.backwards
+        if self._seen != before:
+            return
+        if (hooks is not None and len(hooks) > 1) or getattr(self._node, "has_hooks", False):
             raise UnitUseError(
                 "A tensor between units has a hook, and both a unit and other code use it. The hook"
-                " would see its gradient in parts. Give the hook a tensor of its own: in the unit"
-                " that makes it, or `x = x.view_as(x); x.register_hook(...)` for either use."
+                " would see its gradient in parts. Register it in the forward of the unit that"
+                " makes the tensor, where it sees all of it. Or give it a tensor of its own, for"
+                " either use: `x = x.view_as(x); x.register_hook(...)`."
             )
-        self._has_seen = True
+
+
+class _RetainedGradient:
+    """Gives a unit's output, which retains its gradient, that of its leaf.
+
+    Args:
+        source: The output.
+
+    Attributes:
+        before: Its gradient before the running backward.
+    """
+
+    def __init__(self, source: weakref.ref[Tensor]) -> None:
+        self._source = source
+        self.before: Tensor | None = None
+
+    def __call__(self, leaf: Tensor) -> None:
+        """Take what the leaf has accumulated."""
+        source, gradient = self._source(), leaf.grad
+        if source is not None and gradient is not None:
+            source.grad = gradient if self.before is None else self.before + gradient
 
 
 @dataclass(slots=True)
@@ -178,6 +224,7 @@ class _Cut:
         leaf: The leaf that units receive.
         is_output: Whether it is also the leaf of a unit's output.
         is_used: Whether a unit was called with the tensor.
+        retained: Gives the tensor the gradient of its leaf; None: nobody has asked for it.
     """
 
     source: weakref.ref[Tensor]
@@ -185,6 +232,7 @@ class _Cut:
     leaf: Tensor
     is_output: bool = False
     is_used: bool = False
+    retained: _RetainedGradient | None = None
 
 
 @dataclass(slots=True)
@@ -254,6 +302,8 @@ class Boundaries:
         self._without_memory: dict[tuple[Any, ...], Tensor] = {}
         self._handles: list[RemovableHandle] = []
         self._hooked: list[dict[Any, Any]] = []
+        self._with_hooks: list[dict[Any, Any]] = []
+        self._reached: set[int] = set()
         self._watched: set[int] = set()
 
     def leaf_of(self, value: Any, position: int, *, is_inside: bool = False) -> Any:
@@ -278,7 +328,13 @@ class Boundaries:
                 cut = self._cut_glue(value, position, is_inside=is_inside)
             if not cut.is_used:
                 hooks = value._backward_hooks
-                if cut.is_output and hooks is None and not value.retains_grad:
+                if (
+                    cut.is_output
+                    and hooks is None
+                    and not value.retains_grad
+                    and not cut.node.has_hooks
+                ):
+                    cut.node.has_entered = True
                     # private, as in torch's register_hook(), whose handle takes as long again
                     value._backward_hooks = _HooksOfEntered({self.owner: self._refuse})
                     cut.node._register_hook_dict(value)
@@ -305,9 +361,10 @@ class Boundaries:
             value._backward_hooks = hooks
             if cut.node is not None:
                 cut.node._register_hook_dict(value)
+        self._with_hooks.append(hooks)
         refuse: Callable[[Tensor], Any] = self._refuse
-        if not self._several_backwards and cut.node is not None:
-            refuse = _SeenOnce(self.owner, weakref.ref(hooks))
+        if type(hooks) is OrderedDict:
+            refuse = _SeenOnce(self.owner, weakref.ref(hooks), cut.node)
         if isinstance(hooks, _HooksOfEntered):  # of another microbatch
             dict.__setitem__(hooks, self.owner, refuse)
         else:
@@ -370,17 +427,33 @@ class Boundaries:
 
     def end_forward(self) -> None:
         """Drop the cuts: from now on leaves live as long as the backward needs them."""
+        self._keep_retained()
         self._cuts.clear()
         self._entered.clear()
         for handle in self._handles:
             handle.remove()
-        for hooks in self._hooked:
-            hooks.pop(self.owner, None)
-        self._handles, self._hooked = [], []
+        self._handles = []
+        self._unhook(below=2)  # where users have none
+
+    def _keep_retained(self) -> None:
+        """Let outputs retain gradients that go past them, into units: ``x.retain_grad()``.
+
+        Call it when no unit is called any more, and before each backward.
+        """
+        for cut in self._cuts.values():
+            if not cut.is_used or not cut.is_output:
+                continue
+            source = cut.source()
+            if source is not None and source.retains_grad:
+                if cut.retained is None:
+                    cut.retained = _RetainedGradient(cut.source)
+                    cut.leaf.register_post_accumulate_grad_hook(cut.retained)
+                cut.retained.before = source.grad
 
     def clear(self) -> None:
         """Drop all cuts and their glue; the backward cannot run any more."""
         self.end_forward()
+        self._unhook(below=0)
         self._glue.clear()
         self._needed.clear()
         self._needed_until.clear()
@@ -457,6 +530,31 @@ class Boundaries:
         pending = [entry.edge.node for entries in self._glue.values() for entry in entries]
         return bool(pending) and bool(_reachable([loss.grad_fn]) & _reachable(pending))
 
+    @property
+    def watched_hooks(self) -> int:
+        """Number of hooks of users at what entered units, which see no gradient in parts."""
+        return sum(key is not self.owner for hooks in self._with_hooks for key in hooks)
+
+    def in_parts(self, loss: Tensor) -> set[Any]:
+        """Return the nodes that the backward passes several times, each with a part."""
+        seen = _nodes([loss.grad_fn])
+        shared: set[Any] = set()
+        for position, entries in self._glue.items():
+            if self._several_backwards and position not in self._reached:
+                continue
+            reached: set[Any] = set()
+            stack = [entry.edge.node for entry in entries]
+            while stack:
+                node = stack.pop()
+                if node in seen:
+                    shared.add(node)
+                elif node not in reached:
+                    reached.add(node)
+                    if type(node).__name__ not in _ENDS:
+                        stack += [each for each, _ in node.next_functions if each is not None]
+            seen |= reached
+        return {node for node in _nodes([*shared]) if _may_have_hooks(node)}
+
     def passed(self, position: int, retain: bool = False) -> None:
         """Go on behind the backward of a visit, with that of the glue before it.
 
@@ -472,6 +570,15 @@ class Boundaries:
             self._take_memory(self._needed.pop())
         if position in self._glue:
             self.through_glue(position, retain)
+        if self._hooked and not self._glue:
+            self._unhook(below=0)
+
+    def _unhook(self, below: int) -> None:
+        """Remove our hooks of leaves with fewer hooks than these; 0: of all."""
+        for hooks in self._hooked:
+            if not below or len(hooks) < below:
+                hooks.pop(self.owner, None)
+        self._hooked = [hooks for hooks in self._hooked if self.owner in hooks]
 
     def _take_memory(self, leaf: Tensor) -> None:
         """Do as :func:`take_memory`, with one stand-in for all leaves of a shape."""
@@ -524,6 +631,8 @@ class Boundaries:
             for position, entries in self._glue.items()
             for entry in entries
         }
+        self.owner.backwards += 1
+        self._keep_retained()
         nodes = _nodes([root.grad_fn for root in roots])
         found = VisitsBehind(direct=nodes)
         while True:
@@ -545,6 +654,7 @@ class Boundaries:
                 else:
                     raise passed_before()
             if not glue:
+                self._reached = found.glue
                 return found
             nodes = _nodes(glue, found.nodes)
             found.nodes.update(nodes)
@@ -584,6 +694,14 @@ def _gradient_behind_call() -> UnitUseError:
         "Your code computes a gradient behind a call of the module in a hook. Full parameters are"
         " freed when the call ends, and the gradient needs them. Put both, the call and the"
         " gradient, inside of `with trainer.strategy.full_parameters():`, on all ranks."
+    )
+
+
+def _hook_too_late() -> UnitUseError:
+    return UnitUseError(
+        "A hook is registered on the output of a unit after another unit was called with it."
+        " It would miss the gradient: call tensor.register_hook() before, where the tensor is"
+        " made, or in a forward hook of the module that returns it."
     )
 
 
@@ -680,6 +798,12 @@ def is_plain(tensor: Tensor) -> bool:
 def _reachable(roots: Sequence[Any]) -> set[Any]:
     """Return the nodes that hold buffers, from these roots down to the leaves of outputs."""
     return {node for node in _nodes(roots) if type(node).__name__ not in _ENDS}
+
+
+def _may_have_hooks(node: Any) -> bool:
+    if type(node).__name__ != "AccumulateGrad":
+        return True
+    return bool(node.variable._backward_hooks)
 
 
 def _is_output(node: Any) -> bool:

@@ -26,6 +26,7 @@ from lightning_cephalo.execution.ends_policy import (
     used_elsewhere,
 )
 from lightning_cephalo.execution.failure import Failure
+from lightning_cephalo.execution.gradient_parts import GradientParts
 from lightning_cephalo.execution.loss_weights import LossWeights, loss_scale
 from lightning_cephalo.execution.meetings import Meetings
 from lightning_cephalo.execution.microbatch import (
@@ -109,6 +110,7 @@ class Executor:
         writes: Finds writes of the user's code to parameters.
         state: Gives each microbatch its own values of tensors that code stores on modules.
         buffers: Combines the buffers that microbatches write.
+        parts: Warns of code that sees gradients in parts.
         vocabulary: Answers what microbatches ask of layers that stay cut.
         early: Updates units inside the backward.
         state_moves: Moves optimizer state that lives in host memory.
@@ -147,6 +149,7 @@ class Executor:
         self.state = ModuleState(units[ROOT].module, several_ranks=control.world_size > 1)
         self.stored = StoredOutputs(unit.module.modules() for unit in units)
         self.numbers = ModuleNumbers(self.state, control, accelerator)
+        self.parts = GradientParts()
         self.buffers = CombinedBuffers(units[ROOT].module, self.state, control, accelerator)
         self.early = EarlyUpdates(units)
         self.state_moves = StateMoves()
@@ -367,6 +370,7 @@ class Executor:
                 meets=True,
                 first_layers=first_layers,
                 stored=self.stored,
+                parts=self.parts,
             )
             for call in calls
         ]
@@ -934,6 +938,7 @@ class Executor:
         step = self._step
         self._finish_reduce(None)
         self.hooks.in_backward = False
+        self.failure.guarded(self.state.show_gradients)
         if not step.goes_on:
             step.microbatches.clear()
             self._throttle.end_step()

@@ -86,6 +86,28 @@ class _Attribute:
 
 
 @dataclass(frozen=True)
+class _Retained:
+    """A shown tensor whose gradient the user's code has asked for (``x.retain_grad()``).
+
+    Attributes:
+        shown: The value of all samples.
+        sources: What the microbatches have stored, with their graphs.
+        dimension: The dimension along which they are joined.
+    """
+
+    shown: Tensor
+    sources: Sequence[Tensor]
+    dimension: int
+
+    def show_gradient(self) -> None:
+        """Join the gradients of the microbatches, if each has one."""
+        gradients = [each.grad for each in self.sources if each.grad is not None]
+        if len(gradients) == len(self.sources):
+            whole = gradients[0] if len(gradients) == 1 else torch.cat(gradients, self.dimension)
+            self.shown.grad = whole
+
+
+@dataclass(frozen=True)
 class Stored:
     """What a microbatch finds on the modules at one time of its step.
 
@@ -134,6 +156,8 @@ class ModuleState:
         state.pause(0)
         ...
         state.finish()             # the module shows the values of all samples
+        ...                        # the backward
+        state.show_gradients()     # and the gradients that these retain
 
     Args:
         module: The model.
@@ -162,6 +186,7 @@ class ModuleState:
         self._exchanges_numbers = False
         self._in_places = SharedValues(several_ranks)
         self.differing: list[str] = []
+        self._retained: list[_Retained] = []
 
     # -- a step -------------------------------------------------------------------------------
 
@@ -175,7 +200,7 @@ class ModuleState:
         """
         self._sizes = tuple(sizes)
         self._exchanges_numbers = exchanges_numbers
-        self.differing = []
+        self.differing, self._retained = [], []
         self._undo = None
         if not sizes:  # this rank's values stay as they are
             return
@@ -263,8 +288,11 @@ class ModuleState:
         for attribute in self._known.values():
             if any(late) and all(value is attribute.first for value in attribute.values):
                 attribute.values = [attribute.read()] * len(self._sizes)
-            values = [_detached(value) for value in attribute.values]
+            sources = attribute.values
+            values = [_detached(value) for value in sources]
             attribute.shown = _joined(values, self._sizes)
+            if any(map(_retains_gradient, _tensors(sources))):
+                self._retained += _retained(sources, attribute.shown, self._sizes)
             if _are_different_integers(values):
                 self.differing.append(self._name_of(attribute))
             attribute.values, attribute.sizes = values, self._sizes
@@ -275,6 +303,12 @@ class ModuleState:
         self._in_places.finish(self._sizes)
         if self._undo is not None:
             self._undo.finish()
+
+    def show_gradients(self) -> None:
+        """Let the tensors that modules show have the gradients that microbatches have retained."""
+        for each in self._retained:
+            each.show_gradient()
+        self._retained = []
 
     def put_back(self) -> None:
         """Undo what the last step has stored, unless code behind its forward stored it."""
@@ -455,6 +489,26 @@ def _detached(value: Any) -> Any:
     if not any(tensor.requires_grad for tensor in _tensors(value)):
         return value
     return pytree.tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, value)
+
+
+def _retains_gradient(tensor: Tensor) -> bool:
+    return tensor.requires_grad and (tensor.retains_grad or tensor.is_leaf)
+
+
+def _retained(values: Sequence[Any], shown: Any, sizes: Sequence[int]) -> list[_Retained]:
+    """Return the tensors of a shown value whose gradients microbatches retain."""
+    columns = [pytree.tree_leaves(value) for value in values]
+    leaves = pytree.tree_leaves(shown)
+    if any(len(column) != len(leaves) for column in columns):
+        return []
+    found = []
+    for leaf, *sources in zip(leaves, *columns, strict=True):
+        if not all(isinstance(each, Tensor) and _retains_gradient(each) for each in sources):
+            continue
+        dimensions = _dimensions(sources, sizes)
+        if dimensions and leaf is not sources[0]:
+            found.append(_Retained(leaf, sources, dimensions[0]))
+    return found
 
 
 def _dimensions(tensors: Sequence[Any], sizes: Sequence[int]) -> list[int]:
