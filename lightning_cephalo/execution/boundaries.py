@@ -273,6 +273,7 @@ class Boundaries:
 
     Attributes:
         owner: The microbatch, as its leaves refer to it.
+        own_hooks: Number of hooks that it has registered itself while code of users ran.
     """
 
     def __init__(
@@ -304,6 +305,7 @@ class Boundaries:
         self._hooked: list[dict[Any, Any]] = []
         self._with_hooks: list[dict[Any, Any]] = []
         self._reached: set[int] = set()
+        self.own_hooks = 0
         self._watched: set[int] = set()
 
     def leaf_of(self, value: Any, position: int, *, is_inside: bool = False) -> Any:
@@ -393,6 +395,7 @@ class Boundaries:
             variable = getattr(node, "variable", None)
             if variable is not None and id(variable) not in self._watched:
                 self._watched.add(id(variable))
+                self.own_hooks += 1
                 self._handles.append(variable.register_hook(self.owner.refuse))
 
     def show(self, output: Tensor, position: int) -> tuple[Tensor, Tensor]:

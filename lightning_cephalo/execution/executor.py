@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -156,7 +156,7 @@ class Executor:
         self.arena: HostArena | None = None
         self.user_collectives: UserCollectives | None = None
         self.gave_up = self.drops_gradients = False
-        self.steps_per_update = 1
+        self.steps_per_update, self._runs_hooks = 1, False
         self._visits = Visits()
         self._throttle = Throttle(accelerator)
         self._observers: tuple[Observer, ...] = ()
@@ -470,6 +470,8 @@ class Executor:
         step, self.gave_up = self._step, False
         step.gradient_scale = factor / (step.weights.scale * self._total_weight * divisor)
         self._hide_held_gradients()
+        if self._runs_hooks:
+            self.state.begin_backward()
         self._has_gradients = True
         self.hooks.in_backward = True
         # hooks may have freed units that the forward left gathered (checkpoints, samples)
@@ -728,12 +730,25 @@ class Executor:
         if weighed is None:
             return
         try:
-            with self.hooks.backward():
+            with self.hooks.backward(), self._own_state(index):
                 microbatch.backward_of_loss(*weighed)
         except RuntimeError as error:
             self.writes.check("training_step")  # a write may be the cause
             self._explain_ends(error)
             raise
+
+    def _own_state(self, index: int) -> AbstractContextManager[None]:
+        """Show what a microbatch has stored on modules, in a block that may run users' hooks."""
+        self._runs_hooks = self._runs_hooks or self._step.microbatches[index].has_hooks
+        return self._state_of(index) if self._runs_hooks else nullcontext()
+
+    @contextmanager
+    def _state_of(self, index: int) -> Iterator[None]:
+        self.state.resume(index)
+        try:
+            yield
+        finally:
+            self.state.pause(index)
 
     def _offload(self, instruction: Instruction) -> None:
         if self._step.microbatches:
@@ -748,7 +763,8 @@ class Executor:
             microbatch = self._step.microbatches[instruction.microbatch]
             self.hooks.norms.replaying = microbatch
             try:
-                microbatch.backward_of_visit(instruction.visit)
+                with self._own_state(instruction.microbatch):
+                    microbatch.backward_of_visit(instruction.visit)
             except RuntimeError as error:
                 self.writes.check(_BEFORE_BACKWARD)  # a write may be the cause
                 self._explain_ends(error)
@@ -939,6 +955,7 @@ class Executor:
         self._finish_reduce(None)
         self.hooks.in_backward = False
         self.failure.guarded(self.state.show_gradients)
+        self.failure.guarded(self.state.end_backward)
         if not step.goes_on:
             step.microbatches.clear()
             self._throttle.end_step()

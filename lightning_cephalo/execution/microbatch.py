@@ -527,6 +527,11 @@ class Microbatch:
         return answer
 
     @property
+    def has_hooks(self) -> bool:
+        """Whether its code has registered hooks, which will run in its backward."""
+        return self._hooks > self._boundaries.own_hooks
+
+    @property
     def _has_hooks_between_units(self) -> bool:
         """Whether its code has registered hooks, and not only where they see whole gradients."""
         if not self._hooks:

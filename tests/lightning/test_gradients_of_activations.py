@@ -152,12 +152,41 @@ class _HooksOfAttention(_Activations):
             self.weights.register_hook(partial(self.see, "weights"))
 
 
+class _StoresGradients(_Activations):
+    """Grad-CAM of a layer in a block, and gradients behind blocks by their names."""
+
+    def setup(self, stage: str) -> None:
+        self.blocks[1].up.register_forward_hook(self.take)
+        self.blocks[1].up.register_full_backward_hook(self.take_gradient)
+
+    def take(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.activation = output.detach()
+
+    def take_gradient(self, module: nn.Module, inputs: Any, outputs: tuple[Tensor]) -> None:
+        self.gradient = outputs[0].detach().clone()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.by_name: dict[str, Tensor] = {}
+        return super().training_step(batch, batch_idx)
+
+    def behind(self, x: Tensor, name: str) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda gradient: self.by_name.update({name: gradient.clone()}))
+        return x
+
+    def on_after_backward(self) -> None:
+        self.see("map", self.activation * self.gradient)
+        for name, gradient in self.by_name.items():
+            self.see(name, gradient)
+
+
 _EQUAL = {
     "several batches per update": (_Hooks, {"accumulate_grad_batches": 3}),
     "hooks of nodes": (_HooksOfNodes, {}),
     "retained gradients": (_Retains, {}),
     "retained gradients in a unit": (_RetainsInUnit, {}),
     "hooks of what leaves a unit": (_HooksOfTaken, {}),
+    "gradients that hooks store": (_StoresGradients, {}),
     "late hooks of what leaves a unit": (_HooksOfAttention, {}),
 }
 
