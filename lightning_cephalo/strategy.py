@@ -911,7 +911,9 @@ class CephaloStrategy(ParallelStrategy):
                     outcome = session.manual.run(calls, note, failure)
             else:
                 scale_loss = precision.loss_scaler(self.precision_plugin)
-                outcome = session.model.executor.forward(calls, scale_loss, note, failure)
+                executor = session.model.executor
+                executor.steps_per_update = self._module.trainer.accumulate_grad_batches
+                outcome = executor.forward(calls, scale_loss, note, failure)
         return counts, log, outcome
 
     @override

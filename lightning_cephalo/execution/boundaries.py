@@ -100,6 +100,29 @@ def refusing_freed(outputs: Any) -> Any:
     return pytree.tree_map(refusing, outputs)
 
 
+def _register_hook(node: Any, hook: Callable[..., Any]) -> RemovableHandle:
+    """Register a hook of the node behind a unit's output: ``x.grad_fn.register_hook(hook)``."""
+    _expect_hooks(node)
+    return torch._C._FunctionBase.register_hook(node, hook)
+
+
+def _register_prehook(node: Any, hook: Callable[..., Any]) -> RemovableHandle:
+    _expect_hooks(node)
+    return torch._C._FunctionBase.register_prehook(node, hook)
+
+
+def _expect_hooks(node: Any) -> None:
+    if node.has_entered:
+        raise _hook_too_late()
+    node.has_hooks = True
+
+
+# Private: the class of our own nodes. Nothing else tells whether a node has hooks.
+_Node: Any = _OutOfUnit._backward_cls
+_Node.has_hooks = _Node.has_entered = False
+_Node.register_hook, _Node.register_prehook = _register_hook, _register_prehook
+
+
 # Private: the part of `apply` that is written in C. The rest serves functorch's transforms, which
 # cannot pass a cut, and takes as long again; tests/execution/test_boundaries.py calls it.
 _out_of_unit = super(torch.autograd.Function, _OutOfUnit).apply
@@ -133,21 +156,18 @@ class _Owner:
             raise gradient_through_units()
 
 
-def _registered_too_late(call: str) -> UnitUseError:
-    return UnitUseError(
-        "A hook is registered on the output of a unit after another unit was called with it."
-        f" It would miss the gradient: call tensor.{call}() before, where the tensor is"
-        " made, or in a forward hook of the module that returns it."
-    )
-
-
 class _HooksOfEntered(dict[Any, Callable[[Tensor], Any]]):
     """The hooks of a unit's output that has entered another unit, past which its gradient goes."""
 
     __slots__ = ("__weakref__",)
 
     def __setitem__(self, key: Any, hook: Callable[[Tensor], Any]) -> None:
-        raise _registered_too_late("register_hook")
+        raise _hook_too_late()
+
+
+def _of_users(hooks: dict[Any, Any] | None) -> int:
+    """Return the number of hooks that users have registered."""
+    return sum(not isinstance(key, _Owner) for key in hooks or ())
 
 
 def refuse_hooks_inside(inputs: Sequence[Any]) -> None:
@@ -161,7 +181,7 @@ def refuse_hooks_inside(inputs: Sequence[Any]) -> None:
     """
     for value in inputs:
         hooks = value._backward_hooks if isinstance(value, Tensor) else None
-        if hooks and any(not isinstance(key, _Owner) for key in hooks):
+        if hooks and _of_users(hooks):
             raise UnitUseError(
                 "A unit registers a hook on an argument of its forward. It would not see the whole"
                 " gradient, which other units and code between units may add to. Register it on a"
@@ -180,25 +200,49 @@ class _SeenOnce:
     Args:
         owner: The microbatch.
         hooks: All hooks of the tensor.
+        node: Its node; None: it is a leaf.
     """
 
     __torch_unserializable__ = True  # as of _Owner.refuse
 
-    def __init__(self, owner: _Owner, hooks: weakref.ref[dict[Any, Any]]) -> None:
-        self._owner, self._hooks, self._seen_in = owner, hooks, _NEVER
+    def __init__(self, owner: _Owner, hooks: weakref.ref[dict[Any, Any]], node: Any) -> None:
+        self._owner, self._hooks, self._node, self._seen_in = owner, hooks, node, _NEVER
 
     def __call__(self, gradient: Tensor) -> None:
         """See a part of the tensor's gradient."""
         self._owner.refuse(gradient)
+        before, self._seen_in = self._seen_in, self._owner.backwards
+        if before != self._seen_in:
+            return
         # ours are there too, one for each microbatch that uses the tensor
-        hooks = self._hooks() if self._seen_in == self._owner.backwards else None
-        if any(not isinstance(key, _Owner) for key in hooks or ()):
+        if getattr(self._node, "has_hooks", False) or _of_users(self._hooks()):
             raise UnitUseError(
                 "A tensor between units has a hook, and both a unit and other code use it. The hook"
-                " would see its gradient in parts. Give the hook a tensor of its own: in the unit"
-                " that makes it, or `x = x.view_as(x); x.register_hook(...)` for either use."
+                " would see its gradient in parts. Register it in the forward of the unit that"
+                " makes the tensor, where it sees all of it. Or give it a tensor of its own, for"
+                " either use: `x = x.view_as(x); x.register_hook(...)`."
             )
-        self._seen_in = self._owner.backwards
+
+
+class _RetainedGradient:
+    """Gives a unit's output, which retains its gradient, that of its leaf.
+
+    Args:
+        source: The output.
+
+    Attributes:
+        before: Its gradient before the running backward.
+    """
+
+    def __init__(self, source: weakref.ref[Tensor]) -> None:
+        self._source = source
+        self.before: Tensor | None = None
+
+    def __call__(self, leaf: Tensor) -> None:
+        """Take what the leaf has accumulated."""
+        source, gradient = self._source(), leaf.grad
+        if source is not None and gradient is not None:
+            source.grad = gradient if self.before is None else self.before + gradient
 
 
 @dataclass(slots=True)
@@ -212,6 +256,7 @@ class _Cut:
         leaf: The leaf that units receive.
         is_output: Whether it is also the leaf of a unit's output.
         is_used: Whether a unit was called with the tensor.
+        retained: Gives the tensor the gradient of its leaf; None: nobody has asked for it.
     """
 
     source: weakref.ref[Tensor]
@@ -219,6 +264,7 @@ class _Cut:
     leaf: Tensor
     is_output: bool = False
     is_used: bool = False
+    retained: _RetainedGradient | None = None
 
 
 @dataclass(slots=True)
@@ -259,6 +305,7 @@ class Boundaries:
 
     Attributes:
         owner: The microbatch, as its leaves refer to it.
+        own_hooks: Number of hooks that it has registered itself while code of users ran.
     """
 
     def __init__(
@@ -288,6 +335,9 @@ class Boundaries:
         self._without_memory: dict[tuple[Any, ...], Tensor] = {}
         self._handles: list[RemovableHandle] = []
         self._hooked: list[dict[Any, Any]] = []
+        self._with_hooks: list[dict[Any, Any]] = []
+        self._reached: set[int] = set()
+        self.own_hooks = 0
         self._watched: set[int] = set()
 
     def leaf_of(self, value: Any, position: int, *, is_inside: bool = False) -> Any:
@@ -312,7 +362,13 @@ class Boundaries:
                 cut = self._cut_glue(value, position, is_inside=is_inside)
             if not cut.is_used:
                 hooks = value._backward_hooks
-                if cut.is_output and hooks is None and not value.retains_grad:
+                if (
+                    cut.is_output
+                    and hooks is None
+                    and not value.retains_grad
+                    and not cut.node.has_hooks
+                ):
+                    cut.node.has_entered = True
                     # private, as in torch's register_hook(), whose handle takes as long again
                     value._backward_hooks = _HooksOfEntered({self.owner: self._refuse})
                     cut.node._register_hook_dict(value)
@@ -339,9 +395,10 @@ class Boundaries:
             value._backward_hooks = hooks
             if cut.node is not None:
                 cut.node._register_hook_dict(value)
+        self._with_hooks.append(hooks)
         refuse: Callable[[Tensor], Any] = self._refuse
-        if cut.node is not None:
-            refuse = _SeenOnce(self.owner, weakref.ref(hooks))
+        if not isinstance(hooks, _HooksOfEntered):
+            refuse = _SeenOnce(self.owner, weakref.ref(hooks), cut.node)
         if isinstance(hooks, _HooksOfEntered):  # of another microbatch
             dict.__setitem__(hooks, self.owner, refuse)
         else:
@@ -370,6 +427,7 @@ class Boundaries:
             variable = getattr(node, "variable", None)
             if variable is not None and id(variable) not in self._watched:
                 self._watched.add(id(variable))
+                self.own_hooks += 1
                 self._handles.append(variable.register_hook(self.owner.refuse))
 
     def show(self, output: Tensor, position: int) -> tuple[Tensor, Tensor]:
@@ -402,28 +460,35 @@ class Boundaries:
         cuts = self._entered.pop(position, [])
         return [cut.leaf for cut in cuts if cut.source() is None]
 
-    def refuse_late_retains(self) -> None:
-        """Raise UnitUseError for ``retain_grad()`` on an output that had entered a unit."""
-        for cut in self._cuts.values():
-            if not (cut.is_output and cut.is_used):
-                continue
-            value = cut.source()
-            if value is not None and value.retains_grad and value.grad_fn is cut.node:
-                raise _registered_too_late("retain_grad")
-
     def end_forward(self) -> None:
         """Drop the cuts: from now on leaves live as long as the backward needs them."""
+        self._keep_retained()
         self._cuts.clear()
         self._entered.clear()
         for handle in self._handles:
             handle.remove()
-        for hooks in self._hooked:
-            hooks.pop(self.owner, None)
-        self._handles, self._hooked = [], []
+        self._handles = []
+        self._unhook(of_all=False)
+
+    def _keep_retained(self) -> None:
+        """Let outputs retain gradients that go past them, into units: ``x.retain_grad()``.
+
+        Call it when no unit is called any more, and before each backward.
+        """
+        for cut in self._cuts.values():
+            if not cut.is_used or not cut.is_output:
+                continue
+            source = cut.source()
+            if source is not None and source.retains_grad:
+                if cut.retained is None:
+                    cut.retained = _RetainedGradient(cut.source)
+                    cut.leaf.register_post_accumulate_grad_hook(cut.retained)
+                cut.retained.before = source.grad
 
     def clear(self) -> None:
         """Drop all cuts and their glue; the backward cannot run any more."""
         self.end_forward()
+        self._unhook(of_all=True)
         self._glue.clear()
         self._needed.clear()
         self._needed_until.clear()
@@ -500,6 +565,31 @@ class Boundaries:
         pending = [entry.edge.node for entries in self._glue.values() for entry in entries]
         return bool(pending) and bool(_reachable([loss.grad_fn]) & _reachable(pending))
 
+    @property
+    def watched_hooks(self) -> int:
+        """Number of hooks of users at what entered units, which see no gradient in parts."""
+        return sum(map(_of_users, self._with_hooks))
+
+    def in_parts(self, loss: Tensor) -> set[Any]:
+        """Return the nodes that the backward passes several times, each with a part."""
+        seen = _nodes([loss.grad_fn])
+        shared: set[Any] = set()
+        for position, entries in self._glue.items():
+            if self._several_backwards and position not in self._reached:
+                continue
+            reached: set[Any] = set()
+            stack = [entry.edge.node for entry in entries]
+            while stack:
+                node = stack.pop()
+                if node in seen:
+                    shared.add(node)
+                elif node not in reached:
+                    reached.add(node)
+                    if type(node).__name__ not in _ENDS:
+                        stack += [each for each, _ in node.next_functions if each is not None]
+            seen |= reached
+        return {node for node in _nodes([*shared]) if _may_have_hooks(node)}
+
     def passed(self, position: int, retain: bool = False) -> None:
         """Go on behind the backward of a visit, with that of the glue before it.
 
@@ -515,6 +605,15 @@ class Boundaries:
             self._take_memory(self._needed.pop())
         if position in self._glue:
             self.through_glue(position, retain)
+        if self._hooked and not self._glue:
+            self._unhook(of_all=True)
+
+    def _unhook(self, *, of_all: bool) -> None:
+        """Remove our hooks of leaves, or only where users have none."""
+        for hooks in self._hooked:
+            if of_all or not _of_users(hooks):
+                hooks.pop(self.owner, None)
+        self._hooked = [hooks for hooks in self._hooked if self.owner in hooks]
 
     def _take_memory(self, leaf: Tensor) -> None:
         """Do as :func:`take_memory`, with one stand-in for all leaves of a shape."""
@@ -562,12 +661,12 @@ class Boundaries:
         Raises:
             UnitUseError: If an earlier backward has passed one of them.
         """
-        self.refuse_late_retains()
         entries = {
             id(entry.leaf): (position, entry.edge.node)
             for position, entries in self._glue.items()
             for entry in entries
         }
+        self._keep_retained()
         nodes = _nodes([root.grad_fn for root in roots])
         found = VisitsBehind(direct=nodes)
         while True:
@@ -589,6 +688,7 @@ class Boundaries:
                 else:
                     raise passed_before()
             if not glue:
+                self._reached = found.glue
                 return found
             nodes = _nodes(glue, found.nodes)
             found.nodes.update(nodes)
@@ -628,6 +728,14 @@ def _gradient_behind_call() -> UnitUseError:
         "Your code computes a gradient behind a call of the module in a hook. Full parameters are"
         " freed when the call ends, and the gradient needs them. Put both, the call and the"
         " gradient, inside of `with trainer.strategy.full_parameters():`, on all ranks."
+    )
+
+
+def _hook_too_late() -> UnitUseError:
+    return UnitUseError(
+        "A hook is registered on the output of a unit after another unit was called with it."
+        " It would miss the gradient: call tensor.register_hook() before, where the tensor is"
+        " made, or in a forward hook of the module that returns it."
     )
 
 
@@ -724,6 +832,12 @@ def is_plain(tensor: Tensor) -> bool:
 def _reachable(roots: Sequence[Any]) -> set[Any]:
     """Return the nodes that hold buffers, from these roots down to the leaves of outputs."""
     return {node for node in _nodes(roots) if type(node).__name__ not in _ENDS}
+
+
+def _may_have_hooks(node: Any) -> bool:
+    if type(node).__name__ != "AccumulateGrad":
+        return True
+    return bool(node.variable._backward_hooks)
 
 
 def _is_output(node: Any) -> bool:

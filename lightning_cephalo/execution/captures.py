@@ -4,10 +4,16 @@ A hook of this package comes before all others of a module in a unit; see ``unit
 makes the module's output an output of the unit: others see a stand-in for a leaf. If the unit is
 recomputed, the tensor of the recomputation gets the leaf's gradient. Otherwise the unit's graph is
 cut there, and the backward passes these tensors behind the unit's outputs, the latest first.
+
+Hooks of the stand-in (``output.register_hook``, ``output.retain_grad()``) move to the tensor itself
+when the forward has ended: its gradient comes from inside of the unit, too.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +23,43 @@ from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.boundaries import Boundaries, can_have_gradient, run_backward
 from lightning_cephalo.execution.call_tree import flatten_result
 from lightning_cephalo.execution.visit_records import Capture, UnitRecord, VisitRecords
+
+
+class _Once:
+    """A hook that refuses to see a gradient in parts."""
+
+    def __init__(self) -> None:
+        self._has_seen = False
+
+    def __call__(self, gradient: Tensor) -> None:
+        """See a part of a tensor's gradient."""
+        if self._has_seen:
+            raise UnitUseError(
+                "A forward hook takes a tensor out of a unit and gives it a hook, and the module"
+                " that has made the tensor uses it itself. The hook would see its gradient in"
+                " parts. Use CephaloStrategy(recompute=True), or register the hook on another"
+                " tensor: `y = y.view_as(y); y.register_hook(...)`."
+            )
+        self._has_seen = True
+
+
+class _Retain:
+    """A hook that keeps the gradient of a tensor as that of its stand-in.
+
+    Args:
+        shown: The stand-in.
+    """
+
+    def __init__(self, shown: weakref.ref[Tensor]) -> None:
+        self._shown = shown
+        self._gradient: Tensor | None = None
+
+    def __call__(self, gradient: Tensor) -> None:
+        """Add a part of the gradient."""
+        self._gradient = gradient if self._gradient is None else self._gradient + gradient
+        shown = self._shown()
+        if shown is not None:
+            shown.grad = self._gradient
 
 
 class Captures:
@@ -30,6 +73,7 @@ class Captures:
 
     Attributes:
         seen_again: Tensors that were seen while a unit is computed again.
+        late_hooks: Number of hooks that tensors have got behind their units, after the forward.
     """
 
     def __init__(
@@ -40,6 +84,8 @@ class Captures:
         self._recompute = recompute
         self._is_on = is_on
         self.seen_again: list[Tensor] = []
+        self.late_hooks = 0
+        self._shown: list[tuple[Capture, weakref.ref[Tensor], dict[Any, Any]]] = []
 
     def show(self, output: Any) -> Any:
         """Return the output of a module in a unit so that a hook may take it out of the unit.
@@ -57,11 +103,46 @@ class Captures:
             if not self._recompute and not value.requires_grad:
                 continue
             with torch.enable_grad():
-                leaf, values[index] = self._boundaries.show(value, record.position)
+                leaf, shown = self._boundaries.show(value, record.position)
             source = None if self._recompute else value
             capture = Capture(len(self._records) - 1, source, leaf)
             record.captures = (*record.captures, capture)
+            # the stand-in may be gone when hooks that it has got are due
+            hooks: OrderedDict[Any, Any] = OrderedDict()
+            shown._backward_hooks, values[index] = hooks, shown
+            shown.grad_fn._register_hook_dict(shown)  # type: ignore[union-attr]
+            self._shown.append((capture, weakref.ref(shown), hooks))
         return structure.unflatten(values) if len(record.captures) > before else None
+
+    def leave(self, record: UnitRecord) -> None:
+        """Forget hooks that a unit has registered, if it will register them again."""
+        for _, _, hooks in self._shown[len(self._shown) - len(record.captures) :]:
+            if self._recompute:
+                hooks.clear()
+            self.late_hooks -= len(hooks)
+
+    def end_forward(self) -> None:
+        """Take the hooks off the stand-ins."""
+        owner = self._boundaries.owner
+        for capture, reference, hooks in self._shown:
+            found: list[Callable[[Tensor], Any]] = [
+                hook for key, hook in hooks.items() if key is not owner
+            ]
+            hooks.clear()
+            self.late_hooks += len(found)
+            shown = reference()
+            if found and capture.source is not None:
+                found.insert(0, _Once())
+            if shown is not None and shown.retains_grad:
+                found.append(_Retain(reference))
+            capture.hooks = found
+        self._shown = []
+
+    def hook_sources(self, record: UnitRecord) -> None:
+        """Give the tensors of a unit that is not recomputed the hooks of their stand-ins."""
+        for capture in record.captures:
+            if capture.source is not None:
+                _move_hooks(capture, capture.source)
 
     def backward(self, record: UnitRecord, before: int | None = None) -> None:
         """Run the backward of captured tensors of a unit that is not recomputed.
@@ -98,5 +179,14 @@ class Captures:
                 "A hook in a unit saw other tensors when the unit was computed again for the"
                 " backward. Register it before the step, or use CephaloStrategy(recompute=False)."
             )
+        for value, each in zip(seen, record.captures, strict=True):
+            _move_hooks(each, value)
         pairs = [(value, each.leaf.grad) for value, each in zip(seen, record.captures, strict=True)]
         return [(value, gradient) for value, gradient in pairs if gradient is not None]
+
+
+def _move_hooks(capture: Capture, tensor: Tensor) -> None:
+    if tensor.requires_grad:
+        for hook in capture.hooks:
+            tensor.register_hook(hook)
+    capture.hooks = ()

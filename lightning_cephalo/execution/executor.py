@@ -26,6 +26,7 @@ from lightning_cephalo.execution.ends_policy import (
     used_elsewhere,
 )
 from lightning_cephalo.execution.failure import Failure
+from lightning_cephalo.execution.gradient_parts import GradientParts
 from lightning_cephalo.execution.loss_weights import LossWeights, loss_scale
 from lightning_cephalo.execution.meetings import Meetings
 from lightning_cephalo.execution.microbatch import (
@@ -109,6 +110,7 @@ class Executor:
         writes: Finds writes of the user's code to parameters.
         state: Gives each microbatch its own values of tensors that code stores on modules.
         buffers: Combines the buffers that microbatches write.
+        parts: Warns of code that sees gradients in parts.
         vocabulary: Answers what microbatches ask of layers that stay cut.
         early: Updates units inside the backward.
         state_moves: Moves optimizer state that lives in host memory.
@@ -118,6 +120,7 @@ class Executor:
         drops_gradients: Whether steps drop the gradients of units where early updates would use
             them, and update nothing.
         gave_up: Whether all ranks have raised at the same place of the last pass.
+        steps_per_update: Divides the losses, and so the gradients, of each step.
     """
 
     def __init__(
@@ -146,12 +149,14 @@ class Executor:
         self.state = ModuleState(units[ROOT].module, several_ranks=control.world_size > 1)
         self.stored = StoredOutputs(unit.module.modules() for unit in units)
         self.numbers = ModuleNumbers(self.state, control, accelerator)
+        self.parts = GradientParts()
         self.buffers = CombinedBuffers(units[ROOT].module, self.state, control, accelerator)
         self.early = EarlyUpdates(units)
         self.state_moves = StateMoves()
         self.arena: HostArena | None = None
         self.user_collectives: UserCollectives | None = None
         self.gave_up = self.drops_gradients = False
+        self.steps_per_update, self._runs_hooks = 1, False
         self._visits = Visits()
         self._throttle = Throttle(accelerator)
         self._observers: tuple[Observer, ...] = ()
@@ -367,6 +372,7 @@ class Executor:
                 meets=True,
                 first_layers=first_layers,
                 stored=self.stored,
+                parts=self.parts,
             )
             for call in calls
         ]
@@ -382,7 +388,7 @@ class Executor:
     def _new_step(self, calls: Sequence[MicrobatchCall], microbatches: list[Microbatch]) -> Step:
         whole = self._whole_batch
         samples = (self._weighed_samples or whole) if whole else 1.0
-        scale = loss_scale(self._total_weight / samples, whole or 1.0)
+        scale = loss_scale(self._total_weight / samples, whole or 1.0) / self.steps_per_update
         weights = LossWeights(len(calls), scale, self.accelerator.readback())
         return Step(calls, microbatches, weights)
 
@@ -468,6 +474,8 @@ class Executor:
         step, self.gave_up = self._step, False
         step.gradient_scale = factor / (step.weights.scale * self._total_weight * divisor)
         self._hide_held_gradients()
+        if self._runs_hooks:
+            self.state.begin_backward()
         self._has_gradients = True
         self.hooks.in_backward = True
         # hooks may have freed units that the forward left gathered (checkpoints, samples)
@@ -727,11 +735,23 @@ class Executor:
             return
         try:
             with self.hooks.backward():
-                microbatch.backward_of_loss(*weighed)
+                self._run_hooked(index, partial(microbatch.backward_of_loss, *weighed))
         except RuntimeError as error:
             self.writes.check("training_step")  # a write may be the cause
             self._explain_ends(error)
             raise
+
+    def _run_hooked(self, index: int, run: Callable[[], None]) -> None:
+        """Run a backward, in which hooks of users find what the microbatch has stored."""
+        self._runs_hooks = self._runs_hooks or self._step.microbatches[index].has_hooks
+        if not self._runs_hooks:
+            run()
+            return
+        self.state.resume(index)
+        try:
+            run()
+        finally:
+            self.state.pause(index)
 
     def _offload(self, instruction: Instruction) -> None:
         if self._step.microbatches:
@@ -746,7 +766,11 @@ class Executor:
             microbatch = self._step.microbatches[instruction.microbatch]
             self.hooks.norms.replaying = microbatch
             try:
-                microbatch.backward_of_visit(instruction.visit)
+                if self._runs_hooks or microbatch.has_hooks:
+                    run = partial(microbatch.backward_of_visit, instruction.visit)
+                    self._run_hooked(instruction.microbatch, run)
+                else:
+                    microbatch.backward_of_visit(instruction.visit)
             except RuntimeError as error:
                 self.writes.check(_BEFORE_BACKWARD)  # a write may be the cause
                 self._explain_ends(error)
@@ -938,6 +962,8 @@ class Executor:
         step = self._step
         self._finish_reduce(None)
         self.hooks.in_backward = False
+        self.failure.guarded(self.state.show_gradients)
+        self.failure.guarded(self.state.end_backward)
         if not step.goes_on:
             step.microbatches.clear()
             self._throttle.end_step()

@@ -181,6 +181,7 @@ class ManualSteps:
                 buffers=executor.buffers.of_microbatches,
                 outside=own.suspended,
                 stored=executor.stored,
+                parts=executor.parts,
             )
             for each, own in zip(calls, functions, strict=True)
         ]
@@ -398,6 +399,7 @@ class ManualSteps:
             executor.failure.guarded(lambda: values.append(self.turns.values.collect()))
         else:
             executor.failure.guarded(executor.state.finish)
+            executor.failure.guarded(executor.state.show_gradients)
         failed = executor.failure.error is not None
         samples = math.fsum(call.samples for call in step.calls)
         said = executor.exchange([float(failed), samples, step.written_buffers, *note()])
@@ -422,6 +424,7 @@ class ManualSteps:
         """Show on modules what all microbatches of all ranks have stored."""
         self.turns.values.finish(said)
         self._executor.state.finish()
+        self._executor.state.show_gradients()
 
     # -- a backward ---------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from typing import Any, Protocol
 import greenlet
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.common.errors import UnitUseError
@@ -53,6 +54,7 @@ from lightning_cephalo.execution.call_tree import (
 )
 from lightning_cephalo.execution.captures import Captures
 from lightning_cephalo.execution.ends_policy import used_elsewhere
+from lightning_cephalo.execution.gradient_parts import GradientParts
 from lightning_cephalo.execution.module_buffers import ModuleBuffers
 from lightning_cephalo.execution.module_state import ModuleState
 from lightning_cephalo.execution.normalisation import Meeting
@@ -134,6 +136,7 @@ class Microbatch:
         meets: Whether the step meets all others, for losses over the whole batch and statistics.
         first_layers: As for :class:`~lightning_cephalo.execution.boundaries.Boundaries`.
         stored: The attributes in which units store tensors; None: such tensors are refused.
+        parts: Warns of what sees gradients in parts; None: nothing does.
 
     Attributes:
         training_modes: Modes of all modules, as it has left them; None: it has not run.
@@ -163,9 +166,13 @@ class Microbatch:
         meets: bool = False,
         first_layers: Mapping[int, str] = MappingProxyType({}),
         stored: StoredOutputs | None = None,
+        parts: GradientParts | None = None,
     ) -> None:
         self._inside = inside
-        self._stored = stored
+        self._stored, self._parts = stored, parts
+        # hooks that its code has registered, and those of them that see whole gradients
+        self._hooks = self._hooks_in_units = 0
+        self._counts_hooks = True
         self._outside = outside
         self.has_one_backward = outside is None
         self._has_backward = meets or outside is not None
@@ -219,15 +226,18 @@ class Microbatch:
         step, owner = self._greenlet, self._boundaries.owner
         # with several backwards, manual_step.py refuses gradients through units
         owner.runs = self.has_one_backward
+        handles = RemovableHandle.next_id
         try:
             switched = step.switch()
         finally:
             owner.runs = False
+            if self._counts_hooks:
+                self._hooks += RemovableHandle.next_id - handles
             if step.dead:  # else it has restored them when it parked
                 self._scheduler_modes.restore()
         if step.dead:
             self.finished, self.result, self.parked = True, switched, None
-            self._boundaries.refuse_late_retains()
+            self.captures.end_forward()
             self._boundaries.end_forward()
         else:
             self.parked = switched
@@ -290,7 +300,7 @@ class Microbatch:
         self.result, self._retains = loss, retain
         with self.outside():
             self._park(AT_BACKWARD)
-        self.result = None
+        self.result, self._counts_hooks = None, False  # an update registers hooks of ours
 
     def need_update(self) -> None:
         """Park until every rank is about to clip gradients or to run an optimizer."""
@@ -419,6 +429,7 @@ class Microbatch:
         searches, found = self._inside is not None, None
         if self._stored is not None:
             found = self._stored.before(unit, searches=searches)
+        handles = RemovableHandle.next_id
         try:
             if self._recompute:
                 result = self._without_graph(record, forward, modes, args, kwargs)
@@ -428,6 +439,10 @@ class Microbatch:
             if "a leaf Variable that requires grad" in str(error):
                 raise UnitUseError(_CHANGED_INPUT) from error
             raise
+        if not record.meetings:  # others have run meanwhile
+            self._hooks_in_units += RemovableHandle.next_id - handles
+        if record.captures:
+            self.captures.leave(record)
         if not isinstance(record.structure, CallStructure):
             refuse_changed_containers(args, kwargs, record.inputs)
         refuse_hooks_inside(record.inputs)
@@ -513,6 +528,19 @@ class Microbatch:
         self._park_behind_the_last()
         return answer
 
+    @property
+    def has_hooks(self) -> bool:
+        """Whether its code has registered hooks, which will run in its backward."""
+        return self._hooks > self._boundaries.own_hooks
+
+    @property
+    def _has_hooks_between_units(self) -> bool:
+        """Whether its code has registered hooks, and not only where they see whole gradients."""
+        if not self._hooks:
+            return False
+        exact = self._hooks_in_units + self._boundaries.watched_hooks + self.captures.late_hooks
+        return self._hooks > exact
+
     # -- between forward and backward, in the scheduler ---------------------------------------
 
     def offload(self, position: int) -> None:
@@ -556,6 +584,9 @@ class Microbatch:
             )
         self._boundaries.refuse_leaks(loss)
         self._boundaries.owner.backwards += 1
+        seen = self._has_hooks_between_units, self._inside is not None
+        if self._parts is not None and any(seen) and self._parts.is_due(*seen):
+            self._parts.warn(self._boundaries.in_parts(loss), *seen)
         retain = self._retains or self._boundaries.shares_glue(loss)
         with zeroed_where(loss, without_weight) if without_weight is not None else nullcontext():
             torch.autograd.backward([loss], retain_graph=retain)
@@ -616,6 +647,8 @@ class Microbatch:
     def _from_outputs(self, record: UnitRecord, gradients: Sequence[tuple[int, Tensor]]) -> None:
         is_again = record.outputs is None
         outputs = self._compute_again(record) if record.outputs is None else record.outputs
+        if not is_again and record.captures:
+            self.captures.hook_sources(record)
         roots: list[Tensor] = []
         reached: list[Tensor] = []
         for index, gradient in gradients:

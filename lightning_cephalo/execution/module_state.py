@@ -56,6 +56,8 @@ class _Attribute:
         begun: What the microbatches have found at the beginning of the step.
         shown: The value on the module between steps.
         versions: Versions of the shown tensors when they were joined.
+        found: What the microbatches have found at the beginning of the backward, without
+            containers.
     """
 
     names: dict[str, Any]
@@ -67,6 +69,7 @@ class _Attribute:
     sizes: tuple[int, ...] = ()
     shown: Any = _MISSING
     versions: tuple[int, ...] = ()
+    found: list[Any] = field(default_factory=list)
 
     @property
     def is_number(self) -> bool:
@@ -83,6 +86,28 @@ class _Attribute:
             self.names.pop(self.name, None)
         else:
             self.names[self.name] = value
+
+
+@dataclass(frozen=True)
+class _Retained:
+    """A shown tensor whose gradient the user's code has asked for (``x.retain_grad()``).
+
+    Attributes:
+        shown: The value of all samples.
+        sources: What the microbatches have stored, with their graphs.
+        dimension: The dimension along which they are joined.
+    """
+
+    shown: Tensor
+    sources: Sequence[Tensor]
+    dimension: int
+
+    def show_gradient(self) -> None:
+        """Join the gradients of the microbatches, if each has one."""
+        gradients = [each.grad for each in self.sources if each.grad is not None]
+        if len(gradients) == len(self.sources):
+            whole = gradients[0] if len(gradients) == 1 else torch.cat(gradients, self.dimension)
+            self.shown.grad = whole
 
 
 @dataclass(frozen=True)
@@ -134,6 +159,8 @@ class ModuleState:
         state.pause(0)
         ...
         state.finish()             # the module shows the values of all samples
+        ...                        # the backward
+        state.show_gradients()     # and the gradients that these retain
 
     Args:
         module: The model.
@@ -156,12 +183,14 @@ class ModuleState:
         self._before: list[_Before] = []
         self._looked_at: list[_Before] = []
         self._sizes: tuple[int, ...] = ()
-        self._looks_everywhere = True
+        self._looks_everywhere = self._looks_everywhere_behind = True
+        self._is_behind = False
         self._running = 0
         self._nothing: Sequence[Stored] = [Stored(0, {})]
         self._exchanges_numbers = False
         self._in_places = SharedValues(several_ranks)
         self.differing: list[str] = []
+        self._retained: list[_Retained] = []
 
     # -- a step -------------------------------------------------------------------------------
 
@@ -175,8 +204,8 @@ class ModuleState:
         """
         self._sizes = tuple(sizes)
         self._exchanges_numbers = exchanges_numbers
-        self.differing = []
-        self._undo = None
+        self.differing, self._retained = [], []
+        self._undo, self._is_behind = None, False
         if not sizes:  # this rank's values stay as they are
             return
         if self.keeps_start:
@@ -263,22 +292,62 @@ class ModuleState:
         for attribute in self._known.values():
             if any(late) and all(value is attribute.first for value in attribute.values):
                 attribute.values = [attribute.read()] * len(self._sizes)
-            values = [_detached(value) for value in attribute.values]
-            attribute.shown = _joined(values, self._sizes)
-            if _are_different_integers(values):
+            sources = attribute.values
+            self._show(attribute)
+            if any(map(_retains_gradient, _tensors(sources))):
+                self._retained += _retained(sources, attribute.shown, self._sizes)
+            if _are_different_integers(attribute.values):
                 self.differing.append(self._name_of(attribute))
-            attribute.values, attribute.sizes = values, self._sizes
-            attribute.versions = _versions(attribute.shown)
-            attribute.write(attribute.shown)
         self._looks_everywhere = any(late)
         self._before, self._looked_at = [], []
         self._in_places.finish(self._sizes)
         if self._undo is not None:
             self._undo.finish()
 
+    def _show(self, attribute: _Attribute) -> None:
+        values = [_detached(value) for value in attribute.values]
+        attribute.shown = _joined(values, self._sizes)
+        attribute.values, attribute.sizes = values, self._sizes
+        attribute.versions = _versions(attribute.shown)
+        attribute.write(attribute.shown)
+
+    def begin_backward(self) -> None:
+        """Let microbatches find their own values again, for hooks that run in the backward."""
+        if not self._sizes:
+            return
+        self._before = [_Before.of(names) for names in self._places]
+        self._looked_at = self._before if self._looks_everywhere_behind else self._before[:1]
+        self._is_behind = True
+        for attribute in self._known.values():
+            attribute.values = self._first_values(attribute)
+            attribute.found = pytree.tree_leaves(attribute.values)
+
+    def end_backward(self) -> None:
+        """Show the values of all samples, with what hooks have stored."""
+        if not self._is_behind:
+            return
+        late = [self._find(before) for before in self._before if before.is_touched()]
+        for attribute in self._known.values():
+            if any(late) and all(value is attribute.first for value in attribute.values):
+                attribute.values = [attribute.read()] * len(self._sizes)
+            found, leaves = attribute.found, pytree.tree_leaves(attribute.values)
+            if len(found) == len(leaves) and all(map(is_, found, leaves)):
+                attribute.write(attribute.shown)
+            else:
+                self._show(attribute)
+            attribute.found = []
+        self._looks_everywhere_behind = any(late)
+        self._is_behind, self._before, self._looked_at = False, [], []
+
+    def show_gradients(self) -> None:
+        """Let the tensors that modules show have the gradients that microbatches have retained."""
+        for each in self._retained:
+            each.show_gradient()
+        self._retained = []
+
     def put_back(self) -> None:
         """Undo what the last step has stored, unless code behind its forward stored it."""
-        self._before, self._looked_at = [], []
+        self._is_behind, self._before, self._looked_at = False, [], []
         if self._undo is not None:
             self._undo.put_back(self._known.values())
 
@@ -455,6 +524,26 @@ def _detached(value: Any) -> Any:
     if not any(tensor.requires_grad for tensor in _tensors(value)):
         return value
     return pytree.tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, value)
+
+
+def _retains_gradient(tensor: Tensor) -> bool:
+    return tensor.requires_grad and (tensor.retains_grad or tensor.is_leaf)
+
+
+def _retained(values: Sequence[Any], shown: Any, sizes: Sequence[int]) -> list[_Retained]:
+    """Return the tensors of a shown value whose gradients microbatches retain."""
+    columns = [pytree.tree_leaves(value) for value in values]
+    leaves = pytree.tree_leaves(shown)
+    if any(len(column) != len(leaves) for column in columns):
+        return []
+    found = []
+    for leaf, *sources in zip(leaves, *columns, strict=True):
+        if not all(isinstance(each, Tensor) and _retains_gradient(each) for each in sources):
+            continue
+        dimensions = _dimensions(sources, sizes)
+        if dimensions and leaf is not sources[0]:
+            found.append(_Retained(leaf, sources, dimensions[0]))
+    return found
 
 
 def _dimensions(tensors: Sequence[Any], sizes: Sequence[int]) -> list[int]:

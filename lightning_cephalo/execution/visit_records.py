@@ -30,11 +30,13 @@ class Capture:
         position: The latest visit when it was seen.
         source: The tensor, with its graph; None if the unit is recomputed.
         leaf: The leaf whose gradient comes from the code that has it now.
+        hooks: Hooks of the stand-in for it, which are to see its whole gradient.
     """
 
     position: int
     source: Tensor | None
     leaf: Tensor
+    hooks: Sequence[Callable[[Tensor], Any]] = ()
 
 
 @dataclass(eq=False)

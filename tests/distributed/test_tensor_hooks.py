@@ -188,6 +188,7 @@ def _of_ranks(rank: int, between: Callable[..., Tensor], recompute: bool) -> tup
         _of_input,
         _around_views,
         _shared,
+        _retained_after_the_call,
     ],
 )
 def test_hooks_between_units_see_the_gradients_of_one_device(between, recompute):
@@ -201,7 +202,6 @@ def test_hooks_between_units_see_the_gradients_of_one_device(between, recompute)
     ("between", "words"),
     [
         (_after_the_call, "after another unit was called"),
-        (_retained_after_the_call, "call tensor.retain_grad"),
         (_around, "in parts"),
         (_inside, "on an argument of its forward"),
     ],

@@ -1,0 +1,304 @@
+"""Gradients of activations, and code that changes them, against one device."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from common import Net, assert_same_tensors, loader, trainer, values_of
+from torch import Tensor, nn
+from warm_ranks import RankFailure, in_ranks
+
+_TOLERANCE = 1e-5
+_LIMIT = 2e-3
+"""Hooks clip gradients to it, which one device divides by the batches between updates."""
+
+# what code in the backward sees; not on the module, whose containers microbatches share
+_seen: list[tuple[int, str, Tensor]] = []
+
+
+class _Clip(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clamp(-_LIMIT, _LIMIT)
+
+
+class _Activations(Net):
+    """``behind`` handles the output of each block, and ``at_end`` all of them."""
+
+    def __init__(self) -> None:
+        super().__init__("sgd")
+
+    def see(self, name: str, gradient: Tensor) -> Tensor:
+        _seen.append((self.global_step, name, gradient.detach().clone()))
+        return gradient.clamp(-_LIMIT, _LIMIT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inputs(x)
+        hidden = []
+        for index, block in enumerate(self.blocks):
+            x = self.behind(block(x), f"x{index}")
+            hidden.append(x)
+        self.at_end(hidden)
+        return self.outputs(x).sum(1, keepdim=True)
+
+    def behind(self, x: Tensor, name: str) -> Tensor:
+        return x
+
+    def at_end(self, hidden: list[Tensor]) -> None:
+        pass
+
+
+class _Hooks(_Activations):
+    def behind(self, x: Tensor, name: str) -> Tensor:
+        x.register_hook(partial(self.see, name))
+        return x
+
+
+class _HooksOfNodes(_Activations):
+    def behind(self, x: Tensor, name: str) -> Tensor:
+        assert x.grad_fn is not None
+        x.grad_fn.register_prehook(lambda gradients: (self.see(name, gradients[0]),))
+        return x
+
+
+class _Retains(_Activations):
+    """Asks for gradients behind the model, as for Hugging Face's ``hidden_states``."""
+
+    def at_end(self, hidden: list[Tensor]) -> None:
+        for each in hidden:
+            if each.requires_grad:
+                each.retain_grad()
+        self.hidden = hidden
+
+    def on_after_backward(self) -> None:
+        for index, each in enumerate(self.hidden):
+            assert each.grad is not None
+            self.see(f"x{index}", each.grad)
+
+
+class _RetainsInUnit(_Activations):
+    """Grad-CAM of a layer in a block."""
+
+    def setup(self, stage: str) -> None:
+        self.blocks[1].up.register_forward_hook(self.take)
+
+    def take(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.retain_grad()
+        self.activation = output
+
+    def on_after_backward(self) -> None:
+        assert self.activation.grad is not None
+        self.see("up", self.activation.grad)
+
+
+class _HooksOfTaken(_Activations):
+    """A hook of a tensor in a block that the loss uses, too."""
+
+    def setup(self, stage: str) -> None:
+        self.blocks[1].up.register_forward_hook(self.take)
+
+    def take(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(partial(self.see, "up"))
+        self.taken = output
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + self.taken.square().mean()
+
+
+class _Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        weights = self.scores(x).softmax(-1)
+        return x * weights, weights
+
+
+class _AttentionBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = _Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.attention(x)[0]
+
+
+class _HooksOfAttention(_Activations):
+    """Hooks, late, of what a module returns beside what it has computed with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_AttentionBlock() for _ in range(3))
+
+    def setup(self, stage: str) -> None:
+        self.blocks[1].attention.register_forward_hook(self.take)
+
+    def take(self, module: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> None:
+        self.weights = output[1]
+
+    def at_end(self, hidden: list[Tensor]) -> None:
+        if self.weights.requires_grad:
+            self.weights.register_hook(partial(self.see, "weights"))
+
+
+class _StoresGradients(_Activations):
+    """Grad-CAM of a layer in a block, and gradients behind blocks by their names."""
+
+    def setup(self, stage: str) -> None:
+        self.blocks[1].up.register_forward_hook(self.take)
+        self.blocks[1].up.register_full_backward_hook(self.take_gradient)
+
+    def take(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.activation = output.detach()
+
+    def take_gradient(self, module: nn.Module, inputs: Any, outputs: tuple[Tensor]) -> None:
+        self.gradient = outputs[0].detach().clone()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.by_name: dict[str, Tensor] = {}
+        return super().training_step(batch, batch_idx)
+
+    def behind(self, x: Tensor, name: str) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda gradient: self.by_name.update({name: gradient.clone()}))
+        return x
+
+    def on_after_backward(self) -> None:
+        self.see("map", self.activation * self.gradient)
+        for name, gradient in self.by_name.items():
+            self.see(name, gradient)
+
+
+_EQUAL = {
+    "several batches per update": (_Hooks, {"accumulate_grad_batches": 3}),
+    "hooks of nodes": (_HooksOfNodes, {}),
+    "retained gradients": (_Retains, {}),
+    "retained gradients in a unit": (_RetainsInUnit, {}),
+    "hooks of what leaves a unit": (_HooksOfTaken, {}),
+    "gradients that hooks store": (_StoresGradients, {}),
+    "late hooks of what leaves a unit": (_HooksOfAttention, {}),
+}
+
+
+def _fit(plan: str | None, kind: type[Net], options: dict[str, Any], recompute: bool = True) -> Any:
+    _seen.clear()
+    torch.manual_seed(2)
+    module = kind()
+    ready = trainer(plan, {"recompute": recompute} if plan else None, **options)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        ready.fit(module, loader(24))
+    return values_of(module), [*_seen], [str(each.message) for each in said]
+
+
+def _rows(seen: list[tuple[int, str, Tensor]]) -> dict[tuple[int, str], list[Tensor]]:
+    found: dict[tuple[int, str], list[Tensor]] = {}
+    for step, name, gradient in seen:
+        found.setdefault((step, name), []).extend(gradient)
+    return found
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("case", _EQUAL)
+def test_gradients_of_activations_are_those_of_one_device(case, recompute):
+    kind, options = _EQUAL[case]
+    wanted, wanted_seen, _ = _fit(None, kind, options)
+    ranks = in_ranks(2, _fit, "3:1", kind, options, recompute)
+    for values, _, _ in ranks:
+        assert_same_tensors(values, wanted, _TOLERANCE)
+    found = _rows([each for _, seen, _ in ranks for each in seen])
+    expected = _rows(wanted_seen)
+    assert found.keys() == expected.keys() and expected
+    for key, rows in expected.items():
+        ours, theirs = torch.stack(found[key]).flatten(1), torch.stack(rows).flatten(1)
+        assert ours.shape == theirs.shape, key
+        # samples of a batch lie on the ranks in an order that a plan chooses
+        nearest = torch.cdist(theirs, ours, compute_mode="donot_use_mm_for_euclid_dist").min(1)
+        assert nearest.values.max() < 1e-6, key
+    assert any(each.abs().max() > _LIMIT for rows in expected.values() for each in rows)
+
+
+class _ResidualsOutside(_Activations):
+    """Pre-norm layers whose residual is the model's code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inputs(x)
+        for index, block in enumerate(self.blocks):
+            x = self.behind(x, f"x{index}")
+            x = x + torch.tanh(block(nn.functional.layer_norm(x, (6,))))
+        return self.outputs(x).sum(1, keepdim=True)
+
+
+class _HooksOfResiduals(_ResidualsOutside):
+    def behind(self, x: Tensor, name: str) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(partial(self.see, name))
+        return x
+
+
+class _ClipsResiduals(_ResidualsOutside):
+    def behind(self, x: Tensor, name: str) -> Tensor:
+        return _Clip.apply(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [(_HooksOfResiduals, "registers hooks of tensors"), (_ClipsResiduals, "backward of _Clip")],
+)
+def test_a_warning_names_what_sees_gradients_in_parts(kind, words):
+    for _, _, said in in_ranks(2, _fit, "3:1", kind, {}):
+        assert [text for text in said if "in parts" in text and words in text]
+    for _, _, said in in_ranks(2, _fit, "3:1", _ResidualsOutside, {}):
+        assert not [text for text in said if "in parts" in text]
+
+
+class _HookOfLeaf(_Activations):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inputs(x).detach().requires_grad_()
+        if torch.is_grad_enabled():
+            x.register_hook(partial(self.see, "x"))
+        y = x
+        for block in self.blocks:
+            y = block(y)
+        return self.outputs(x + y).sum(1, keepdim=True)
+
+
+class _Manual(_Hooks):
+    """Losses behind every block, whose backward the step calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def at_end(self, hidden: list[Tensor]) -> None:
+        self.hidden = hidden
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch) + sum(each.square().mean() for each in self.hidden)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", [_HookOfLeaf, _Manual])
+def test_hooks_of_a_units_input_that_other_code_uses_are_refused_by_name(kind):
+    with pytest.raises(RankFailure) as failure:
+        in_ranks(2, _fit, "3:1", kind, {})
+    assert str(failure.value).count("UnitUseError: A tensor between units has a hook") == 2
