@@ -25,24 +25,20 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle, unserializable_hook
+from torch.utils.hooks import RemovableHandle
 
 from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.ends_policy import used_elsewhere
-
-
-class _OutOfUnit(torch.autograd.Function):
-    """Makes the glue's stand-in for an output's leaf, which ``x += y`` may change in place."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor, owner: _Owner) -> Tensor:
-        ctx.owner = owner
-        return leaf.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.owner.refuse(gradient)
-        return gradient, None
+from lightning_cephalo.execution.tensor_hooks import (
+    OUTPUT,
+    HooksOfEntered,
+    Owner,
+    RetainedGradient,
+    SeenOnce,
+    count_of_users,
+    gradient_through_units,
+    out_of_unit,
+)
 
 
 class _OutsideOfStep(torch.autograd.Function):
@@ -100,149 +96,13 @@ def refusing_freed(outputs: Any) -> Any:
     return pytree.tree_map(refusing, outputs)
 
 
-def _register_hook(node: Any, hook: Callable[..., Any]) -> RemovableHandle:
-    """Register a hook of the node behind a unit's output: ``x.grad_fn.register_hook(hook)``."""
-    _expect_hooks(node)
-    return torch._C._FunctionBase.register_hook(node, hook)
-
-
-def _register_prehook(node: Any, hook: Callable[..., Any]) -> RemovableHandle:
-    _expect_hooks(node)
-    return torch._C._FunctionBase.register_prehook(node, hook)
-
-
-def _expect_hooks(node: Any) -> None:
-    if node.has_entered:
-        raise _hook_too_late()
-    node.has_hooks = True
-
-
-# Private: the class of our own nodes. Nothing else tells whether a node has hooks.
-_Node: Any = _OutOfUnit._backward_cls
-_Node.has_hooks = _Node.has_entered = False
-_Node.register_hook, _Node.register_prehook = _register_hook, _register_prehook
-
-
-# Private: the part of `apply` that is written in C. The rest serves functorch's transforms, which
-# cannot pass a cut, and takes as long again; tests/execution/test_boundaries.py calls it.
-_out_of_unit = super(torch.autograd.Function, _OutOfUnit).apply
-
 _top_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _run_on_host = torch.autograd.Variable._execution_engine.run_backward
 
 # nodes where the glue's graph ends: parameters and other leaves, and outputs of units
-_OUTPUT = "_OutOfUnitBackward"
 # the backward that needs no values of a parameter
 _EMBEDDING = "EmbeddingBackward"
-_ENDS = ("AccumulateGrad", _OUTPUT)
-
-
-@dataclass(eq=False)
-class _Owner:
-    """The microbatch that leaves belong to.
-
-    Attributes:
-        runs: Whether its user's code is running, and not a backward of this package.
-        backwards: Number of its losses whose backward has begun.
-    """
-
-    runs: bool = False
-    backwards: int = 0
-
-    @unserializable_hook  # else torch.save() warns of it, long after the forward
-    def refuse(self, gradient: Tensor) -> None:
-        """Raise for a gradient that lacks the part through a unit."""
-        if self.runs:
-            raise gradient_through_units()
-
-
-class _HooksOfEntered(dict[Any, Callable[[Tensor], Any]]):
-    """The hooks of a unit's output that has entered another unit, past which its gradient goes."""
-
-    __slots__ = ("__weakref__",)
-
-    def __setitem__(self, key: Any, hook: Callable[[Tensor], Any]) -> None:
-        raise _hook_too_late()
-
-
-def _of_users(hooks: dict[Any, Any] | None) -> int:
-    """Return the number of hooks that users have registered."""
-    return sum(not isinstance(key, _Owner) for key in hooks or ())
-
-
-def refuse_hooks_inside(inputs: Sequence[Any]) -> None:
-    """Raise UnitUseError if the code of a unit has registered a hook on an argument of it.
-
-    One device would show it the gradient of all uses, also those outside of the unit. If the unit
-    is recomputed, the hook would also be called twice.
-
-    Args:
-        inputs: The unit's arguments, with leaves in place of tensors that need a gradient.
-    """
-    for value in inputs:
-        hooks = value._backward_hooks if isinstance(value, Tensor) else None
-        if hooks and _of_users(hooks):
-            raise UnitUseError(
-                "A unit registers a hook on an argument of its forward. It would not see the whole"
-                " gradient, which other units and code between units may add to. Register it on a"
-                " tensor of the unit's own: `x = x.view_as(x)`, then"
-                " `if x.requires_grad: x.register_hook(...)`, as the unit may run without a graph"
-                " first. Or register it before the unit is called."
-            )
-
-
-_NEVER = -1  # number of a backward
-
-
-class _SeenOnce:
-    """Our hook at a tensor that has entered a unit: it refuses what hooks of others would see.
-
-    Args:
-        owner: The microbatch.
-        hooks: All hooks of the tensor.
-        node: Its node; None: it is a leaf.
-    """
-
-    __torch_unserializable__ = True  # as of _Owner.refuse
-
-    def __init__(self, owner: _Owner, hooks: weakref.ref[dict[Any, Any]], node: Any) -> None:
-        self._owner, self._hooks, self._node, self._seen_in = owner, hooks, node, _NEVER
-
-    def __call__(self, gradient: Tensor) -> None:
-        """See a part of the tensor's gradient."""
-        self._owner.refuse(gradient)
-        before, self._seen_in = self._seen_in, self._owner.backwards
-        if before != self._seen_in:
-            return
-        # ours are there too, one for each microbatch that uses the tensor
-        if getattr(self._node, "has_hooks", False) or _of_users(self._hooks()):
-            raise UnitUseError(
-                "A tensor between units has a hook, and both a unit and other code use it. The hook"
-                " would see its gradient in parts. Register it in the forward of the unit that"
-                " makes the tensor, where it sees all of it. Or give it a tensor of its own, for"
-                " either use: `x = x.view_as(x); x.register_hook(...)`."
-            )
-
-
-class _RetainedGradient:
-    """Gives a unit's output, which retains its gradient, that of its leaf.
-
-    Args:
-        source: The output.
-
-    Attributes:
-        before: Its gradient before the running backward.
-    """
-
-    def __init__(self, source: weakref.ref[Tensor]) -> None:
-        self._source = source
-        self.before: Tensor | None = None
-
-    def __call__(self, leaf: Tensor) -> None:
-        """Take what the leaf has accumulated."""
-        source, gradient = self._source(), leaf.grad
-        if source is not None and gradient is not None:
-            source.grad = gradient if self.before is None else self.before + gradient
+_ENDS = ("AccumulateGrad", OUTPUT)
 
 
 @dataclass(slots=True)
@@ -264,7 +124,7 @@ class _Cut:
     leaf: Tensor
     is_output: bool = False
     is_used: bool = False
-    retained: _RetainedGradient | None = None
+    retained: RetainedGradient | None = None
 
 
 @dataclass(slots=True)
@@ -330,7 +190,7 @@ class Boundaries:
         self._needed_until: list[int] = []
         self._shown: list[_Cut] = []
         self._lets_go = lets_go
-        self.owner = _Owner()
+        self.owner = Owner()
         self._refuse = self.owner.refuse
         self._without_memory: dict[tuple[Any, ...], Tensor] = {}
         self._handles: list[RemovableHandle] = []
@@ -370,7 +230,7 @@ class Boundaries:
                 ):
                     cut.node.has_entered = True
                     # private, as in torch's register_hook(), whose handle takes as long again
-                    value._backward_hooks = _HooksOfEntered({self.owner: self._refuse})
+                    value._backward_hooks = HooksOfEntered({self.owner: self._refuse})
                     cut.node._register_hook_dict(value)
                 else:
                     cut = self._cut_watched(cut, value, position, is_inside=is_inside)
@@ -397,9 +257,9 @@ class Boundaries:
                 cut.node._register_hook_dict(value)
         self._with_hooks.append(hooks)
         refuse: Callable[[Tensor], Any] = self._refuse
-        if not isinstance(hooks, _HooksOfEntered):
-            refuse = _SeenOnce(self.owner, weakref.ref(hooks), cut.node)
-        if isinstance(hooks, _HooksOfEntered):  # of another microbatch
+        if not isinstance(hooks, HooksOfEntered):
+            refuse = SeenOnce(self.owner, weakref.ref(hooks), cut.node)
+        if isinstance(hooks, HooksOfEntered):  # of another microbatch
             dict.__setitem__(hooks, self.owner, refuse)
         else:
             hooks[self.owner] = refuse
@@ -436,7 +296,7 @@ class Boundaries:
         if self._names_leaves:
             # the microbatch, and the position of the visit whose output it is
             leaf._leaf_of_unit = (self.owner, position)  # type: ignore[attr-defined]
-        shown: Tensor = _out_of_unit(leaf, self.owner)
+        shown: Tensor = out_of_unit(leaf, self.owner)
         cut = self._cuts[id(shown)] = _Cut(weakref.ref(shown), shown.grad_fn, leaf, True)
         self._shown.append(cut)
         return leaf, shown
@@ -481,7 +341,7 @@ class Boundaries:
             source = cut.source()
             if source is not None and source.retains_grad:
                 if cut.retained is None:
-                    cut.retained = _RetainedGradient(cut.source)
+                    cut.retained = RetainedGradient(cut.source)
                     cut.leaf.register_post_accumulate_grad_hook(cut.retained)
                 cut.retained.before = source.grad
 
@@ -568,7 +428,7 @@ class Boundaries:
     @property
     def watched_hooks(self) -> int:
         """Number of hooks of users at what entered units, which see no gradient in parts."""
-        return sum(map(_of_users, self._with_hooks))
+        return sum(map(count_of_users, self._with_hooks))
 
     def in_parts(self, loss: Tensor) -> set[Any]:
         """Return the nodes that the backward passes several times, each with a part."""
@@ -611,7 +471,7 @@ class Boundaries:
     def _unhook(self, *, of_all: bool) -> None:
         """Remove our hooks of leaves, or only where users have none."""
         for hooks in self._hooked:
-            if of_all or not _of_users(hooks):
+            if of_all or not count_of_users(hooks):
                 hooks.pop(self.owner, None)
         self._hooked = [hooks for hooks in self._hooked if self.owner in hooks]
 
@@ -731,24 +591,6 @@ def _gradient_behind_call() -> UnitUseError:
     )
 
 
-def _hook_too_late() -> UnitUseError:
-    return UnitUseError(
-        "A hook is registered on the output of a unit after another unit was called with it."
-        " It would miss the gradient: call tensor.register_hook() before, where the tensor is"
-        " made, or in a forward hook of the module that returns it."
-    )
-
-
-def gradient_through_units() -> UnitUseError:
-    """Return the error for code that computes gradients through units itself."""
-    return UnitUseError(
-        "Your code computes a gradient through a unit itself (torch.autograd.grad for a gradient"
-        " penalty or in evaluation, or a backward). Graphs are cut at units, so that a part of it"
-        " would be missing. Leave that network out of the units: CephaloStrategy(unit_types=[...])"
-        " with the blocks of other networks, or unit_names=[] if there is no other."
-    )
-
-
 def passed_before() -> UnitUseError:
     """Return the error for a second backward through the same graph."""
     return UnitUseError(
@@ -841,7 +683,7 @@ def _may_have_hooks(node: Any) -> bool:
 
 
 def _is_output(node: Any) -> bool:
-    return type(node).__name__ == _OUTPUT
+    return type(node).__name__ == OUTPUT
 
 
 def _nodes(roots: Sequence[Any], known: set[Any] | None = None) -> set[Any]:

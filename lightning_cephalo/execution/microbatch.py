@@ -41,7 +41,6 @@ from lightning_cephalo.execution.boundaries import (
     can_have_gradient,
     has_saved_tensor_hooks,
     passed_before,
-    refuse_hooks_inside,
     refuse_saved_tensor_hooks,
     run_backward,
     zeroed_where,
@@ -62,6 +61,7 @@ from lightning_cephalo.execution.offload import HostArena
 from lightning_cephalo.execution.over_batch import Asking, StepGreenlet, refuse_manual
 from lightning_cephalo.execution.replay import ChangingBuffers, ThreadState
 from lightning_cephalo.execution.stored_outputs import StoredOutputs
+from lightning_cephalo.execution.tensor_hooks import refuse_hooks_inside
 from lightning_cephalo.execution.training_modes import Modes
 from lightning_cephalo.execution.visit_records import UnitRecord, VisitRecords
 from lightning_cephalo.execution.vocabulary.attendance import VocabularyAttendance

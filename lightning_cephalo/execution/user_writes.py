@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from lightning_cephalo.common.errors import CephaloError, ShardedUseError, UnitUseError
-from lightning_cephalo.execution.boundaries import gradient_through_units
+from lightning_cephalo.execution.tensor_hooks import gradient_through_units
 from lightning_cephalo.sharding.unit import Unit
 from lightning_cephalo.sharding.write_guard import REMEDY, spelled
 

@@ -1,0 +1,190 @@
+"""Hooks of tensors between units, and what refuses gradients that lack a part.
+
+Users get a stand-in for a unit's output. Their hooks belong to it, or to its node. Units pass
+gradients from leaf to leaf, so an output with hooks is cut once more by ``boundaries.py``: its
+gradient then passes that node. Hooks that would miss a gradient, or see it in parts, are refused.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle, unserializable_hook
+
+from lightning_cephalo.common.errors import UnitUseError
+
+
+def _hook_too_late() -> UnitUseError:
+    return UnitUseError(
+        "A hook is registered on the output of a unit after another unit was called with it."
+        " It would miss the gradient: call tensor.register_hook() before, where the tensor is"
+        " made, or in a forward hook of the module that returns it."
+    )
+
+
+def gradient_through_units() -> UnitUseError:
+    """Return the error for code that computes gradients through units itself."""
+    return UnitUseError(
+        "Your code computes a gradient through a unit itself (torch.autograd.grad for a gradient"
+        " penalty or in evaluation, or a backward). Graphs are cut at units, so that a part of it"
+        " would be missing. Leave that network out of the units: CephaloStrategy(unit_types=[...])"
+        " with the blocks of other networks, or unit_names=[] if there is no other."
+    )
+
+
+@dataclass(eq=False)
+class Owner:
+    """The microbatch that leaves belong to.
+
+    Attributes:
+        runs: Whether its user's code is running, and not a backward of this package.
+        backwards: Number of its losses whose backward has begun.
+    """
+
+    runs: bool = False
+    backwards: int = 0
+
+    @unserializable_hook  # else torch.save() warns of it, long after the forward
+    def refuse(self, gradient: Tensor) -> None:
+        """Raise for a gradient that lacks the part through a unit."""
+        if self.runs:
+            raise gradient_through_units()
+
+
+class HooksOfEntered(dict[Any, Callable[[Tensor], Any]]):
+    """The hooks of a unit's output that has entered another unit, past which its gradient goes."""
+
+    __slots__ = ("__weakref__",)
+
+    def __setitem__(self, key: Any, hook: Callable[[Tensor], Any]) -> None:
+        raise _hook_too_late()
+
+
+def count_of_users(hooks: dict[Any, Any] | None) -> int:
+    """Return the number of hooks that users have registered."""
+    return sum(not isinstance(key, Owner) for key in hooks or ())
+
+
+def refuse_hooks_inside(inputs: Sequence[Any]) -> None:
+    """Raise UnitUseError if the code of a unit has registered a hook on an argument of it.
+
+    One device would show it the gradient of all uses, also those outside of the unit. If the unit
+    is recomputed, the hook would also be called twice.
+
+    Args:
+        inputs: The unit's arguments, with leaves in place of tensors that need a gradient.
+    """
+    for value in inputs:
+        hooks = value._backward_hooks if isinstance(value, Tensor) else None
+        if hooks and count_of_users(hooks):
+            raise UnitUseError(
+                "A unit registers a hook on an argument of its forward. It would not see the whole"
+                " gradient, which other units and code between units may add to. Register it on a"
+                " tensor of the unit's own: `x = x.view_as(x)`, then"
+                " `if x.requires_grad: x.register_hook(...)`, as the unit may run without a graph"
+                " first. Or register it before the unit is called."
+            )
+
+
+_NEVER = -1  # number of a backward
+
+
+class SeenOnce:
+    """Our hook at a tensor that has entered a unit: it refuses what hooks of others would see.
+
+    Args:
+        owner: The microbatch.
+        hooks: All hooks of the tensor.
+        node: Its node; None: it is a leaf.
+    """
+
+    __torch_unserializable__ = True  # as of Owner.refuse
+
+    def __init__(self, owner: Owner, hooks: weakref.ref[dict[Any, Any]], node: Any) -> None:
+        self._owner, self._hooks, self._node, self._seen_in = owner, hooks, node, _NEVER
+
+    def __call__(self, gradient: Tensor) -> None:
+        """See a part of the tensor's gradient."""
+        self._owner.refuse(gradient)
+        before, self._seen_in = self._seen_in, self._owner.backwards
+        if before != self._seen_in:
+            return
+        # ours are there too, one for each microbatch that uses the tensor
+        if getattr(self._node, "has_hooks", False) or count_of_users(self._hooks()):
+            raise UnitUseError(
+                "A tensor between units has a hook, and both a unit and other code use it. The hook"
+                " would see its gradient in parts. Register it in the forward of the unit that"
+                " makes the tensor, where it sees all of it. Or give it a tensor of its own, for"
+                " either use: `x = x.view_as(x); x.register_hook(...)`."
+            )
+
+
+class RetainedGradient:
+    """Gives a unit's output, which retains its gradient, that of its leaf.
+
+    Args:
+        source: The output.
+
+    Attributes:
+        before: Its gradient before the running backward.
+    """
+
+    def __init__(self, source: weakref.ref[Tensor]) -> None:
+        self._source = source
+        self.before: Tensor | None = None
+
+    def __call__(self, leaf: Tensor) -> None:
+        """Take what the leaf has accumulated."""
+        source, gradient = self._source(), leaf.grad
+        if source is not None and gradient is not None:
+            source.grad = gradient if self.before is None else self.before + gradient
+
+
+class _OutOfUnit(torch.autograd.Function):
+    """Makes the glue's stand-in for an output's leaf, which ``x += y`` may change in place."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, owner: Owner) -> Tensor:
+        ctx.owner = owner
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.owner.refuse(gradient)
+        return gradient, None
+
+
+def _register_hook(node: Any, hook: Callable[..., Any]) -> RemovableHandle:
+    """Register a hook of the node behind a unit's output: ``x.grad_fn.register_hook(hook)``."""
+    _expect_hooks(node)
+    return torch._C._FunctionBase.register_hook(node, hook)
+
+
+def _register_prehook(node: Any, hook: Callable[..., Any]) -> RemovableHandle:
+    _expect_hooks(node)
+    return torch._C._FunctionBase.register_prehook(node, hook)
+
+
+def _expect_hooks(node: Any) -> None:
+    if node.has_entered:
+        raise _hook_too_late()
+    node.has_hooks = True
+
+
+# Private: the class of our own nodes. Nothing else tells whether a node has hooks.
+_Node: Any = _OutOfUnit._backward_cls
+_Node.has_hooks = _Node.has_entered = False
+_Node.register_hook, _Node.register_prehook = _register_hook, _register_prehook
+
+
+# Private: the part of `apply` that is written in C. The rest serves functorch's transforms, which
+# cannot pass a cut, and takes as long again; tests/execution/test_boundaries.py calls it.
+out_of_unit = super(torch.autograd.Function, _OutOfUnit).apply
+
+OUTPUT = "_OutOfUnitBackward"
+"""The name of the nodes behind outputs of units, where the glue's graph ends."""
