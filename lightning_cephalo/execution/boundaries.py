@@ -247,7 +247,9 @@ class Boundaries:
 
         Those of an output would miss it: units get the leaf of the output itself.
         """
-        if cut.is_output:
+        is_output = cut.is_output
+        if is_output:
+            cut.node.has_entered = True
             cut = self._cut_glue(value, position, is_inside=is_inside)
         hooks: dict[Any, Callable[[Tensor], Any]] | None = value._backward_hooks
         if hooks is None:
@@ -258,7 +260,8 @@ class Boundaries:
         self._with_hooks.append(hooks)
         refuse: Callable[[Tensor], Any] = self._refuse
         if not isinstance(hooks, HooksOfEntered):
-            refuse = SeenOnce(self.owner, weakref.ref(hooks), cut.node)
+            node_has_hooks = is_output and cut.node.has_hooks
+            refuse = SeenOnce(self.owner, weakref.ref(hooks), node_has_hooks)
         if isinstance(hooks, HooksOfEntered):  # of another microbatch
             dict.__setitem__(hooks, self.owner, refuse)
         else:

@@ -100,13 +100,17 @@ class SeenOnce:
     Args:
         owner: The microbatch.
         hooks: All hooks of the tensor.
-        node: Its node; None: it is a leaf.
+        node_has_hooks: Whether its node has hooks of users. The node itself would keep its graph: it
+            refers to this object.
     """
 
     __torch_unserializable__ = True  # as of Owner.refuse
 
-    def __init__(self, owner: Owner, hooks: weakref.ref[dict[Any, Any]], node: Any) -> None:
-        self._owner, self._hooks, self._node, self._seen_in = owner, hooks, node, _NEVER
+    def __init__(
+        self, owner: Owner, hooks: weakref.ref[dict[Any, Any]], node_has_hooks: bool
+    ) -> None:
+        self._owner, self._hooks, self._seen_in = owner, hooks, _NEVER
+        self._node_has_hooks = node_has_hooks
 
     def __call__(self, gradient: Tensor) -> None:
         """See a part of the tensor's gradient."""
@@ -115,7 +119,7 @@ class SeenOnce:
         if before != self._seen_in:
             return
         # ours are there too, one for each microbatch that uses the tensor
-        if getattr(self._node, "has_hooks", False) or count_of_users(self._hooks()):
+        if self._node_has_hooks or count_of_users(self._hooks()):
             raise UnitUseError(
                 "A tensor between units has a hook, and both a unit and other code use it. The hook"
                 " would see its gradient in parts. Register it in the forward of the unit that"

@@ -408,15 +408,6 @@ class HookAroundAUnit(Gan):
         self.manual_backward((x - self.discriminator.blocks[0](x)).square().mean())
 
 
-class RetainsLate(Gan):
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        first, second = self.discriminator.blocks
-        x = first(self.discriminator.first(batch[0]))
-        y = second(x)
-        x.retain_grad()
-        self.manual_backward(y.square().mean())
-
-
 class OutsideOfAStep(Gan):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.manual_backward(torch.ones((), requires_grad=True))
@@ -437,7 +428,6 @@ REFUSED = {
     FailsBeforeTheUpdate: "an error before the norm",
     UpdatesOnOneRank: "some call self.manual_backward.., others clip gradients or call optimizer",
     HookAroundAUnit: "would see its gradient in parts",
-    RetainsLate: "call tensor.retain_grad.. before",
     OutsideOfAStep: "manual_backward.. outside of training_step",
 }
 
