@@ -100,8 +100,8 @@ class SeenOnce:
     Args:
         owner: The microbatch.
         hooks: All hooks of the tensor.
-        node_has_hooks: Whether its node has hooks of users. The node itself would keep its graph: it
-            refers to this object.
+        node_has_hooks: Whether its node has hooks of users. A reference to the node would keep
+            its graph, as the node refers to this object.
     """
 
     __torch_unserializable__ = True  # as of Owner.refuse
