@@ -99,9 +99,9 @@ def refusing_freed(outputs: Any) -> Any:
 _top_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _run_on_host = torch.autograd.Variable._execution_engine.run_backward
 
-# nodes where the glue's graph ends: parameters and other leaves, and outputs of units
 # the backward that needs no values of a parameter
 _EMBEDDING = "EmbeddingBackward"
+# nodes where the glue's graph ends: parameters and other leaves, and outputs of units
 _ENDS = ("AccumulateGrad", OUTPUT)
 
 
@@ -258,14 +258,11 @@ class Boundaries:
             if cut.node is not None:
                 cut.node._register_hook_dict(value)
         self._with_hooks.append(hooks)
-        refuse: Callable[[Tensor], Any] = self._refuse
-        if not isinstance(hooks, HooksOfEntered):
-            node_has_hooks = is_output and cut.node.has_hooks
-            refuse = SeenOnce(self.owner, weakref.ref(hooks), node_has_hooks)
         if isinstance(hooks, HooksOfEntered):  # of another microbatch
-            dict.__setitem__(hooks, self.owner, refuse)
+            dict.__setitem__(hooks, self.owner, self._refuse)
         else:
-            hooks[self.owner] = refuse
+            node_has_hooks = is_output and cut.node.has_hooks
+            hooks[self.owner] = SeenOnce(self.owner, weakref.ref(hooks), node_has_hooks)
         if cut.node is None:  # it lives on, unlike what the step computes
             self._hooked.append(hooks)
         return cut

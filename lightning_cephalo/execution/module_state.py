@@ -263,6 +263,20 @@ class ModuleState:
             found = True
         return found
 
+    def _find_late(self) -> bool:
+        """Find attributes of all modules; those that nobody has kept are the last microbatch's.
+
+        Returns:
+            Whether there are any, so that the next step looks everywhere.
+        """
+        late = [self._find(before) for before in self._before if before.is_touched()]
+        if not any(late):
+            return False
+        for attribute in self._known.values():
+            if all(value is attribute.first for value in attribute.values):
+                attribute.values = [attribute.read()] * len(self._sizes)
+        return True
+
     def _learn(self, names: dict[str, Any], name: str, first: Any) -> _Attribute:
         firsts = [_cut(first, self._sizes, index) for index in range(len(self._sizes))]
         attribute = _Attribute(names, name, first, firsts, list(firsts), begun=first)
@@ -288,17 +302,14 @@ class ModuleState:
         if not self._sizes:
             return
         # one of an inner module may appear in a later step; the next step looks for more
-        late = [self._find(before) for before in self._before if before.is_touched()]
+        self._looks_everywhere = self._find_late()
         for attribute in self._known.values():
-            if any(late) and all(value is attribute.first for value in attribute.values):
-                attribute.values = [attribute.read()] * len(self._sizes)
             sources = attribute.values
             self._show(attribute)
             if any(map(_retains_gradient, _tensors(sources))):
                 self._retained += _retained(sources, attribute.shown, self._sizes)
             if _are_different_integers(attribute.values):
                 self.differing.append(self._name_of(attribute))
-        self._looks_everywhere = any(late)
         self._before, self._looked_at = [], []
         self._in_places.finish(self._sizes)
         if self._undo is not None:
@@ -326,17 +337,14 @@ class ModuleState:
         """Show the values of all samples, with what hooks have stored."""
         if not self._is_behind:
             return
-        late = [self._find(before) for before in self._before if before.is_touched()]
+        self._looks_everywhere_behind = self._find_late()
         for attribute in self._known.values():
-            if any(late) and all(value is attribute.first for value in attribute.values):
-                attribute.values = [attribute.read()] * len(self._sizes)
             found, leaves = attribute.found, pytree.tree_leaves(attribute.values)
             if len(found) == len(leaves) and all(map(is_, found, leaves)):
                 attribute.write(attribute.shown)
             else:
                 self._show(attribute)
             attribute.found = []
-        self._looks_everywhere_behind = any(late)
         self._is_behind, self._before, self._looked_at = False, [], []
 
     def show_gradients(self) -> None:
