@@ -23,19 +23,10 @@ from lightning_cephalo.plan.program import (
     FIRST_LAYERS,
     LAST_LAYERS,
     NONE,
+    OPERATIONS,
     ROOT,
     Instruction,
-    Operation,
 )
-
-_DOING = {
-    Operation.ARM: "gradient",
-    Operation.FREE: "release",
-    Operation.MEET: "meeting",
-    Operation.SEND_GRADIENT: "gradient on its way to the host",
-    Operation.UPDATE: "optimizer's step",
-    Operation.HOST_UPDATE: "optimizer's step on the host",
-}
 
 _OF_ROOT = {
     ROOT: "the root unit",
@@ -138,7 +129,7 @@ class Failure:
         return failure if is_said or not is_out_of_memory(failure) else self.out_of_memory(failure)
 
     def _named(self, instruction: Instruction) -> str:
-        doing = _DOING.get(instruction.operation, instruction.operation.value)
+        doing = OPERATIONS[instruction.operation].phrase or instruction.operation.value
         if instruction.unit == NONE:
             return doing
         unit = _OF_ROOT.get(instruction.unit, "")

@@ -7,13 +7,14 @@ yellow), which colour-blind readers can distinguish.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_cephalo.common import files
 from lightning_cephalo.common.errors import PlanError
+from lightning_cephalo.plan.program import OPERATIONS, Operation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -96,6 +97,11 @@ def end_of_labels(figure: Figure, axes: Axes, labels: Sequence[tuple[float, Anno
         at / max(0.2, 1 - (label.get_window_extent().width + gap_px) / width_px)
         for at, label in labels
     )
+
+
+def colours_of(seen: Collection[Operation]) -> list[tuple[str, str]]:
+    """Return a legend's entries for the operations that a timeline shows."""
+    return [(each.value, info.colour) for each, info in OPERATIONS.items() if each in seen]
 
 
 def add_legend(figure: Figure, entries: Sequence[tuple[str, str]]) -> None:

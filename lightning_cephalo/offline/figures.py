@@ -19,42 +19,26 @@ from lightning_cephalo.offline.canvas import (
     BLUE,
     GREEN,
     GREY,
-    OLIVE,
     ORANGE,
     PALE,
     PURPLE,
     SKY,
     VERMILION,
-    YELLOW,
     add_legend,
     add_title,
+    colours_of,
     empty_figure,
     end_of_labels,
     save,
 )
 from lightning_cephalo.plan import Plan, Problem, cost
-from lightning_cephalo.plan.program import Operation
+from lightning_cephalo.plan.program import OPERATIONS, Operation
 from lightning_cephalo.plan.timeline import Simulation, Stream, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _ROWS = 16
-_COLOURS = {
-    Operation.FORWARD: SKY,
-    Operation.LOSS: PURPLE,
-    Operation.BACKWARD: BLUE,
-    Operation.UPDATE: GREEN,
-    Operation.GATHER: ORANGE,
-    Operation.REDUCE: VERMILION,
-    Operation.OVERHEAD: GREY,
-    Operation.OFFLOAD: YELLOW,
-    Operation.FETCH: OLIVE,
-    Operation.FETCH_STATE: OLIVE,
-    Operation.STORE_STATE: YELLOW,
-    Operation.SEND_GRADIENT: YELLOW,
-    Operation.HOST_UPDATE: GREEN,
-}
 _LINES = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, BLACK, GREY)
 _MEMORY_PARTS = (
     ("state", BLUE),
@@ -132,7 +116,7 @@ def timeline_figure(simulation: Simulation, problem: Problem, path: str | PathLi
         f"One step of {simulation.world_size} ranks, {format_seconds(simulation.step_s)}",
         f"upper bar: compute, below: communication{_copies(seen)}{left_out}",
     )
-    add_legend(figure, [(name.value, _COLOURS[name]) for name in _COLOURS if name in seen])
+    add_legend(figure, colours_of(seen))
     save(figure, path)
 
 
@@ -263,7 +247,7 @@ def _draw_streams(
         axes.broken_barh(
             found,
             (row + top, height),
-            facecolors=_COLOURS[name],
+            facecolors=OPERATIONS[name].colour,
             edgecolors="white" if wide else "none",
             linewidth=0.4 if wide else 0,
         )

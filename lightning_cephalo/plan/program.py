@@ -85,25 +85,41 @@ class Operation(str, enum.Enum):
     __hash__ = str.__hash__
 
 
-_LETTERS = {
-    Operation.GATHER: "G",
-    Operation.ARM: "Z",
-    Operation.FORWARD: "F",
-    Operation.LOSS: "L",
-    Operation.OFFLOAD: "O",
-    Operation.FETCH: "H",
-    Operation.BACKWARD: "B",
-    Operation.REDUCE: "R",
-    Operation.FREE: "X",
-    Operation.MEET: "M",
-    Operation.AGREE: "A",
-    Operation.UPDATE: "U",
-    Operation.FETCH_STATE: "I",
-    Operation.SEND_GRADIENT: "N",
-    Operation.HOST_UPDATE: "C",
-    Operation.STORE_STATE: "S",
-    Operation.WAIT: "W",
-    Operation.OVERHEAD: "V",
+@dataclass(frozen=True)
+class OperationInfo:
+    """How an operation is written.
+
+    Attributes:
+        letter: In programs.
+        colour: In figures. Copies of one direction share theirs, and so do updates.
+        phrase: In messages, before the unit's name; empty: the operation's own name.
+    """
+
+    letter: str
+    colour: str
+    phrase: str = ""
+
+
+# programs, figures and messages take it from here; a test finds an operation without a row
+OPERATIONS = {
+    Operation.GATHER: OperationInfo("G", "#E69F00"),
+    Operation.ARM: OperationInfo("Z", "#999999", "gradient"),
+    Operation.FORWARD: OperationInfo("F", "#56B4E9"),
+    Operation.LOSS: OperationInfo("L", "#CC79A7"),
+    Operation.OFFLOAD: OperationInfo("O", "#F0E442"),
+    Operation.FETCH: OperationInfo("H", "#8A7A00"),
+    Operation.BACKWARD: OperationInfo("B", "#0072B2"),
+    Operation.REDUCE: OperationInfo("R", "#D55E00"),
+    Operation.FREE: OperationInfo("X", "#999999", "release"),
+    Operation.MEET: OperationInfo("M", "#8B4513", "meeting"),
+    Operation.AGREE: OperationInfo("A", "#999999"),
+    Operation.UPDATE: OperationInfo("U", "#009E73", "optimizer's step"),
+    Operation.FETCH_STATE: OperationInfo("I", "#8A7A00"),
+    Operation.SEND_GRADIENT: OperationInfo("N", "#F0E442", "gradient on its way to the host"),
+    Operation.HOST_UPDATE: OperationInfo("C", "#009E73", "optimizer's step on the host"),
+    Operation.STORE_STATE: OperationInfo("S", "#F0E442"),
+    Operation.WAIT: OperationInfo("W", "#999999"),
+    Operation.OVERHEAD: OperationInfo("V", "#999999"),
 }
 
 COLLECTIVES = frozenset({Operation.GATHER, Operation.REDUCE, Operation.MEET, Operation.AGREE})
@@ -135,7 +151,7 @@ class Instruction:
     def __str__(self) -> str:
         unit = "" if self.unit == NONE else _END_NAMES.get(self.unit, str(self.unit))
         microbatch = "" if self.microbatch == NONE else f".{self.microbatch}"
-        return f"{_LETTERS[self.operation]}{unit}{microbatch}"
+        return f"{OPERATIONS[self.operation].letter}{unit}{microbatch}"
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from lightning_cephalo.plan.program import (
     FIRST_LAYERS,
     LAST_LAYERS,
     NONE,
+    OPERATIONS,
     ROOT,
     UNITS_THAT_STAY,
     WHOLE_ROOT,
@@ -120,8 +121,10 @@ def test_an_instruction_is_written_as_letter_unit_and_microbatch(instruction, wr
     assert str(instruction) == written
 
 
-def test_every_operation_has_a_letter_of_its_own():
-    assert len({str(Instruction(operation)) for operation in Operation}) == len(Operation)
+def test_every_operation_has_a_letter_of_its_own_and_a_colour():
+    assert set(OPERATIONS) == set(Operation)
+    assert len({info.letter for info in OPERATIONS.values()}) == len(Operation)
+    assert all(re.fullmatch("#[0-9A-F]{6}", info.colour) for info in OPERATIONS.values())
 
 
 def test_instructions_are_written_in_their_order():

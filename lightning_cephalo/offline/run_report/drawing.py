@@ -14,37 +14,19 @@ from lightning_cephalo.offline.canvas import (
     BLUE,
     GREEN,
     GREY,
-    OLIVE,
     ORANGE,
-    PURPLE,
-    SKY,
     VERMILION,
-    YELLOW,
+    colours_of,
 )
 from lightning_cephalo.offline.memory_timelines import KIND_COLOURS
 from lightning_cephalo.offline.run_report.lost_time import LostTime
 from lightning_cephalo.offline.run_report.markup import Markup, element, joined
 from lightning_cephalo.plan.memory_timeline import MemoryTimeline
-from lightning_cephalo.plan.program import Operation
+from lightning_cephalo.plan.program import OPERATIONS, Operation
 from lightning_cephalo.plan.timeline import Event, Kind
 
 MOST_RANKS = 16
 MOST_MEMORIES = 8
-OPERATION_COLOURS = {
-    Operation.FORWARD: SKY,
-    Operation.LOSS: PURPLE,
-    Operation.BACKWARD: BLUE,
-    Operation.UPDATE: GREEN,
-    Operation.WAIT: "wait",
-    Operation.GATHER: ORANGE,
-    Operation.REDUCE: VERMILION,
-    Operation.OFFLOAD: YELLOW,
-    Operation.FETCH: OLIVE,
-    Operation.STORE_STATE: YELLOW,
-    Operation.SEND_GRADIENT: YELLOW,
-    Operation.FETCH_STATE: OLIVE,
-    Operation.HOST_UPDATE: GREEN,
-}
 PARTS = (
     ("compute", "compute_s", BLUE),
     ("update", "update_s", GREEN),
@@ -123,7 +105,7 @@ def step_timeline(timelines: Sequence[MemoryTimeline]) -> Markup:
 def operations_in(timelines: Sequence[MemoryTimeline]) -> list[tuple[str, str]]:
     """Return the operations that :func:`step_timeline` draws, with their colours."""
     seen = {event.operation for one in timelines[:MOST_RANKS] for event in one.events}
-    return [(one.value, colour) for one, colour in OPERATION_COLOURS.items() if one in seen]
+    return colours_of(seen)
 
 
 def memory(timeline: MemoryTimeline) -> Markup:
@@ -223,7 +205,7 @@ def _lane(events: Iterable[Event], top: float, height: float, end_s: float) -> l
                 f"M{left:.2f} {top:.1f}h{max(right - left, 0.15):.2f}v{height:.1f}H{left:.2f}Z"
                 for left, right in found
             ),
-            **_fill(OPERATION_COLOURS.get(operation, GREY)),
+            **_fill(OPERATIONS[operation].colour),
         )
         for operation, found in spans.items()
     ]

@@ -33,9 +33,9 @@ _KINDS = (
 )
 _STYLE = """
 :root { color-scheme: light dark; --page: #ffffff; --text: #1b1b1b; --soft: #5c5c5c;
-  --pale: #ececec; --wait: #c9c9c9; }
+  --pale: #ececec; }
 @media (prefers-color-scheme: dark) { :root { --page: #17191c; --text: #e8e8e8; --soft: #a6a6a6;
-  --pale: #2b2f34; --wait: #565b61; } }
+  --pale: #2b2f34; } }
 body { background: var(--page); color: var(--text); max-width: 62rem; margin: 2rem auto;
   padding: 0 1rem; font: 16px/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.5rem; margin-bottom: 0; overflow-wrap: anywhere; }
@@ -56,7 +56,6 @@ th, td { padding: .2rem .7rem .2rem 0; border-bottom: 1px solid var(--pale); tex
 .drawing line { stroke: var(--soft); stroke-width: 1; }
 .drawing .trend { fill: none; stroke: #2f8fd0; stroke-width: 1.5; }
 rect.pale { fill: var(--pale); }
-path.wait, rect.wait { fill: var(--wait); }
 .legend { font-size: .85rem; color: var(--soft); }
 .entry { margin-right: 1.1rem; white-space: nowrap; }
 .entry svg { margin-right: .35rem; }
