@@ -24,6 +24,11 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.sharding.collectives import all_gather_rows, broadcast
 
+WHOLE_MODEL = (
+    "To save the model or a part of it, enter `with trainer.strategy.full_parameters():` on every"
+    " rank, and take `module.backbone.state_dict()` in it: it holds whole tensors on each rank."
+)
+
 Meet = Callable[[str, str], None]
 """Waits until all ranks have come for the same purpose; takes it, and a remedy for messages."""
 
@@ -155,6 +160,16 @@ class RowsTensor(DTensor):
 
     def __dlpack__(self, **options: Any) -> Any:
         refuse_dlpack(self)
+
+    def untyped_storage(self) -> Any:
+        """Refuse: libraries that write files, such as safetensors, read memory through it."""
+        raise UnsupportedError(
+            f"The memory of a sharded tensor of shape {tuple(self.shape)}: no rank has all of it."
+            f" {WHOLE_MODEL} Or write copies of its values, `parameter.full_tensor().detach()`,"
+            " which every rank makes."
+        )
+
+    storage = untyped_storage  # what safetensors tries next
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Return a copy with rows of its own, as ``clone()`` does: no rank needs another one."""

@@ -36,6 +36,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.sharding.placement import (
+    WHOLE_MODEL,
     Rows,
     RowsTensor,
     agreed,
@@ -66,7 +67,7 @@ _COMBINING = {
 }
 _EVERY_RANK = (
     "Each rank holds some rows, so every rank must compute it at the same place: not behind `if"
-    " trainer.is_global_zero` or @rank_zero_only."
+    f" trainer.is_global_zero` or @rank_zero_only. {WHOLE_MODEL}"
 )
 # norms of parts have at least its precision
 _LEAST = torch.float32

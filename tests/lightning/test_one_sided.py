@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
 from multiprocessing import Event
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from common import Net, dataset, in_ranks, loader, look_soon, trainer
 from launch import SOON_S
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from safetensors.torch import load_file, save_file
 from test_bad_input import failures
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -90,6 +93,46 @@ def test_one_rank_alone_outside_of_full_parameters_names_itself_and_the_remedy(o
     assert "with trainer.strategy.full_parameters():" in own.message
     assert other.message.startswith(f"Rank {on_rank} (process") and said in other.message
     assert ") failed: UnsupportedError" in other.message
+
+
+class Saves(Callback):
+    """Writes a part of the model in rank 0, by torch or by safetensors, as users do."""
+
+    def __init__(self, path: Path, inside: bool, save: Callable[[Any, Path], Any]) -> None:
+        self.path, self.inside, self.save = path, inside, save
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        with trainer.strategy.full_parameters() if self.inside else nullcontext():
+            if trainer.is_global_zero:
+                self.save(module.blocks.state_dict(), self.path)
+
+
+@pytest.mark.parametrize("save", [torch.save, save_file])
+def test_a_part_of_the_model_is_saved_inside_full_parameters(save, tmp_path):
+    def fit():
+        model = Net()
+        saves = Saves(tmp_path / "part", inside=True, save=save)
+        trainer("3:1", callbacks=[saves], max_epochs=1).fit(model, loader(), loader(8))
+        return model.blocks.state_dict()
+
+    whole = in_ranks(2, fit)[0]
+    path = tmp_path / "part"
+    saved = torch.load(path, weights_only=True) if save is torch.save else load_file(path)
+    assert saved.keys() == whole.keys()
+    assert all(torch.equal(saved[name], whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize("save", [torch.save, save_file])
+def test_a_part_of_the_model_saved_from_shards_is_refused_with_the_line_to_write(save, tmp_path):
+    def fit():
+        look_soon()
+        saves = Saves(tmp_path / "part", inside=False, save=save)
+        trainer("3:1", callbacks=[saves], max_epochs=1).fit(Net(), loader(), loader(8))
+
+    own, other = failures(fit)
+    assert own.kind == "UnsupportedError"
+    assert "with trainer.strategy.full_parameters():" in own.message
+    assert "with trainer.strategy.full_parameters():" in other.message
 
 
 class Different(Callback):
