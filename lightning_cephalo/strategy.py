@@ -92,7 +92,6 @@ from lightning_cephalo.preparation.prepare import Job, measure_or_load, read_job
 from lightning_cephalo.preparation.session import Session
 from lightning_cephalo.preparation.training import Training
 from lightning_cephalo.profiling.memory_model import predicted
-from lightning_cephalo.profiling.state_rates import contention_text
 from lightning_cephalo.ranks import launch
 from lightning_cephalo.ranks.aborting import abort_groups
 from lightning_cephalo.ranks.connection import Ranks
@@ -665,7 +664,6 @@ class CephaloStrategy(ParallelStrategy):
             session.job = chosen.job
             job, problem, plan = chosen.job, chosen.problem, chosen.plan
             memory = predicted(problem, plan, session.model)
-            session.measured_copies = contention_text(problem)
             session.notes = (*reasons(problem, plan), *surprises(problem, plan), *chosen.notes)
             replans = replanning.wants(self._options.replan, job)
         else:

@@ -273,10 +273,13 @@ class Record(Checked):
         kind: Name of this kind of record in messages about a wrong mapping.
         leaves_out_defaults: Whether mappings omit values equal to a field's default. Otherwise
             they omit only None and empty values of fields with a default.
+        removed: Fields that mappings of earlier versions have, with the value that asks for
+            nothing, and what to do about any other. Without the latter any value asks for nothing.
     """
 
     kind: ClassVar[str]
     leaves_out_defaults: ClassVar[bool] = False
+    removed: ClassVar[Mapping[str, tuple[Any, str]]] = {}
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists and numbers, for YAML and JSON; infinities become ``"inf"``."""
@@ -300,13 +303,14 @@ class Record(Checked):
             source: The file that the data came from, for the start of messages without ``where``.
 
         Raises:
-            PlanError: A key is unknown or missing, or a value is not as expected.
+            PlanError: A key is unknown or missing, a value is not as expected, or the mapping asks
+                for what only earlier versions did.
         """
         what = where or f"{files.in_source(source)}{cls.kind}"
         fields = dataclasses.fields(cls)
         values = mapping(
             what,
-            data,
+            cls._without_removed(what, data),
             known=[field.name for field in fields],
             required=[field.name for field in fields if field.default is dataclasses.MISSING],
         )
@@ -317,6 +321,19 @@ class Record(Checked):
             return cls(**values)
         except PlanError as error:
             raise PlanError(f"{files.in_source(where or source)}{error}") from None
+
+    @classmethod
+    def _without_removed(cls, what: str, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        for name, (nothing, remedy) in cls.removed.items():
+            value = data.get(name, nothing)
+            if remedy and value is not None and value != nothing:
+                raise PlanError(
+                    f"{what}: {name}: {shortened(value)} asks for what only earlier versions did."
+                    f" {remedy}"
+                )
+        return {name: value for name, value in data.items() if name not in cls.removed}
 
 
 @dataclasses.dataclass(frozen=True)

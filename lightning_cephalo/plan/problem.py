@@ -44,6 +44,13 @@ _OF_HYBRID = (
 )
 _OF_LAST_LAYERS = ("last_gather_s", "last_reduce_s")
 _OF_VOCABULARY = ("meeting_forward_s", "meeting_backward_s", "hidden_bytes", "meeting_bytes")
+_REMOVED_OF_RANKS = dict.fromkeys(
+    (
+        *("to_device_alone_bytes_per_s", "to_host_alone_bytes_per_s"),
+        *("copies_beside_compute", "copies_beside_gathers"),
+    ),
+    (None, ""),
+)
 _REDUCING_CURVES = ("reducing_compute_bytes", "kept_reducing_compute_bytes")
 
 
@@ -95,12 +102,6 @@ class RankProfile(Record):
         host_memory_bytes_per_s: bytes of its host's memory that copies and updates of this rank
             may read and write per second, while all ranks of the host do so; ``math.inf``: not
             known, and copies and updates of the host do not slow each other down.
-        to_device_alone_bytes_per_s: ``to_device_bytes_per_s`` while nothing goes to the host, for
-            the record of a run; None: not known.
-        to_host_alone_bytes_per_s: the same of ``to_host_bytes_per_s``.
-        copies_beside_compute: how much longer copies and compute of equal lengths take at the same
-            time than the longer one alone, 1 to 2; the same.
-        copies_beside_gathers: the same of copies and gathers of units.
         columns_s: where the vocabulary stays cut, seconds of all columns of logits of the global
             batch, forward and backward; a rank computes its share of the state of them.
 
@@ -112,6 +113,7 @@ class RankProfile(Record):
     kind = "rank profile"
     named_by = "name"
     leaves_out_defaults = True
+    removed = _REMOVED_OF_RANKS
 
     name: Text
     forward_s: Curve
@@ -131,10 +133,6 @@ class RankProfile(Record):
     to_device_bytes_per_s: PositiveOrInfinite = math.inf
     to_host_bytes_per_s: PositiveOrInfinite = math.inf
     host_memory_bytes_per_s: PositiveOrInfinite = math.inf
-    to_device_alone_bytes_per_s: PositiveOrInfinite | None = None
-    to_host_alone_bytes_per_s: PositiveOrInfinite | None = None
-    copies_beside_compute: Amount | None = None
-    copies_beside_gathers: Amount | None = None
     columns_s: Amount = 0.0
 
     def __post_init__(self) -> None:

@@ -49,7 +49,6 @@ from lightning_cephalo.profiling.measure import ProfileOptions, measure, read_ba
 from lightning_cephalo.profiling.progress import Progress
 from lightning_cephalo.profiling.state_rates import (
     has_state_rates,
-    knows_contention,
     measure_state_rates,
     with_state_rates,
     with_unit_parameters,
@@ -486,7 +485,7 @@ def measure_or_load(
         check(problem)
         _keep(problem, found, options, control)
     prices_moves = offload is not False or _gives_moved_state(job)
-    if prices_moves and not (has_state_rates(problem) and knows_contention(problem)):
+    if prices_moves and not has_state_rates(problem):
         pause()
         scales = loss_scaler(trainer.precision_plugin) is not None
         rates = measure_state_rates(model, device.capacity_bytes, with_host_updates=not scales)

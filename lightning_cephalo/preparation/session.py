@@ -115,7 +115,6 @@ class Session:
         lasting: Keeps the garbage collector away from what lives as long as training.
         predicted_memory: The plan's prediction of every rank's memory.
         notes: Sentences below the plan's table: why it divides the work so.
-        measured_copies: What copies of optimizer state take beside other work; may be empty.
         late: Why updates follow the backward, in a few words; empty: they run inside of it.
     """
 
@@ -183,7 +182,6 @@ class Session:
         self.predicted_memory: tuple[RankMemory, ...] = ()
         self._averages: AveragedWeights | None = None
         self.notes: tuple[str, ...] = ()
-        self.measured_copies = ""
         self.late = job.late
         self._updater: EarlyUpdater | None = None
         self._may_send: Callable[[Optimizer], bool] = lambda _: False
@@ -585,13 +583,14 @@ class Session:
         """Return the plan as a table that also says when updates run.
 
         Args:
-            details: Whether to say how the plan was solved, and what copies of state take.
+            details: Whether to say how the plan was solved.
         """
-        model, notes = self.unit_sizes(), self._all_notes()
-        if details and self.measured_copies:
-            notes = (*notes, self.measured_copies)
         return report.plan_table(
-            self.plan, model=model, updates=self._updates, notes=notes, details=details
+            self.plan,
+            model=self.unit_sizes(),
+            updates=self._updates,
+            notes=self._all_notes(),
+            details=details,
         )
 
     def _all_notes(self) -> tuple[str, ...]:
@@ -618,7 +617,7 @@ class Session:
             ranks=ranks,
             model=printable(report.units_text(self.unit_sizes())),
             updates=self._updates,
-            notes=tuple(filter(None, (*self._all_notes(), self.measured_copies))),
+            notes=self._all_notes(),
             changes=tuple(
                 f"behind step {change.step}: {change.cause}, rank {change.rank}"
                 for change in changes

@@ -5,16 +5,14 @@ directions, and then all let their host update. At last all do both at once: wha
 than each alone waits for the host's memory. AdamW stands for the user's optimizer, which is made
 later.
 
-Each direction is also measured alone, and copies beside compute and beside gathers. The plan does
-not use these: they are for the table and the record of a run. How long all of this takes is not
-bounded: every figure is the best of a few repetitions, each as long as its copies, updates and
-gathers take.
+How long this takes is not bounded: every figure is the best of a few repetitions, each as long as
+its copies and updates take.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import astuple, dataclass, replace
 from functools import partial
@@ -24,7 +22,7 @@ import torch
 from torch import nn
 
 from lightning_cephalo.common.errors import HostMemoryError
-from lightning_cephalo.common.quantities import format_bytes, format_mib
+from lightning_cephalo.common.quantities import format_mib
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Problem, RankProfile
 
@@ -39,10 +37,6 @@ _HOST_ELEMENTS = 2**20
 _UPDATED_BYTES = 28
 # Copies in each direction beside one update by the host, at most.
 _MOST_COPIES = 64
-# Matrices that are multiplied beside copies: their width, and products, at most.
-_WIDEST, _MOST_PRODUCTS = 512, 64
-# A larger factor than this is noise: two things take no longer than one after the other.
-_MOST_BESIDE = 2.0
 # Work at once that takes less than this much longer than the longest alone does not wait.
 _NOISE = 1.1
 # Hosts of equal ranks whose rates differ by a larger factor are not alike.
@@ -59,22 +53,12 @@ class StateRates:
         to_host_bytes_per_s: Of copies to its host.
         host_memory_bytes_per_s: Of its part of the host's memory, which copies and updates read and
             write; infinite: they do not wait for it.
-        to_device_alone_bytes_per_s: Of copies to its device, while none goes to the host. None here
-            and below: not measured.
-        to_host_alone_bytes_per_s: Of copies to its host, while none goes to the device.
-        copies_beside_compute: How much longer copies and compute take at the same time than the
-            longer one alone.
-        copies_beside_gathers: The same of copies and gathers.
     """
 
     host_updated_parameters_per_s: float = 0.0
     to_device_bytes_per_s: float = math.inf
     to_host_bytes_per_s: float = math.inf
     host_memory_bytes_per_s: float = math.inf
-    to_device_alone_bytes_per_s: float | None = None
-    to_host_alone_bytes_per_s: float | None = None
-    copies_beside_compute: float | None = None
-    copies_beside_gathers: float | None = None
 
     @property
     def seconds(self) -> float:
@@ -105,43 +89,6 @@ def has_state_rates(problem: Problem) -> bool:
         math.isfinite(rank.to_device_bytes_per_s) or rank.host_updated_parameters_per_s
         for rank in problem.ranks
     )
-
-
-def knows_contention(problem: Problem) -> bool:
-    """Return whether a problem says how copies and other work slow each other down.
-
-    One that was cached by an earlier version does not, and is measured again.
-    """
-    return all(rank.copies_beside_gathers is not None for rank in problem.ranks)
-
-
-def contention_text(problem: Problem) -> str:
-    """Return a line on copies of state alone and beside other work; empty: it is not known.
-
-    It has the figures of the slowest rank.
-    """
-    if problem.optimizer_offload is False or not knows_contention(problem):
-        return ""
-    ranks = problem.ranks
-    together = [
-        _bytes_per_s(min(getattr(rank, name) for rank in ranks))
-        for name in ("to_device_bytes_per_s", "to_host_bytes_per_s")
-    ]
-    alone = [
-        _bytes_per_s(min(getattr(rank, name) or math.inf for rank in ranks))
-        for name in ("to_device_alone_bytes_per_s", "to_host_alone_bytes_per_s")
-    ]
-    compute = max(rank.copies_beside_compute or 1.0 for rank in ranks)
-    gathers = max(rank.copies_beside_gathers or 1.0 for rank in ranks)
-    return (
-        f"Copies of state, to the device and to the host: {together[0]} and {together[1]} together,"
-        f" {alone[0]} and {alone[1]} alone. Beside compute they take {compute:.2f} times as long as"
-        f" the longer one alone, beside gathers {gathers:.2f} times."
-    )
-
-
-def _bytes_per_s(rate: float) -> str:
-    return f"{format_bytes(rate)}/s" if math.isfinite(rate) else "no time"
 
 
 def trained_sizes(model: ShardedModel) -> tuple[int, ...]:
@@ -204,14 +151,9 @@ def measure_state_rates(
             memory = _memory_rate(copies, updates, min(to_device, to_host), on_host)
         finally:
             updates.close()
-    alone = [copies.alone(way) for way in range(2)]
-    slower = min(to_device, to_host)
-    beside_compute = _beside(copies, slower, _compute(model, nbytes, copies.nbytes / slower))
-    beside_gathers = _beside(copies, slower, _gathers(model))
     del copies
     model.accelerator.empty_cache()
-    figures = (*alone, beside_compute, beside_gathers)
-    rates = StateRates(on_host, to_device, to_host, memory, *figures)
+    rates = StateRates(on_host, to_device, to_host, memory)
     return [StateRates(*row) for row in model.control.gather(astuple(rates))]
 
 
@@ -230,20 +172,12 @@ def with_state_rates(problem: Problem, rates: Sequence[StateRates]) -> Problem:
             if problem.ranks[rank] == problem.ranks[first] and rates[rank].is_like(rates[first])
         ]
         slowest: dict[str, Any] = {
-            name: _slowest(name, [rates[r] for r in group]) for name in RATES
+            name: min(getattr(rates[r], name) for r in group) for name in RATES
         }
         for rank in group:
             found[rank] = replace(problem.ranks[rank], **slowest)
         left = [rank for rank in left if rank not in group]
     return replace(problem, ranks=tuple[RankProfile, ...](found))
-
-
-def _slowest(name: str, group: Sequence[StateRates]) -> float | None:
-    found = [getattr(own, name) for own in group]
-    known = [figure for figure in found if figure is not None]
-    if len(known) < len(found):
-        return None
-    return max(known) if name.startswith("copies_beside") else min(known)
 
 
 def without_host_updates(problem: Problem) -> Problem:
@@ -300,87 +234,6 @@ class _Copies:
                     best[way] = min(best[way], took_s)
         in_s, out_s = best
         return _rate(self.nbytes, in_s), _rate(self.nbytes, out_s)
-
-    def alone(self, way: int) -> float:
-        """Return the bytes per second in a direction while none go in the other; 0: to the device.
-
-        All ranks copy in it at the same time.
-        """
-        accelerator, best_s = self.model.accelerator, math.inf
-        targets, sources = (self._device[0], self._host[1]), (self._host[0], self._device[1])
-        for repeat in range(1 + _REPEATS):
-            accelerator.synchronize()
-            self.model.control.barrier()
-            start_s = accelerator.now_s()
-            self.finish(way, self._ways[way].start(targets[way], sources[way], after=()))
-            if repeat:
-                best_s = min(best_s, accelerator.now_s() - start_s)
-        return _rate(self.nbytes, best_s)
-
-
-def _beside(copies: _Copies, bytes_per_s: float, work: Callable[[], None]) -> float:
-    """Return how much longer copies and other work take at once than the longer one alone.
-
-    Args:
-        copies: Copies in both directions.
-        bytes_per_s: Rate of the slower direction.
-        work: Submits work to the device; the same on all ranks.
-    """
-    accelerator, control = copies.model.accelerator, copies.model.control
-    copy_s = copies.nbytes / bytes_per_s
-
-    def seconds(count: int) -> float:
-        best_s = math.inf
-        for repeat in range(1 + _REPEATS):
-            accelerator.synchronize()
-            control.barrier()
-            start_s = accelerator.now_s()
-            arrivals = [copies.start() for _ in range(count)]
-            work()
-            accelerator.synchronize()
-            for way, arrival in enumerate(arrivals[-1] if arrivals else ()):
-                copies.finish(way, arrival)
-            if repeat:
-                best_s = min(best_s, accelerator.now_s() - start_s)
-        return best_s
-
-    work_s = seconds(0)
-    count = max(1, min(_MOST_COPIES, round(work_s / copy_s))) if copy_s else 1
-    alone_s = max(work_s, count * copy_s)
-    together_s = seconds(count)  # waits for all ranks, also where the own work takes no time
-    return min(max(1.0, together_s / alone_s), _MOST_BESIDE) if alone_s > 1e-12 else 1.0
-
-
-def _compute(model: ShardedModel, nbytes: int, seconds: float) -> Callable[[], None]:
-    """Return what multiplies matrices on the device, for about so long."""
-    width = max(1, min(_WIDEST, math.isqrt(nbytes // 12)))
-    left, right, product = (torch.zeros(width, width, device=model.device) for _ in range(3))
-    clock = model.accelerator.clock
-    torch.mm(left, right, out=product)
-    start_s = clock()
-    torch.mm(left, right, out=product)
-    each_s = clock() - start_s
-    count = max(1, min(_MOST_PRODUCTS, round(seconds / each_s))) if each_s > 1e-12 else 1
-
-    def work() -> None:
-        for _ in range(count):
-            torch.mm(left, right, out=product)
-
-    return work
-
-
-def _gathers(model: ShardedModel) -> Callable[[], None]:
-    """Return what gathers the largest unit, on all ranks together."""
-    model.executor.reshard()
-    units = [unit for unit in model.units if unit.flats]
-    largest = max(units, key=lambda unit: sum(flat.numel for flat in unit.flats), default=None)
-
-    def work() -> None:
-        if largest is not None:
-            largest.wait_gather()
-            largest.free()
-
-    return work
 
 
 class _HostUpdates:

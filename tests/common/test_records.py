@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import KW_ONLY, FrozenInstanceError, dataclass, fields
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import numpy as np
 import pytest
@@ -44,6 +44,7 @@ class Dish(Record):
 @dataclass(frozen=True)
 class Meal(FileRecord):
     kind = "meal"
+    removed: ClassVar = {"music": (False, "Bring a radio."), "weather": (None, "")}
 
     dishes: Annotated[tuple[Dish, ...], ListOf(Dish, "a Dish", "dishes")]
     _: KW_ONLY
@@ -119,6 +120,15 @@ def test_text_and_files_hold_the_same(tmp_path, suffix):
 def test_a_message_begins_with_the_source(content, message):
     with pytest.raises(PlanError, match=message):
         Meal.from_yaml(content, source="meal")
+
+
+def test_fields_that_only_earlier_versions_had_are_left_out_or_refused():
+    data = {**MEAL.to_dict(), "weather": 3.5}
+    for nothing in (False, None):
+        assert Meal.from_dict({**data, "music": nothing}) == MEAL
+    message = r"^meal: music: True asks for what only earlier versions did\. Bring a radio\.$"
+    with pytest.raises(PlanError, match=message):
+        Meal.from_dict({**data, "music": True})
 
 
 @pytest.mark.parametrize(

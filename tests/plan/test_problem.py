@@ -148,6 +148,13 @@ def test_unknown_and_missing_keys_are_named_with_the_file(tmp_path):
         Problem.from_dict(data)
 
 
+def test_what_earlier_versions_measured_of_copies_beside_other_work_is_ignored():
+    data = problem().to_dict()
+    measured = ("to_device_alone_bytes_per_s", "copies_beside_gathers")
+    data["ranks"][0].update(dict.fromkeys(measured, 1.5))
+    assert Problem.from_dict(data) == problem()
+
+
 def test_one_microbatch_takes_no_turns_and_holds_no_copies():
     rank = RankProfile("a", (1.0,), (2.0,), (0.5,), (10.0,), 100.0)
     several = Problem(
