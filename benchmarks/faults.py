@@ -12,8 +12,8 @@ the table is a fault: how often it was made, how many steps were repeated at mos
 step's loss and samples are those of a run that nobody interrupted, to the last bit, the seconds
 from the fault to the next new step, and the processors' seconds that a fault costs over all
 processes. A table behind it has the seconds by part: of the agent, imports, connecting, reading the
-kept step, training again. Where ranks stay, a script's work before ``fit()`` is not done again;
-``--script-s`` adds seconds of a processor to it. The last rows are Lightning's DDP under torchrun,
+kept step, training again. ``--script-s`` adds seconds of a processor to the script before
+``fit()``. The last rows are Lightning's DDP under torchrun,
 with a checkpoint every 10 steps and ``ckpt_path="last"``. A third table is of hosts that go and
 come (``host_faults.py``). Seconds hold for a machine that does nothing else; all takes about an
 hour.
@@ -74,8 +74,7 @@ def train(
             _tell(folder / "moments", [os.getpid(), moment, time.time()])
 
     reaches(MOMENTS[0])
-    if way != "stay":
-        _tell(folder / "started", [int(os.environ["RANK"]), os.getpid()])
+    _tell(folder / "started", [int(os.environ["RANK"]), os.getpid()])
     while time.process_time() < script_s:
         pass
     if way == "hosts":  # the agent ends these ranks when another host comes
@@ -120,8 +119,6 @@ def train(
     class Tells(Callback):
         def setup(self, trainer: Any, module: Any, stage: str) -> None:
             reaches(MOMENTS[2])
-            if way == "stay":  # the process that trains is a fork
-                _tell(folder / "started", [trainer.global_rank, os.getpid()])
 
         def on_train_start(self, trainer: Any, module: Any) -> None:
             reaches(MOMENTS[3])
@@ -163,7 +160,7 @@ def train(
     }
     plan = plans[int(os.environ["WORLD_SIZE"])]
     is_ddp = way.startswith("ddp")
-    recover: Any = Recovery(every=1, stay=True) if way == "stay" else True
+    recover: Any = True
     if way == "hosts":
         recover = Recovery(every=1, copies=copies, storage=storage, storage_every_s=0.5)
     strategy: Any = (
@@ -221,7 +218,7 @@ class Run:
         self.log = (folder / "log").open("w")
         agent = (
             ["lightning_cephalo.run"]
-            if way in ("cephalo", "hosts", "stay")
+            if way in ("cephalo", "hosts")
             else ["torch.distributed.run", "--standalone", "--max-restarts=100"]
         )
         self.agent = subprocess.Popen(
@@ -357,7 +354,7 @@ class Row:
         seconds: From each fault to the next new step.
         processors_s: Seconds of processors that each fault has cost, over all processes.
         parts: Of each fault, the seconds from it to the first of ``MOMENTS``, and so on, to the
-            first step, and to the first new one. Empty where ranks stay.
+            first step, and to the first new one.
     """
 
     fault: str
@@ -474,9 +471,6 @@ def main() -> None:
         )
         print("|---|---|---|---|---|---|", flush=True)
         rows = [(name, fault, "cephalo") for name, fault in FAULTS.items()]
-        stay = [(f"{name}, ranks stay", fault, "stay") for name, fault in FAULTS.items()]
-        rows[1:1] = stay[:1]
-        rows[len(FAULTS) + 1 :] = stay[1:4]
         rows.append(("under plain torchrun: kill -9 of a rank", _kill_one, "torchrun"))
         ddp = "DDP under torchrun, a checkpoint every 10 steps: kill -9 of a rank"
         rows.append((ddp, _kill_one, "ddp"))
@@ -485,7 +479,7 @@ def main() -> None:
         for index, (name, fault, way) in enumerate(rows):
             if re.search(given.only, name):
                 (folder / str(index)).mkdir()
-                count = given.kills if index < 2 else given.others
+                count = given.kills if index < 1 else given.others
                 try:
                     measured = _measure(
                         name, fault, count, folder / str(index), way, given.script_s

@@ -43,7 +43,7 @@ if _IS_QUIET:
     # says what is lost. The level is read when torch is imported, which comes next.
     os.environ[_LOG_LEVEL] = "ERROR"
 
-from lightning_cephalo.ranks import refusals, rounds, starter  # noqa: E402
+from lightning_cephalo.ranks import refusals, starter  # noqa: E402
 from lightning_cephalo.recovery.options import AGENT, LAUNCHES, MOST_HOSTS  # noqa: E402
 from lightning_cephalo.recovery.store import Agent, folder_of  # noqa: E402
 
@@ -201,8 +201,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ[AGENT] = str(os.getpid())
     os.environ[MOST_HOSTS] = str(given.nnodes.most)
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    # where the processes of ranks that stay agree; a store of one host may be lost to the others
-    store = rounds.serve() if given.nnodes.most == 1 else None
     try:
         with tempfile.TemporaryDirectory() as told:
             os.environ[starter.TOLD] = told
@@ -214,7 +212,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shutil.rmtree(folder, ignore_errors=True)
         with suppress(OSError):  # other jobs of this user keep steps there
             folder.parent.rmdir()
-        del store  # no rank needs it any more
 
 
 def _run_agents(given: argparse.Namespace) -> int:

@@ -95,7 +95,6 @@ from lightning_cephalo.profiling.memory_model import predicted
 from lightning_cephalo.ranks import launch
 from lightning_cephalo.ranks.aborting import abort_groups
 from lightning_cephalo.ranks.connection import Ranks
-from lightning_cephalo.ranks.staying import StayingLauncher
 from lightning_cephalo.recovery.options import Recovery, Wish
 from lightning_cephalo.recovery.recovering import Recovering, rows_of_model, rows_of_optimizer
 from lightning_cephalo.sharding.collectives import all_gather_rows, communicates
@@ -484,10 +483,7 @@ class CephaloStrategy(ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        if self._wish.stays:
-            self._launcher = StayingLauncher(self._environment)
-        else:
-            self._launcher = launch.make_launcher(self, self._start_method, self._environment)
+        self._launcher = launch.make_launcher(self, self._start_method, self._environment)
 
     def set_world_ranks(self) -> None:
         """Make rank and world size known; Lightning's connector calls this method if it exists."""

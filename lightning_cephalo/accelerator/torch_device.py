@@ -51,15 +51,6 @@ TRAITS: Mapping[str, Traits] = MappingProxyType(
 OUT_OF_MEMORY_SIGNS = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 
 
-def used_device() -> str | None:
-    """Return the type of a device that this process has used; None: it has used none."""
-    device = torch.accelerator.current_accelerator()
-    if device is None:
-        return None
-    is_initialized = getattr(torch.get_device_module(device), "is_initialized", None)
-    return device.type if is_initialized is not None and is_initialized() else None
-
-
 class TorchDevice(Accelerator):
     """A device with a queue of kernels, which the host fills.
 

@@ -7,7 +7,6 @@ at this process's descriptors comes first: most ranks have no file open for writ
 
 from __future__ import annotations
 
-import gc
 import io
 import itertools
 import os
@@ -23,12 +22,6 @@ from lightning_cephalo.ranks.whereabouts import is_installed
 
 # the interpreter itself writes what these have
 _STANDARD = 2
-
-
-def open_files() -> list[io.IOBase]:
-    """Return the files of this process, of objects that are not frozen."""
-    objects = gc.get_objects()
-    return files_among(objects, list(map(type, objects)))
 
 
 def files_among(objects: Sequence[Any], kinds: Sequence[type]) -> list[Any]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_cephalo.common.errors import RecoveryError
-from lightning_cephalo.ranks.rounds import STAYED
 from lightning_cephalo.recovery.store import Agent, job_named
 
 AGENT = "LIGHTNING_CEPHALO_AGENT"
@@ -50,13 +49,11 @@ class Recovery:
             None: the agent that restarts the ranks is the name, or else the storage.
         wait_s: How long to wait for more hosts where those that are here cannot hold the model, if
             the launcher's ``--nnodes`` allows more.
-        stay: Let the process of each rank stay at the beginning of ``fit()``, while a fork of it
-            trains. After a loss all ranks fork again, and the script does not run again. Under
-            ``python -m lightning_cephalo.run`` on one host.
 
     Raises:
         RecoveryError: If ``every`` is less than 1, ``copies`` or ``storage_every_s`` less than 0,
-            ``stay`` no flag, or a name empty.
+            or a name empty.
+        TypeError: For ``stay``, which went.
     """
 
     every: int | None = None
@@ -66,9 +63,14 @@ class Recovery:
     storage_every_s: float = 300.0
     job: str | None = None
     wait_s: float = 600.0
-    stay: bool = False
+    stay: InitVar[Any] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, stay: Any) -> None:
+        if stay is not None:
+            raise TypeError(
+                "Recovery(stay=...) went: a restart costs less. Leave it out, and start the"
+                " ranks with `python -m lightning_cephalo.run`, which forks them with all imports."
+            )
         is_number = isinstance(self.every, int) and not isinstance(self.every, bool)
         if self.every is not None and (not is_number or self.every < 1):
             raise RecoveryError(f"every: expected 1 update or more, but got {self.every!r}.")
@@ -82,8 +84,6 @@ class Recovery:
             )
         if self.storage is not None and not os.fspath(self.storage):
             raise RecoveryError("storage: expected a path, a URL or None, but got an empty text.")
-        if not isinstance(self.stay, bool):
-            raise RecoveryError(f"stay: expected True or False, but got {self.stay!r}.")
         if self.job == "":
             raise RecoveryError("job: expected a name or None, but got an empty text.")
 
@@ -104,11 +104,6 @@ class Wish:
 
     recovery: Recovery | None
     is_automatic: bool = False
-
-    @property
-    def stays(self) -> bool:
-        """Whether the processes of ranks are to stay over a loss."""
-        return self.recovery is not None and self.recovery.stay
 
     @classmethod
     def parse(cls, value: bool | Literal["auto"] | Recovery) -> Wish:
@@ -161,6 +156,6 @@ def fitting_every(keeping_s: float, update_s: float) -> int:
 
 
 def attempt() -> int:
-    """Return how many times the ranks were started again, by the agent or as they have stayed."""
-    counts = ("TORCHELASTIC_RESTART_COUNT", STAYED, LAUNCHES)
+    """Return how many times the ranks were started again."""
+    counts = ("TORCHELASTIC_RESTART_COUNT", LAUNCHES)
     return sum(int(os.environ.get(name, "0")) for name in counts)

@@ -264,3 +264,9 @@ def test_keeping_takes_a_fiftieth_of_the_time_unless_the_user_says_how_often(
 def test_other_options_are_refused(make, said):
     with pytest.raises(RecoveryError, match=said):
         make()
+
+
+def test_ranks_that_stay_over_a_loss_are_refused_with_the_way_on():
+    with pytest.raises(TypeError, match=r"stay=.*python -m lightning_cephalo\.run"):
+        Recovery(stay=True)
+    assert Recovery(every=3) == Recovery(3)
