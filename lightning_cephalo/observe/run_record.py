@@ -1,7 +1,7 @@
 """The record of a run: its plan, its predictions and measurements, and one recorded step.
 
 ``CephaloStrategy(record="folder")`` writes it on rank 0, before the first step and after the last.
-``cephalo report`` and ``cephalo memory-timeline`` read it.
+``cephalo report`` reads it.
 """
 
 from __future__ import annotations

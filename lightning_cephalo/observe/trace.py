@@ -15,9 +15,10 @@ from typing import Any
 from lightning_cephalo.common import files
 from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.plan import Problem
-from lightning_cephalo.plan.memory_timeline import MemoryTimeline, Way, rate
+from lightning_cephalo.plan.memory_timeline import Way, rate
 from lightning_cephalo.plan.program import FIRST_LAYERS, LAST_LAYERS, NONE, ROOT
 from lightning_cephalo.plan.timeline import (
+    MEASURED_KINDS,
     Event,
     Recording,
     Simulation,
@@ -79,13 +80,8 @@ def write_recording(recordings: Sequence[Recording], path: str | PathLike[str]) 
     Raises:
         PlanError: if the suffix is another one, or the file cannot be written.
     """
-    write_timelines([MemoryTimeline.of_recording(recording) for recording in recordings], path)
-
-
-def write_timelines(timelines: Sequence[MemoryTimeline], path: str | PathLike[str]) -> None:
-    """Write steps with their memory by kind; see :func:`write_recording`."""
-    shown = timelines[:RANKS_IN_FULL]
-    _write((entry for timeline in shown for entry in _recorded(timeline)), json_path(path))
+    shown = recordings[:RANKS_IN_FULL]
+    _write((entry for recording in shown for entry in _recorded(recording)), json_path(path))
 
 
 def json_path(path: str | PathLike[str]) -> Path:
@@ -104,16 +100,13 @@ def _write(entries: Iterable[dict[str, Any]], target: Path) -> None:
     files.write_text(target, json.dumps(content, separators=(",", ":"), allow_nan=False))
 
 
-def _recorded(timeline: MemoryTimeline) -> Iterator[dict[str, Any]]:
-    rank, alike = timeline.ranks[0], len(timeline.ranks)
-    label = f"rank {rank} ({timeline.name})"
-    yield from _head(
-        rank, f"{alike} × {timeline.name} (rank {rank} and alike)" if alike > 1 else label
-    )
+def _recorded(recording: Recording) -> Iterator[dict[str, Any]]:
+    rank = recording.rank
+    yield from _head(rank, f"rank {rank} ({recording.name})")
     for stream, number in _THREADS.items():
         # overlapping events would hide each other in one thread: each takes the first free thread
         free_s: list[float] = []
-        for event in timeline.events:
+        for event in recording.events:
             if event.stream is not stream:
                 continue
             lane = next((i for i, end_s in enumerate(free_s) if end_s <= event.start_s), None)
@@ -124,14 +117,14 @@ def _recorded(timeline: MemoryTimeline) -> Iterator[dict[str, Any]]:
                 yield from _thread(rank, _LANES * number + lane, name)
             free_s[lane] = event.end_s
             yield {**_complete(event), "tid": _LANES * number + lane}
-    for held in timeline.held:
-        sizes = {kind.value: size for kind, size in zip(timeline.kinds, held.sizes, strict=True)}
+    for held in recording.held:
+        sizes = {kind.value: size for kind, size in zip(MEASURED_KINDS, held.sizes, strict=True)}
         yield _counter(rank, "memory by kind", held.time_s, sizes)
-    if any(held.host_bytes for held in timeline.held):
-        host = ((held.time_s, held.host_bytes) for held in timeline.held)
+    if any(held.host_bytes for held in recording.held):
+        host = ((held.time_s, held.host_bytes) for held in recording.held)
         yield from _counters(rank, "host memory", merged(host))
     for way in Way:
-        for time_s, per_s in rate(timeline.events, way):
+        for time_s, per_s in rate(recording.events, way):
             yield _counter(rank, way.value, time_s, {"bytes per second": round(per_s)})
 
 

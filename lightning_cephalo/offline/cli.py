@@ -1,4 +1,4 @@
-"""The command line: ``cephalo plan``, ``simulate``, ``memory-timeline``, ``report``, ...
+"""The command line: ``cephalo plan``, ``simulate``, ``compare``, ``report``.
 
 It needs no GPU, so it can answer questions before one is rented.
 """
@@ -20,25 +20,27 @@ from lightning_cephalo.common import files
 from lightning_cephalo.common.errors import InfeasibleError, PlanError, SolverError
 from lightning_cephalo.common.texts import printable
 from lightning_cephalo.observe import report
-from lightning_cephalo.observe.run_record import RECORD_NAME, read_record
-from lightning_cephalo.observe.trace import write_timelines, write_trace
-from lightning_cephalo.offline import answers, figures, memory_timelines, scenario
+from lightning_cephalo.observe.trace import write_trace
+from lightning_cephalo.offline import answers, figures, scenario
 from lightning_cephalo.offline.pipeline.figure import pipeline_figure
 from lightning_cephalo.offline.pipeline.text import advice_lines, pipeline_table
 from lightning_cephalo.offline.run_report import RunFolder, page
 from lightning_cephalo.offline.scenario import Scenario
 from lightning_cephalo.offline.simulate import simulate
 from lightning_cephalo.plan import Plan, solve
-from lightning_cephalo.plan.memory_timeline import MemoryTimeline
 
 DONE, INFEASIBLE, BAD_INPUT, UNSOLVED, UNEXPECTED = 0, 1, 2, 3, 70
+
+_REMOVED = {
+    "memory-timeline": "cephalo simulate --memory-figure FILE draws the memory of a simulated step;"
+    " cephalo report RUN_FOLDER shows that of a run with CephaloStrategy(record=RUN_FOLDER).",
+}
 
 _EPILOG = """\
 examples:
   cephalo plan --devices "2x RTX 4090, RTX 3090" --model gpt2 --batch-size 48
   cephalo plan --cluster cluster.yaml --model llama/config.json --batch-size 64 -o plan.yaml
   cephalo simulate --problem problem.yaml --plan plan.yaml --trace trace.json
-  cephalo memory-timeline runs/today --figure memory.png
   cephalo report runs/today
   cephalo compare --devices "2x RTX 4090, RTX 3090" --model gpt2 --batch-size 48 --add "RTX 3090"
 
@@ -56,10 +58,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code; ``--help`` lists them.
     """
-    options = _parser().parse_args(arguments)
     # Only results go to standard output, which may be piped into a program.
     notes = Console(stderr=True, highlight=False)
+    given = sys.argv[1:] if arguments is None else arguments
     try:
+        _refuse_removed(given)
+        options = _parser().parse_args(given)
         options.run(options, notes)
     except InfeasibleError as error:
         return _failed(notes, "Nothing fits", error, INFEASIBLE)
@@ -72,6 +76,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         return UNEXPECTED
     return DONE
+
+
+def _refuse_removed(arguments: Sequence[str]) -> None:
+    """Name the way on for a command that is gone."""
+    if arguments and arguments[0] in _REMOVED:
+        raise PlanError(f"{arguments[0]} is gone. {_REMOVED[arguments[0]]}")
 
 
 def _failed(notes: Console, kind: str, error: Exception, code: int) -> int:
@@ -143,50 +153,11 @@ def _simulate(options: argparse.Namespace, notes: Console) -> None:
     report.show(answers.simulation_table(summary))
 
 
-def _memory_timeline(options: argparse.Namespace, notes: Console) -> None:
-    if options.run_folder is not None:
-        timelines = _recorded(options.run_folder)
-    else:
-        asked = _scenario(options, notes)
-        with _status(notes, "simulating"):
-            plan = _plan_to_play(options, asked)
-            asked = asked.of_plan(plan)
-            simulation = simulate(asked.problem, plan)
-        timelines = memory_timelines.simulated(simulation, asked.problem, plan)
-    if options.trace is not None:
-        write_timelines(timelines, options.trace)
-        notes.print(f"Wrote {options.trace}: open it in https://ui.perfetto.dev.")
-    if options.figure is not None:
-        memory_timelines.memory_timeline_figure(timelines, options.figure)
-        notes.print(f"Wrote {options.figure}.")
-    if options.json:
-        _print_json([memory_timelines.as_dict(timeline) for timeline in timelines])
-        return
-    for table in memory_timelines.tables(timelines):
-        report.show(table)
-
-
 def _report(options: argparse.Namespace, notes: Console) -> None:
     content = page(RunFolder.read(options.run_folder))
     path = options.output or options.run_folder / "report.html"
     files.write_text(path, content)
     notes.print(f"Wrote {path}.")
-
-
-def _recorded(folder: Path) -> tuple[MemoryTimeline, ...]:
-    record = read_record(folder)
-    if record is None:
-        raise PlanError(
-            f"{folder}: there is no {RECORD_NAME} in it. Train with"
-            " CephaloStrategy(record=FOLDER), and name that folder."
-        )
-    timelines = record.timelines()
-    if not timelines:
-        raise PlanError(
-            f"{folder / RECORD_NAME}: it has no recorded step, as the run has not come to its end."
-            " A step is recorded when fit() ends without an error."
-        )
-    return timelines
 
 
 def _plan_to_play(options: argparse.Namespace, asked: Scenario) -> Plan:
@@ -329,29 +300,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     simulate.add_argument(
         "--memory-figure", type=Path, metavar="FILE", help="draw every rank's memory"
-    )
-    memory = _command(
-        commands,
-        "memory-timeline",
-        _memory_timeline,
-        "what every rank holds and moves in one step, by phase: of a run, or simulated",
-    )
-    memory.add_argument(
-        "run_folder",
-        nargs="?",
-        type=Path,
-        metavar="RUN_FOLDER",
-        help="the folder of a run with CephaloStrategy(record=RUN_FOLDER); without it a step is "
-        "simulated for the cluster and the model below",
-    )
-    memory.add_argument(
-        "--plan", type=Path, metavar="FILE", help="the plan to play (default: solve for one)"
-    )
-    memory.add_argument(
-        "--trace", type=Path, metavar="FILE.json", help="write a trace for Perfetto or Chrome"
-    )
-    memory.add_argument(
-        "--figure", type=Path, metavar="FILE", help="draw memory, traffic and busy shares"
     )
     _report_command(commands)
     compare = _command(

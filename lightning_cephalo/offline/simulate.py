@@ -55,10 +55,7 @@ from lightning_cephalo.plan.program import (
 from lightning_cephalo.plan.state_homes import StateHome
 from lightning_cephalo.plan.timeline import (
     Event,
-    Held,
-    Phase,
     Simulation,
-    Span,
     StepFunction,
     Stream,
     Timeline,
@@ -267,8 +264,6 @@ class _Lane:
         self._updates = 0
         self._copied_s: dict[tuple[int, int], float] = {}
         self._copy_free_s = 0.0
-        self._forward_end_s: float | None = None
-        self._update_start_s = 0.0
         self.free_s = 0.0
 
     # -- execution ----------------------------------------------------------------------------
@@ -284,8 +279,6 @@ class _Lane:
                     begun_s = max(self.free_s, *self._gathered_s.values())
                     self._changes.append(_Change(begun_s, moment=_REDUCING))
                 return instruction
-            if instruction.operation is Operation.AGREE and self._forward_end_s is None:
-                self._forward_end_s = max(self.free_s, *self._gathered_s.values())
             self._move(instruction)
             if instruction.operation is Operation.UPDATE:
                 seconds = self._unit_update_s + self._unit_rows_s
@@ -353,8 +346,8 @@ class _Lane:
         """Simulate the optimizer's step and return when it ends."""
         rest_s = self._problem.update_overhead_s - self._updates * self._unit_update_s
         rest_s = max(0.0, rest_s) + max(0.0, self._rows_s - self._updates * self._unit_rows_s)
-        self._update_start_s = max(self.free_s, start_s)
-        self.free_s = self._update_start_s if self._state is not None else self.free_s
+        if self._state is not None:
+            self.free_s = max(self.free_s, start_s)
         for instruction in self._updates_last:
             self._move(instruction)
             if instruction.operation is Operation.UPDATE:  # the last one takes all of the time
@@ -384,17 +377,11 @@ class _Lane:
         self.record(Stream.COMPUTE, instruction, start_s, self.free_s)
 
     def record(
-        self,
-        stream: Stream,
-        instruction: Instruction,
-        start_s: float,
-        end_s: float,
-        moved_bytes: float = 0.0,
+        self, stream: Stream, instruction: Instruction, start_s: float, end_s: float
     ) -> None:
         """Record an event, if it took time."""
         if end_s > start_s:
-            rank = self._ranks[0]
-            self._events.append(Event(rank, stream, instruction, start_s, end_s, moved_bytes))
+            self._events.append(Event(self._ranks[0], stream, instruction, start_s, end_s))
 
     # -- results ------------------------------------------------------------------------------
 
@@ -403,8 +390,7 @@ class _Lane:
         busy_s = dict.fromkeys(Stream, 0.0)
         for event in self._events:
             busy_s[event.stream] += event.end_s - event.start_s
-        memory, host_memory, held = self._memory()
-        forward_end_s = self._forward_end_s or 0.0
+        memory, host_memory = self._memory()
         return Timeline(
             ranks=self._ranks,
             events=tuple(sorted(self._events, key=lambda event: event.start_s)),
@@ -414,12 +400,6 @@ class _Lane:
             communication_s=busy_s[Stream.COMMUNICATION],
             copy_s=busy_s[Stream.COPY],
             waiting_s=max(step_s - busy_s[Stream.COMPUTE], 0.0),
-            held=held,
-            phases=(
-                Span(Phase.FORWARD, 0.0, forward_end_s),
-                Span(Phase.BACKWARD, forward_end_s, self._update_start_s),
-                Span(Phase.UPDATE, self._update_start_s, step_s),
-            ),
         )
 
     def _compute(
@@ -452,21 +432,16 @@ class _Lane:
         start_s = max(self.free_s, self._copy_free_s)
         microbatch = self._microbatches[instruction.microbatch]
         self._copy_free_s = start_s + microbatch.copy_s
-        moved_bytes = self._problem.boundary_bytes * microbatch.size
-        self.record(Stream.COPY, instruction, start_s, self._copy_free_s, moved_bytes)
+        self.record(Stream.COPY, instruction, start_s, self._copy_free_s)
         self._copied_s[instruction.visit, instruction.microbatch] = self._copy_free_s
         return start_s, self._copy_free_s
 
-    def _memory(self) -> tuple[StepFunction, StepFunction, tuple[Held, ...]]:
-        """Return device and host memory over time, and both by kind."""
+    def _memory(self) -> tuple[StepFunction, StepFunction]:
+        """Return device and host memory over time."""
         problem = self._problem
         state_bytes, gathered_bytes = self._states_bytes[_FORWARD], self._resting_bytes
         device = [(0.0, state_bytes + gathered_bytes)]
         host = [(0.0, self._state_host_bytes)]
-        buffer_bytes = problem.fixed_bytes
-        retained_bytes = gathered_bytes - buffer_bytes
-        sizes = (state_bytes, buffer_bytes, retained_bytes, 0.0)
-        held = [Held(0.0, sizes, self._state_host_bytes)]
         boundaries = kept = on_host = 0
         peak_bytes = 0.0
         # The sort is stable: of changes at the same time, a cause stays before its effect.
@@ -482,8 +457,4 @@ class _Lane:
             device.append((change.time_s, used_bytes))
             host_bytes = on_host * problem.boundary_bytes + self._state_host_bytes
             host.append((change.time_s, host_bytes))
-            sizes = (state_bytes, buffer_bytes, retained_bytes + held_bytes, peak_bytes)
-            if held[-1].time_s == change.time_s:  # as `merged` does
-                held.pop()
-            held.append(Held(change.time_s, sizes, host_bytes))
-        return merged(device), merged(host), tuple(held)
+        return merged(device), merged(host)

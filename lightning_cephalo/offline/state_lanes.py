@@ -21,7 +21,7 @@ from lightning_cephalo.plan.program import ROOT, Instruction, Operation
 from lightning_cephalo.plan.state_homes import STAGED_UNITS, StateHome
 from lightning_cephalo.plan.timeline import Stream
 
-_Record = Callable[[Stream, Instruction, float, float, float], None]
+_Record = Callable[[Stream, Instruction, float, float], None]
 
 
 def homes_of(problem: Problem, rank: RankPlan) -> tuple[StateHome, ...]:
@@ -45,7 +45,7 @@ class StateLanes:
         problem: The simulated problem.
         profile: The rank.
         rank: Its part of the plan, which moves state.
-        record: Called with each piece of work: its stream, instruction, start, end and bytes.
+        record: Called with each piece of work: its stream, instruction, start and end.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class StateLanes:
         rate = profile.to_device_bytes_per_s if to_device else profile.to_host_bytes_per_s
         moved_bytes = each * self._sizes[unit]
         took_s = moved_bytes / rate
-        return self._work(instruction, stream, start_s, took_s, moved_bytes, moved_bytes)
+        return self._work(instruction, stream, start_s, took_s, moved_bytes)
 
     def _work(
         self,
@@ -138,11 +138,10 @@ class StateLanes:
         start_s: float,
         took_s: float,
         touched_bytes: float,
-        moved_bytes: float = 0.0,
     ) -> float:
         memory_s = touched_bytes / self._profile.host_memory_bytes_per_s
         # no sooner than the memory has done it
         served_s = self._memory.place(start_s, memory_s)
         end_s = self._lanes[stream].place(max(start_s, served_s - took_s), took_s)
-        self._record(stream, instruction, end_s - took_s, end_s, moved_bytes)
+        self._record(stream, instruction, end_s - took_s, end_s)
         return end_s

@@ -1,8 +1,6 @@
 """One step of a rank by phase: what it holds, what moves each way, and what is busy.
 
-A :class:`MemoryTimeline` comes from a recorded step or from a simulated one, and both have the same
-tables, figures and traces. A simulation tells fewer kinds of bytes apart, as a problem does, and it
-knows no bytes of collectives.
+A :class:`MemoryTimeline` comes from a recorded step; reports and traces show it.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from lightning_cephalo.plan.plan import RankPlan
 from lightning_cephalo.plan.program import NONE, Instruction, Operation
 from lightning_cephalo.plan.timeline import (
     MEASURED_KINDS,
-    SIMULATED_KINDS,
     Event,
     Held,
     Kind,
@@ -24,7 +21,6 @@ from lightning_cephalo.plan.timeline import (
     Span,
     StepFunction,
     Stream,
-    Timeline,
     merged,
 )
 
@@ -69,13 +65,11 @@ class PhaseSummary:
 
 @dataclass(frozen=True)
 class MemoryTimeline:
-    """What one rank, or several that do the same, hold and move in one step.
+    """What one rank holds and moves in one recorded step.
 
     Attributes:
-        ranks: The ranks, ascending.
-        name: Name of their device.
-        is_simulated: Whether the step is simulated; else it was recorded.
-        kinds: Kinds of bytes, in the order of :attr:`Held.sizes`.
+        rank: Index of the rank.
+        name: Name of its device.
         held: Bytes by kind over the step; empty: they were not measured.
         phases: Phases of the step, in their order.
         events: What ran when.
@@ -83,10 +77,8 @@ class MemoryTimeline:
         capacity_bytes: Memory that the plan was allowed to use; None: it does not say.
     """
 
-    ranks: tuple[int, ...]
+    rank: int
     name: str
-    is_simulated: bool
-    kinds: tuple[Kind, ...]
     held: tuple[Held, ...]
     phases: tuple[Span, ...]
     events: tuple[Event, ...]
@@ -97,10 +89,8 @@ class MemoryTimeline:
     def of_recording(cls, recording: Recording, plan: RankPlan | None = None) -> MemoryTimeline:
         """Return the timeline of a recorded step."""
         return cls(
-            ranks=(recording.rank,),
+            rank=recording.rank,
             name=recording.name,
-            is_simulated=False,
-            kinds=MEASURED_KINDS,
             held=recording.held,
             phases=recording.phases,
             events=recording.events,
@@ -108,22 +98,10 @@ class MemoryTimeline:
             capacity_bytes=None if plan is None else plan.capacity_bytes,
         )
 
-    @classmethod
-    def of_simulation(
-        cls, timeline: Timeline, name: str, planned_bytes: float, capacity_bytes: float
-    ) -> MemoryTimeline:
-        """Return the timeline of a simulated step, with the prediction of the cost function."""
-        return cls(
-            ranks=timeline.ranks,
-            name=name,
-            is_simulated=True,
-            kinds=SIMULATED_KINDS,
-            held=timeline.held,
-            phases=timeline.phases,
-            events=timeline.events,
-            planned_bytes=planned_bytes,
-            capacity_bytes=capacity_bytes,
-        )
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """Kinds of bytes, in the order of :attr:`Held.sizes`."""
+        return MEASURED_KINDS
 
     @property
     def peak_bytes(self) -> float | None:

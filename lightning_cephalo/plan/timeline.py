@@ -44,10 +44,8 @@ class Kind(str, enum.Enum):
     PARAMETER_ROWS = "parameters, own rows"
     OPTIMIZER_STATE = "optimizer state"
     GRADIENT_ROWS = "gradients, own rows"
-    STATE = "own rows of the state"
     GATHERED = "gathered parameters"
     FULL_GRADIENTS = "full gradients"
-    BUFFERS = "buffers of full units"
     ACTIVATIONS = "activations"
     INSIDE = "inside of an instruction"
     OTHER = "other"
@@ -64,9 +62,6 @@ MEASURED_KINDS = (
     Kind.INSIDE,
 )
 """What a recorded step tells apart, in the order of :attr:`Held.sizes`."""
-
-SIMULATED_KINDS = (Kind.STATE, Kind.BUFFERS, Kind.ACTIVATIONS, Kind.INSIDE)
-"""What a problem tells apart: it has one number for all state, and one for all buffers."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +104,8 @@ class Event:
             gap between events. ``OVERHEAD`` is simulated only.
         start_s: Seconds from the start of the first step.
         end_s: Later than ``start_s``: an instruction that takes no time has no event.
-        moved_bytes: Bytes that it moves to or from this rank's device; 0: none, or not known.
+        moved_bytes: Bytes that it moves to or from this rank's device; 0: none, or
+            not recorded.
     """
 
     rank: int
@@ -153,8 +149,6 @@ class Timeline:
             ranks.
         copy_s: Time that the copy stream was busy.
         waiting_s: Time of the step in which the compute stream was idle.
-        held: ``memory`` by :data:`SIMULATED_KINDS`, with ``host_memory`` beside it.
-        phases: Phases of the step, in their order.
     """
 
     ranks: tuple[int, ...]
@@ -165,8 +159,6 @@ class Timeline:
     communication_s: float
     copy_s: float
     waiting_s: float
-    held: tuple[Held, ...] = ()
-    phases: tuple[Span, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ def test_a_recorded_step_has_the_measured_peak_phases_and_traffic(tmp_path: Path
     folder = tmp_path / "runs" / "today"
     (timelines, measured, early), (others, *_) = in_ranks(2, fit, str(folder), 7)
     assert timelines == others  # every rank knows every rank's
-    assert [timeline.ranks for timeline in timelines] == [(0,), (1,)]
+    assert [timeline.rank for timeline in timelines] == [0, 1]
     for timeline, memory in zip(timelines, measured, strict=True):
         assert timeline.peak_bytes == memory.peak_bytes
         assert [span.phase for span in timeline.phases] == list(Phase)
@@ -73,7 +73,7 @@ def test_a_recorded_step_has_the_measured_peak_phases_and_traffic(tmp_path: Path
 
     entries = json.loads((folder / "trace.json").read_text())["traceEvents"]
     for timeline in timelines:
-        counters = [e for e in entries if e["ph"] == "C" and e["pid"] == timeline.ranks[0]]
+        counters = [e for e in entries if e["ph"] == "C" and e["pid"] == timeline.rank]
         sizes = [sum(e["args"].values()) for e in counters if e["name"] == "memory by kind"]
         assert max(sizes) == timeline.peak_bytes
         assert {"gathered from ranks", "reduced to ranks"} <= {e["name"] for e in counters}

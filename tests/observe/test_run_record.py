@@ -44,7 +44,7 @@ def test_what_is_written_is_what_is_read(tmp_path):
     written.save(tmp_path / RECORD_NAME)
     read = read_record(tmp_path)
     assert read == written
-    assert [timeline.ranks for timeline in read.timelines()] == [(0,)]
+    assert [timeline.rank for timeline in read.timelines()] == [0]
     assert read.timelines()[0].planned_bytes == 100.0
     assert (tmp_path / RECORD_NAME).read_text().count("\n") == 0
 

@@ -331,6 +331,7 @@ WRONG = {
     "figure's": (["simulate", *MINE, *ASKED, "--figure", "/no/a.png"], "/no/a.png: cannot be"),
     "memory's": (["simulate", *MINE, *ASKED, "--memory-figure", "/no/a.svg"], "/no/a.svg: cannot"),
     "comparison's": (["compare", *MINE, *ASKED, "--figure", "/no/a.png"], "/no/a.png: cannot be"),
+    "gone": (["memory-timeline", "runs/today"], "cephalo report RUN_FOLDER"),
     "more": (["compare", *MINE, *ASKED, "--add", "H1000"], "--add: expected a known device"),
 }
 

@@ -14,11 +14,13 @@ from lightning_cephalo.offline.canvas import (
     BLUE,
     GREEN,
     GREY,
+    OLIVE,
     ORANGE,
+    PURPLE,
+    SKY,
     VERMILION,
     colours_of,
 )
-from lightning_cephalo.offline.memory_timelines import KIND_COLOURS
 from lightning_cephalo.offline.run_report.lost_time import LostTime
 from lightning_cephalo.offline.run_report.markup import Markup, element, joined
 from lightning_cephalo.plan.memory_timeline import MemoryTimeline
@@ -27,6 +29,16 @@ from lightning_cephalo.plan.timeline import Event, Kind
 
 MOST_RANKS = 16
 MOST_MEMORIES = 8
+KIND_COLOURS = {
+    Kind.OTHER: GREY,
+    Kind.PARAMETER_ROWS: BLUE,
+    Kind.OPTIMIZER_STATE: GREEN,
+    Kind.GRADIENT_ROWS: OLIVE,
+    Kind.GATHERED: ORANGE,
+    Kind.FULL_GRADIENTS: VERMILION,
+    Kind.ACTIVATIONS: SKY,
+    Kind.INSIDE: PURPLE,
+}
 PARTS = (
     ("compute", "compute_s", BLUE),
     ("update", "update_s", GREEN),
@@ -89,7 +101,7 @@ def step_timeline(timelines: Sequence[MemoryTimeline]) -> Markup:
     rows: list[Markup] = []
     top = 0.0
     for timeline in shown:
-        rows.append(_label(_name(timeline.ranks[0], timeline.name), top + 13))
+        rows.append(_label(_name(timeline.rank, timeline.name), top + 13))
         device, link, copies, host = timeline.lanes()
         device = [*device, *(e for e in timeline.events if e.operation is Operation.WAIT)]
         for events, height in zip((device, link, copies, host), _LANE_HEIGHTS, strict=True):
@@ -141,7 +153,7 @@ def memory(timeline: MemoryTimeline) -> Markup:
         rows.append(_text(f"{what} {format_bytes(size)}", _WIDTH - _RIGHT - 4, y - 4, "end"))
     rows += _byte_axis(most, height)
     rows += _time_axis(height, end_s)
-    title = f"Memory of rank {timeline.ranks[0]} over the recorded step"
+    title = f"Memory of rank {timeline.rank} over the recorded step"
     return _drawing(title, height + 24, rows)
 
 

@@ -202,14 +202,14 @@ def _memory_over_the_step(held: Sequence[MemoryTimeline], ranks: int) -> list[Ma
         return []
     shown = sorted(
         sorted(held, key=lambda one: -(one.peak_bytes or 0.0))[: drawing.MOST_MEMORIES],
-        key=lambda one: one.ranks,
+        key=lambda one: one.rank,
     )
     note = "Bytes on the device, by kind."
     if len(shown) < ranks:
         note += f" The {len(shown)} fullest of {ranks} recorded ranks."
     drawn = []
     for one in shown:
-        drawn.append(element("p", f"{_name(one.ranks[0], one.name)}: {_peak(one)}", class_="note"))
+        drawn.append(element("p", f"{_name(one.rank, one.name)}: {_peak(one)}", class_="note"))
         drawn.append(drawing.memory(one))
     return [
         element("h2", "Memory over the step"),
