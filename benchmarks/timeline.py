@@ -2,8 +2,8 @@
 
     python benchmarks/timeline.py
 
-Rank 0 has two microbatches and rank 1 has one, as in the program of docs/architecture.md, which
-shows what this prints. Ranks are processes on the CPU; times are milliseconds since the step began.
+Rank 0 has two microbatches and rank 1 has one, as in the program of docs/architecture.md.
+Ranks are processes on the CPU; times are milliseconds since the step began.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Holds boundary activations in host memory from a unit's forward to its backward.
 
 A unit's inputs are retained for every microbatch until the unit's backward. For a large model they
-take a gigabyte per microbatch (docs/design/microbatches.md).
+take a gigabyte per microbatch (docs/design/step.md).
 
 An input is copied out when its microbatch has gone on to the next unit. It is prefetched after the
 backward of the unit two visits later, so that the device holds the inputs of two visits.
