@@ -51,6 +51,7 @@ _REMOVED_OF_RANKS = dict.fromkeys(
     ),
     (None, ""),
 )
+_REMOVED = {"disturbance": ("", "")}
 _REDUCING_CURVES = ("reducing_compute_bytes", "kept_reducing_compute_bytes")
 
 
@@ -191,7 +192,6 @@ class Problem(FileRecord):
         turn_state_bytes: the part of ``state_bytes`` that is held only there.
         one_microbatch_reason: why the step runs as one microbatch on every rank; empty: nobody
             asked, or it need not.
-        disturbance: what disturbed the measurement of the ranks, and what helps; empty: nothing.
         step_overhead_s: time of a step that no other field covers.
         gather_and_reduce_s: time of one gather and one reduce of units that run beside each other;
             None: as long as one after the other. It is less where they fill a link's two
@@ -269,6 +269,7 @@ class Problem(FileRecord):
     """
 
     kind = "problem"
+    removed = _REMOVED
 
     ranks: Annotated[tuple[RankProfile, ...], ListOf(RankProfile, "a RankProfile", "rank profiles")]
     units: Count
@@ -287,7 +288,6 @@ class Problem(FileRecord):
     turn_s: Amount = 0.0
     turn_state_bytes: Amount = 0.0
     one_microbatch_reason: Annotated[str, records.text] = ""
-    disturbance: Annotated[str, records.text] = ""
     step_overhead_s: Amount = 0.0
     gather_and_reduce_s: Amount | None = None
     even_gather_s: Amount | None = None

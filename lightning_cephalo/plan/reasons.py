@@ -85,7 +85,7 @@ def _moving(problem: Problem, plan: Plan) -> list[str]:
 def surprises(problem: Problem, plan: Plan) -> list[str]:
     """Return what in the measurements looks wrong, for warnings; see :func:`reasons`."""
     fastest = [_sample_s(problem, rank) for rank in problem.ranks]
-    found = [problem.disturbance] if problem.disturbance else []
+    found = []
     names: dict[str, list[int]] = {}
     for index, rank in enumerate(problem.ranks):
         if fastest[index] is not None:

@@ -22,7 +22,6 @@ from lightning_cephalo.plan import Problem, RankProfile
 from lightning_cephalo.plan.cost import fixed_time
 from lightning_cephalo.plan.program import ROOT
 from lightning_cephalo.plan.updates import least_update_s, with_updates
-from lightning_cephalo.profiling.disturbance import ProcessorWatch, disturbance
 from lightning_cephalo.profiling.isolation import expect_samples, isolated, moved_to_device
 from lightning_cephalo.profiling.lost_rank import lost_rank_explained
 from lightning_cephalo.profiling.memory_model import (
@@ -166,12 +165,8 @@ def measure(
         )
         no_recompute = None
         several: SeveralMicrobatches | None = None
-        disturbed = ""
         if known is None:
-            watch = ProcessorWatch() if model.accelerator.computes_on_host else None
             measured = measure_times(prober, sweep)
-            uses = control.gather((None if watch is None else watch.use(),))
-            disturbed = disturbance([use for (use,) in uses])
             pause()
             progress.say("profiling: memory")
             own_kept = measure_memory(prober, measured, sweep)
@@ -260,7 +255,6 @@ def measure(
         single_microbatch=options.single_microbatch,
         unresharded_bytes=float(model.unresharded_bytes),
         unresharded_peak_bytes=float(unresharded_peak_bytes(model)),
-        disturbance=disturbed,
     )
     problem = _in_this_world(alone, model, network, updates, resting)
     problem = with_vocabulary(problem, vocabulary)

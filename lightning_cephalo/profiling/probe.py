@@ -54,7 +54,7 @@ class Times:
         return self.forward_s + self.backward_s + self.tail_s
 
     def least(self, other: Times | None) -> Times:
-        """Return the shorter time of each part: every disturbance makes a measurement longer."""
+        """Return the shorter time of each part: what disturbs a measurement makes it longer."""
         if other is None:
             return self
         return Times(

@@ -4,7 +4,8 @@ All ranks take part in every step because of the gathers, but each computes a si
 fast ranks measure large microbatches while slow ranks measure small ones. Ranks whose next sizes
 take about as long run them together; the others wait. Sizes double, up to somewhat more than a
 rank's balanced share of the batch. Where ranks are alike, all sizes together take about 2.5
-balanced steps. Repetitions add 1.25 steps, or 2 on a machine that disturbs them.
+balanced steps. Each size runs twice, small ones three times, and the shortest time counts. That
+adds about three steps.
 """
 
 from __future__ import annotations
@@ -21,17 +22,11 @@ from lightning_cephalo.execution.vocabulary.chunked import ChunkedHead
 from lightning_cephalo.profiling.memory_model import Held, RetainedBytes
 from lightning_cephalo.profiling.probe import Prober, Times, samples
 
-# A size is timed twice. It is timed three times if each time takes less than this part of a
-# balanced step, or on ranks that seem to have been disturbed. Small sizes are repeated because they
-# decide how far each rank measures.
-_TIMES, _THRICE_BELOW, _MOST_TIMES = 2, 0.25, 3
-# Limits of all repetitions: balanced steps, or seconds where steps are short. The third is the
-# limit in balanced steps that includes repetitions on disturbed ranks.
-_REPEATED_STEPS, _REPEATED_S, _DISTURBED_STEPS = 1.25, 0.3, 2.0
+# How often a size runs; the shortest time counts. Small ones, which take less than this part of a
+# balanced step, run more often: they decide how far each rank measures.
+_TIMES, _SMALL_TIMES, _SMALL = 2, 3, 0.25
 # Share of the time left that repeating a size may use.
 _REPEAT_SHARE = 0.3
-# A size that takes this much more per sample than a smaller one was disturbed, and is repeated.
-_SUSPICIOUS = 0.03
 # A rank measures microbatches up to the first multiple of its balanced share of the global batch.
 # A size below the second multiple of the largest measured size is not worth a step.
 _BEYOND_SHARE, _WORTHWHILE_GROWTH = 1.25, 1.3
@@ -83,8 +78,7 @@ class Sweep:
         sizes: Microbatch sizes, rising; ready batches may hold fewer samples than all ranks' step.
         global_batch_size: Samples of a step over all ranks.
         budget_s: Wall-clock seconds.
-        devices: Name of every rank's device. Devices with the same name count as equally fast: a
-            slower one is being disturbed.
+        devices: Name of every rank's device. Devices with the same name count as equally fast.
         everyone_runs: Whether ranks that are done run their smallest size again, because the
             user's step may communicate.
         has_one_microbatch: Whether each rank runs all of its samples at once.
@@ -107,12 +101,10 @@ class _Pace:
     Attributes:
         rates: Samples per second of every rank's device at its best size; 0 before its first.
         beside_s: Seconds that a step takes in addition to a rank's own work.
-        repeated_s: Seconds spent on repetitions.
     """
 
     rates: list[float]
     beside_s: float
-    repeated_s: float = 0.0
 
     def step_s(self, global_batch_size: int) -> float:
         """Return the seconds of a balanced step."""
@@ -238,14 +230,13 @@ def _time_round(
 ) -> None:
     """Time one size on every rank that has one (0: none), and update the pace.
 
-    A size runs up to three times, as long as the time for repetitions lasts. Large sizes run twice,
-    and a third time on ranks that seem to have been disturbed.
+    It runs two or three times, unless once takes much of the time that is left.
     """
     rank, beside_s = prober.control.rank, math.inf
     runs = [bool(size) for size in sizes]
     size = sizes[rank]
     idle = sweep.sizes[0] if sweep.everyone_runs and measured.largest else 0
-    for count in range(1, _MOST_TIMES + 1):
+    for count in range(1, _SMALL_TIMES + 1):
         while any(runs):
             times, refused = prober.timed(size if runs[rank] else idle)
             if not any(refused):
@@ -260,34 +251,14 @@ def _time_round(
         busy_s = 0.0 if times is None else times.total_s
         if runs[rank] and times is not None:
             measured.times[size] = times.least(measured.times.get(size))
-        suspicious = runs[rank] and _disturbed(measured, size)
-        rows = prober.control.gather([busy_s, prober.wall_s, float(suspicious), _rate(measured)])
+        rows = prober.control.gather([busy_s, prober.wall_s, _rate(measured)])
         beside_s = min(beside_s, max(0.0, prober.wall_s - max(row[0] for row in rows)))
-        pace.rates = _by_device([row[3] for row in rows], sweep.devices)
+        pace.rates = _by_device([row[2] for row in rows], sweep.devices)
         wall_s = max(row[1] for row in rows)
-        if count > 1:
-            pace.repeated_s += wall_s
-        step_s, repeated_s = pace.step_s(sweep.global_batch_size), pace.repeated_s + wall_s
-        enough = count >= _TIMES and wall_s > _THRICE_BELOW * step_s
-        if enough or repeated_s > max(_REPEATED_STEPS * step_s, _REPEATED_S):
-            runs = [run and bool(row[2]) for run, row in zip(runs, rows, strict=True)]
-        allowed_s = max(_DISTURBED_STEPS * step_s, _REPEATED_S)
-        if repeated_s > allowed_s or wall_s > _REPEAT_SHARE * remaining_s:
+        is_small = wall_s <= _SMALL * pace.step_s(sweep.global_batch_size)
+        if (count >= _TIMES and not is_small) or wall_s > _REPEAT_SHARE * remaining_s:
             break
     pace.beside_s = 0.0 if math.isinf(beside_s) else beside_s
-
-
-def _disturbed(measured: Measured, size: int) -> bool:
-    """Return whether a size took longer per sample than a smaller one, in any part that matters."""
-    found, smaller = measured.times[size], [at for at in measured.times if at < size]
-    for part in ("forward_s", "backward_s", "tail_s"):
-        part_s = getattr(found, part)
-        if part_s > 0.02 * found.total_s and any(
-            part_s / size > (1.0 + _SUSPICIOUS) * getattr(measured.times[at], part) / at
-            for at in smaller
-        ):
-            return True
-    return False
 
 
 def _gains(measured: Measured) -> bool:
@@ -315,7 +286,7 @@ def _expected_s(measured: Measured, size: int) -> float:
 
 
 def _rate(measured: Measured) -> float:
-    """Return the samples per second at the best size: any single one may have been disturbed."""
+    """Return the samples per second at the best size."""
     return max((size / max(at.total_s, 1e-9) for size, at in measured.times.items()), default=0.0)
 
 

@@ -125,13 +125,6 @@ def test_devices_of_one_name_and_two_speeds_look_wrong() -> None:
     assert not surprises(near, solve(near))
 
 
-def test_a_disturbed_measurement_is_told() -> None:
-    asked = problem(profile("fast", 1e-3), profile("slow", 1.6e-3))
-    plan = solve(asked)
-    assert not surprises(asked, plan)
-    assert surprises(replace(asked, disturbance="Other programs"), plan) == ["Other programs"]
-
-
 def test_a_rank_without_samples_that_is_not_much_slower_looks_wrong() -> None:
     asked = problem(profile("fast", 1e-3), profile("slow", 2e-3))
     idle = Plan((RankPlan((16,), 0.5), RankPlan((), 0.5)))

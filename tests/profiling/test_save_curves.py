@@ -12,7 +12,6 @@ from lightning_cephalo.profiling.sweep import (
     Measured,
     Sweep,
     _by_device,
-    _disturbed,
     _expected_s,
     _next_size,
     _rate,
@@ -161,18 +160,13 @@ def test_the_time_of_the_next_size_is_expected_on_the_line_of_the_last_two():
     assert _expected_s(measured(m1=1.0, m2=0.9), 4) == pytest.approx(0.9)
 
 
-def test_a_size_that_costs_more_per_sample_than_a_smaller_one_counts_as_disturbed():
-    assert not _disturbed(measured(m1=1.0, m2=1.9, m4=3.8), 4)
-    assert _disturbed(measured(m1=1.0, m2=1.9, m4=4.2), 4)
-
-
 def test_slow_ranks_need_not_measure_sizes_that_no_good_plan_gives_them():
     assert _useful(3.0, [3.0, 1.0], 64) == 60
     assert _useful(1.0, [3.0, 1.0], 64) == 20
     assert _useful(1.0, [3.0, 1.0], 4) == 4
 
 
-def test_ranks_of_one_device_measure_equally_far_though_one_was_disturbed():
+def test_ranks_of_one_device_measure_equally_far():
     assert _by_device([3.0, 1.0, 2.0], ["A", "B", "A"]) == [3.0, 1.0, 3.0]
 
 
