@@ -42,7 +42,7 @@ figures: $(INSTALLED)
 	$(BIN)/python benchmarks/planner.py
 	$(BIN)/python benchmarks/optimality.py
 	$(BIN)/python benchmarks/simulator.py
-	$(BIN)/python benchmarks/published.py $(PROFILES)
+	$(BIN)/python benchmarks/planner.py --published $(PROFILES)
 	$(BIN)/python benchmarks/estimates.py $(PROFILES)
 
 # what docs/performance.md and the records say of speed, memory and predictions; about 30 minutes,

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+from paper.profiles import read_published
 
 from lightning_cephalo.offline.estimate.analytic import (
     Efficiency,
@@ -27,7 +28,6 @@ from lightning_cephalo.offline.estimate.analytic import (
 from lightning_cephalo.offline.estimate.devices import find_device
 from lightning_cephalo.offline.estimate.models import work_of
 from lightning_cephalo.offline.estimate.work import ModelWork
-from lightning_cephalo.offline.paper.profiles import read_published
 from lightning_cephalo.plan.curves import Curves
 
 DATA = Path(__file__).resolve().parents[2] / "shared/data/cephalo-profiles"

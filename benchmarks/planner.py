@@ -1,19 +1,26 @@
 """Measures the planning time on clusters of growing size, with solver start-up, without imports.
 
-    python benchmarks/planner.py
+    python benchmarks/planner.py [--published FOLDER [--rows]]
 
 Prints seconds, gap and how near the plan is to the ideal sum of speeds. Then prints the peak memory
 of this process, and the time of importing the solver once, which the other times exclude. The
 curves are synthetic: affine with one per cent of noise, as in measurements. They are seeded and the
 same on every machine.
+
+With ``--published``, the planner is compared with the paper's instead (``paper/comparison.py``), on
+the profiles of its release in FOLDER. Exits with 1 if a claim is broken.
 """
 
 from __future__ import annotations
 
+import argparse
 import resource
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
+from paper.comparison import compare
 
 from lightning_cephalo.plan import Problem, RankProfile, solve
 
@@ -83,7 +90,19 @@ def problem(
     )
 
 
-def main() -> None:
+def main() -> int:
+    """Time the planner, or compare it with the published one; return 1 if a claim is broken."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--published", type=Path, metavar="FOLDER", help="compare with the paper's")
+    parser.add_argument("--rows", action="store_true", help="print every problem of the comparison")
+    options = parser.parse_args()
+    if options.published is None:
+        timings()
+        return 0
+    return 0 if compare(options.published, show=options.rows) else 1
+
+
+def timings() -> None:
     """Print one row per cluster."""
     started = time.perf_counter()
     import cvxpy  # noqa: F401  (its import is not the solver's time)
@@ -125,4 +144,4 @@ def ideal(case: Problem) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

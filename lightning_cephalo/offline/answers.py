@@ -225,8 +225,8 @@ def pipelines(asked: Scenario, today: Plan, *, time_limit_s: float = 60.0) -> Pi
     """
     if asked.pipeline_of is None or asked.cluster is None:
         raise PlanError(
-            "--pipeline needs --cluster and a model whose bytes are counted: a saved problem and "
-            "published profiles say too little about nodes. Leave it out, or give both."
+            "--pipeline needs --cluster and a model whose bytes are counted: a saved problem "
+            "says too little about nodes. Leave it out, or give both."
         )
     make, cluster, planned = asked.pipeline_of, asked.cluster, Planned()
     started = time.perf_counter()
@@ -272,7 +272,7 @@ def _row_of(name: str, problem: Problem, plan: Plan) -> ComparisonRow:
 def _reason(name: str, error: str) -> str:
     """Say why a row has no plan. Leaves out the planner's name, which the row already has."""
     planner, separator, rest = error.partition(": ")
-    if separator and (name.startswith(planner) or planner.startswith("published program")):
+    if separator and name.startswith(planner):
         error = rest
     # Our own message already names the limit. A rank may also lack a microbatch size while it has
     # memory to spare.

@@ -18,11 +18,7 @@ from types import MappingProxyType
 
 from lightning_cephalo.common.errors import InfeasibleError
 from lightning_cephalo.common.quantities import format_gib
-from lightning_cephalo.offline.allocation import checked_plan
-from lightning_cephalo.offline.paper.planner import PublishedModel, published
-from lightning_cephalo.plan.cost import (
-    predict,
-)
+from lightning_cephalo.plan.cost import predict
 from lightning_cephalo.plan.even import (
     all_runs,
     equal_counts,
@@ -33,11 +29,13 @@ from lightning_cephalo.plan.even import (
 )
 from lightning_cephalo.plan.plan import Plan, RankPlan
 from lightning_cephalo.plan.problem import Problem, RankProfile
+from lightning_cephalo.plan.solver.solve import priced
 from lightning_cephalo.plan.solver.state import kept_by_runs, with_state
 from lightning_cephalo.plan.state_groups import even_shares
 
 _NO_TIME_S = 1e-12
-
+# Rounding can push an even share slightly over the capacity of a full rank.
+_ROUNDING = 1 + 1e-9
 
 Baseline = Callable[[Problem], Plan]
 
@@ -126,14 +124,6 @@ def state_by_memory(problem: Problem) -> Plan:
     return _fastest(problem, found, batches, limits, "even batch, state by memory", started)
 
 
-def compute_balance(problem: Problem, model: PublishedModel | None = None) -> Plan:
-    """Run the published program with even state and one microbatch per rank.
-
-    Only compute is balanced ("compute balance only").
-    """
-    return published(problem, model, even_state=True, accumulate_gradients=False)
-
-
 def _fastest(
     problem: Problem,
     found: Sequence[list[RankPlan]],
@@ -146,6 +136,42 @@ def _fastest(
         raise InfeasibleError(f"{backend}: {_why_none(problem, batches, limits)}")
     best = min(found, key=lambda ranks: predict(problem, ranks).step_s)
     return checked_plan(problem, best, backend=backend, started_s=started_s)
+
+
+def checked_plan(
+    problem: Problem, ranks: Sequence[RankPlan], *, backend: str, started_s: float
+) -> Plan:
+    """Return the plan of this allocation with every prediction filled in.
+
+    Args:
+        problem: the problem that the allocation is for.
+        ranks: microbatch sizes, state fraction and mode of every rank, in rank order.
+        backend: name of the planner that chose the allocation.
+        started_s: ``time.perf_counter()`` when choosing began.
+
+    Raises:
+        InfeasibleError: a rank would exceed its device or host memory, or ranks run different
+            numbers of microbatches although the problem requires equal ones.
+    """
+    plan = replace(priced(problem, ranks, backend=backend), solve_s=time.perf_counter() - started_s)
+    counts = {len(rank.microbatch_sizes) for rank in ranks}
+    if problem.equal_microbatches and len(counts) > 1:
+        raise InfeasibleError(
+            f"{backend}: equal_microbatches=True wants as many microbatches on every rank, but it "
+            f"chooses {sorted(counts)}. Let solve() choose."
+        )
+    for index, (rank, profile) in enumerate(zip(plan.ranks, problem.ranks, strict=True)):
+        for kind, needed, capacity in (
+            ("", rank.memory_bytes or 0.0, profile.capacity_bytes),
+            ("host ", rank.host_bytes or 0.0, profile.host_capacity_bytes),
+        ):
+            if needed > capacity * _ROUNDING:
+                raise InfeasibleError(
+                    f"{backend}: rank {index} ({profile.name!r}) would hold "
+                    f"{format_gib(needed)} of {kind}memory, but its capacity is "
+                    f"{format_gib(capacity)}. Let solve() choose batches and state."
+                )
+    return plan
 
 
 def _speed(problem: Problem, profile: RankProfile, limit_bytes: float) -> float:
@@ -205,7 +231,5 @@ BASELINES: MappingProxyType[str, Baseline] = MappingProxyType(
         "even batch, even state (FSDP)": even,
         "batch by speed, even state (Whale, Poplar)": proportional,
         "even batch, state by memory": state_by_memory,
-        "compute balance only": compute_balance,
-        "published program": published,
     }
 )

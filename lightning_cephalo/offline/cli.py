@@ -34,6 +34,8 @@ DONE, INFEASIBLE, BAD_INPUT, UNSOLVED, UNEXPECTED = 0, 1, 2, 3, 70
 _REMOVED = {
     "memory-timeline": "cephalo simulate --memory-figure FILE draws the memory of a simulated step;"
     " cephalo report RUN_FOLDER shows that of a run with CephaloStrategy(record=RUN_FOLDER).",
+    "--published": "--table FILE takes measured curves of devices. To compare with the paper's"
+    " planner on its profiles, run: python benchmarks/planner.py --published FOLDER",
 }
 
 _EPILOG = """\
@@ -79,9 +81,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _refuse_removed(arguments: Sequence[str]) -> None:
-    """Name the way on for a command that is gone."""
-    if arguments and arguments[0] in _REMOVED:
-        raise PlanError(f"{arguments[0]} is gone. {_REMOVED[arguments[0]]}")
+    """Name the way on for a command or an option that is gone."""
+    options = (each.partition("=")[0] for each in arguments if each.startswith("--"))
+    for name in (*arguments[:1], *options):
+        if name in _REMOVED:
+            raise PlanError(f"{name} is gone. {_REMOVED[name]}")
 
 
 def _failed(notes: Console, kind: str, error: Exception, code: int) -> int:
@@ -198,7 +202,6 @@ def _scenario(options: argparse.Namespace, notes: Console) -> Scenario:
                 sequence_length=options.sequence_length,
                 dtype=options.dtype,
                 tables=tuple(options.table),
-                published=options.published,
                 recompute=options.recompute,
                 offload=options.offload,
                 optimizer_offload=options.optimizer_offload,
@@ -418,13 +421,6 @@ def _command(commands: Any, name: str, run: Any, summary: str) -> argparse.Argum
         type=Path,
         metavar="FILE",
         help="measured curves of devices (.yaml or .json), before any estimate; may be repeated",
-    )
-    times.add_argument(
-        "--published",
-        type=Path,
-        metavar="FOLDER",
-        help="profiles as the paper's release has them (model_latencies.json, ...); --model is a "
-        "name in there, and only compute is counted",
     )
     times.add_argument(
         "--problem",

@@ -22,7 +22,6 @@ from lightning_cephalo.offline.estimate import (
     find_device,
 )
 from lightning_cephalo.offline.estimate.devices import Device, lookup
-from lightning_cephalo.offline.paper.profiles import read_published
 from lightning_cephalo.offline.pipeline.build import pipeline_problem
 from lightning_cephalo.offline.pipeline.problem import PipelineProblem
 from lightning_cephalo.plan import Plan, Problem
@@ -30,7 +29,6 @@ from lightning_cephalo.plan import Plan, Problem
 if TYPE_CHECKING:
     from lightning_cephalo.offline.estimate import ModelWork
 
-_PUBLISHED_TOKENS = 512
 # Fields of a question that have another name on the command line.
 _OPTIONS = {"global_batch_size": "batch_size", "tables": "table", "model_options": "model_option"}
 _MOVES: dict[str | None, bool | Literal["auto"]] = {
@@ -64,7 +62,6 @@ class Question:
         sequence_length: tokens of a sample; None: the model's own.
         dtype: of computation; None: fp32.
         tables: paths of measured curves.
-        published: folder of profiles in the format of the paper's release; has ``model``.
         recompute: ``"on"``, ``"off"`` or ``"choose"``; None: ``"on"``.
         offload: whether the plan may move boundaries to host memory.
         optimizer_offload: ``"on"``, ``"off"`` or ``"auto"``: whether optimizer state moves there;
@@ -82,7 +79,6 @@ class Question:
     sequence_length: int | None = None
     dtype: str | None = None
     tables: tuple[Path, ...] = ()
-    published: Path | None = None
     recompute: str | None = None
     offload: bool = False
     optimizer_offload: str | None = None
@@ -165,8 +161,6 @@ def read(question: Question) -> Scenario:
         raise PlanError("Expected --batch-size, the samples of a step over all ranks.")
     if question.sequence_length is not None:
         records.whole("--sequence-length", question.sequence_length, minimum=1)
-    if question.published is not None:
-        return _published(question, cluster, question.model, global_batch_size)
     _check_hosts(question, cluster)
     if question.offload and question.recompute == "off":
         raise PlanError(
@@ -269,39 +263,6 @@ def _subject(
         tokens += " unless its example_input_array has others"
     dtype = question.dtype or "fp32"
     return f"{model}, {dtype}, {tokens}, global batch {question.global_batch_size}"
-
-
-def _published(
-    question: Question, cluster: Cluster, model: str, global_batch_size: int
-) -> Scenario:
-    """Build a problem from published profiles alone: they have no times of links or the tail."""
-    own = question.model_options or question.tables or question.offload
-    own = own or question.early_update or question.clip_by_norm
-    moves_state = question.optimizer_offload not in (None, "off")
-    if own or moves_state or question.recompute not in (None, "on"):
-        raise PlanError(
-            "--published has its own model and times: leave out --model-option, --table, "
-            "--recompute, --offload, --optimizer-offload, --early-update and --clip-by-norm."
-        )
-    assert question.published is not None
-    profiles = read_published(question.published)
-    dtype = question.dtype or "fp32"
-    sequence_length = question.sequence_length or _PUBLISHED_TOKENS
-
-    def problem_of(where: Cluster) -> Problem:
-        return profiles.problem(
-            model=model,
-            dtype=dtype,
-            devices=[rank.device.name for rank in where.ranks],
-            global_batch_size=global_batch_size,
-            sequence_length=sequence_length,
-            memory_share=1 - where.reserve,
-        )
-
-    detail = f"published profiles of {model} in {question.published}; compute only"
-    sources = tuple(RankSource(rank.device.name, "table", detail) for rank in cluster.ranks)
-    subject = _subject(question, model, sequence_length)
-    return Scenario(problem_of(cluster), subject, sources, (), cluster, problem_of)
 
 
 def _near_misses(work: ModelWork) -> list[str]:

@@ -332,6 +332,7 @@ WRONG = {
     "memory's": (["simulate", *MINE, *ASKED, "--memory-figure", "/no/a.svg"], "/no/a.svg: cannot"),
     "comparison's": (["compare", *MINE, *ASKED, "--figure", "/no/a.png"], "/no/a.png: cannot be"),
     "gone": (["memory-timeline", "runs/today"], "cephalo report RUN_FOLDER"),
+    "published": (["plan", "--published=folder", *ASKED], "benchmarks/planner.py --published"),
     "more": (["compare", *MINE, *ASKED, "--add", "H1000"], "--add: expected a known device"),
 }
 
@@ -473,7 +474,6 @@ def test_an_unexpected_error_is_a_traceback_and_never_means_that_nothing_fits(
         ["--dtype", "fp32"],
         ["--recompute", "on"],
         ["--table", "table.yaml"],
-        ["--published", "folder"],
         ["--offload"],
         ["--model-option", "n_layer=2"],
     ],
@@ -516,25 +516,6 @@ def test_a_wrong_command_is_named_by_the_module():
 
     ((code, said),) = run_ranks(1, module, process_group=False)
     assert code == BAD_INPUT and "invalid choice: 'paln'" in said
-
-
-PROFILES = Path(__file__).resolve().parents[3] / "shared" / "data" / "cephalo-profiles"
-
-
-@pytest.mark.skipif(not PROFILES.exists(), reason="the published profiles are not here")
-def test_published_profiles(capsys):
-    devices = ["--devices", "2x L4, A6000, P40", "--published", str(PROFILES)]
-    asked = ["--model", "deepspeedgpt_2.7b", "--batch-size", "64"]
-    assert main(["compare", *devices, *asked, "--json"]) == DONE
-    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
-    assert rows["cephalo"]["step_s"] <= rows["published program"]["step_s"] * 1.001
-    assert main(["plan", *devices, *asked]) == DONE
-    assert "2 × L4: times by table: published profiles of deepspeedgpt_2.7b" in (
-        capsys.readouterr().out
-    )
-    assert main(["plan", *devices, *asked, "--recompute", "off"]) == BAD_INPUT
-    assert main(["plan", *devices, "--model", "gpt5", "--batch-size", "64"]) == BAD_INPUT
-    assert "gpt5" in capsys.readouterr().err
 
 
 def test_measured_times_of_another_length_are_named(capsys, tmp_path, monkeypatch):

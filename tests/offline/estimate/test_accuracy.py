@@ -27,7 +27,9 @@ def benchmark():
         "benchmark_estimates", ROOT / "benchmarks/estimates.py"
     )
     module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        specification.loader.exec_module(module)
     return module
 
 

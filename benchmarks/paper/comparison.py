@@ -1,9 +1,7 @@
 """Compares the planner with the published one, on the profiles published with it.
 
-    python benchmarks/published.py [FOLDER] [--rows] [--time-limit SECONDS]
-
-FOLDER holds the profiles (github.com/benson-guo/cephalo, folder data), which are not part of this
-repository. Prints three parts:
+The profiles (github.com/benson-guo/cephalo, folder data) are not part of this repository. Prints
+three parts:
 
 (a) the published example
 (b) predictions of the published cost model for four ways to plan, against its known figures
@@ -11,7 +9,7 @@ repository. Prints three parts:
     the devices; our cost function prices both within the same memory (0.75 of each device, 2 GiB of
     it overhead)
 
-Exits with 1 if a claim is broken: the example differs, or a figure is off by more than 1 %. In (c)
+A claim is broken if the example differs, or a figure is off by more than 1 %. In (c)
 our plan must not be slower than the published one (by more than the thousandth that solve() gives
 for headroom), have a bound above it, or exceed a rank. It must not be refused if an allocation
 exists.
@@ -19,17 +17,13 @@ exists.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_cephalo.offline.paper.planner import PublishedModel, published
-from lightning_cephalo.offline.paper.profiles import PublishedProfiles, read_published
 from lightning_cephalo.plan import (
     InfeasibleError,
     Plan,
@@ -39,6 +33,8 @@ from lightning_cephalo.plan import (
     predict,
     solve,
 )
+from paper.planner import PublishedModel, published
+from paper.profiles import PublishedProfiles, read_published
 
 _FOUR = ("l4", "l4", "a6000", "p40")
 _EIGHT = (*_FOUR, "p40", "p40", "p100", "p100")
@@ -295,29 +291,9 @@ def _shown(row: Row) -> str:
     )
 
 
-def main() -> int:
-    """Print all three parts; return 1 if a claim is broken."""
-    beside = Path(__file__).resolve().parents[2] / "shared/data/cephalo-profiles"
-    parser = argparse.ArgumentParser(description="Compare with the published planner.")
-    parser.add_argument("folder", nargs="?", default=beside, help="the published profiles")
-    parser.add_argument("--rows", action="store_true", help="print every problem of (c)")
-    parser.add_argument("--time-limit", type=float, default=60.0, help="of one solve, in seconds")
-    arguments = parser.parse_args()
-    import cvxpy  # noqa: F401  (its import is not the solver's time)
-
-    try:
-        profiles = read_published(arguments.folder)
-    except PlanError as error:
-        print(error, file=sys.stderr)
-        return 2
-    claims = [
-        example(profiles),
-        table(profiles),
-        comparison(profiles, arguments.time_limit, arguments.rows),
-    ]
+def compare(folder: Path, *, time_limit_s: float = 60.0, show: bool = False) -> bool:
+    """Print all three parts, every problem of (c) with ``show``; return whether all claims hold."""
+    profiles = read_published(folder)
+    claims = [example(profiles), table(profiles), comparison(profiles, time_limit_s, show)]
     print("all claims hold" if all(claims) else "A CLAIM IS BROKEN")
-    return 0 if all(claims) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return all(claims)

@@ -27,15 +27,14 @@ from lightning_cephalo.common import files, records
 from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.common.quantities import GIB
 from lightning_cephalo.offline.estimate.devices import lookup, same_name
-from lightning_cephalo.offline.paper.release import (
+from lightning_cephalo.plan import Problem, RankProfile
+from paper.release import (
     Line,
     as_mapping,
     as_points,
     expect_known,
     read_lines,
 )
-from lightning_cephalo.plan import Problem, RankProfile
-from lightning_cephalo.plan.curves import Curves, CurveTable
 
 # fp32 parameter, gradient, and both moments of Adam
 _STATE_BYTES_PER_PARAMETER = 16
@@ -252,61 +251,6 @@ class PublishedProfiles:
             global_batch_size=batch,
             gathered_bytes=overhead_bytes,
         )
-
-    def curve_table(
-        self,
-        *,
-        model: str,
-        dtype: str,
-        sequence_length: int = 512,
-        largest: int = 64,
-        memory: str | None = None,
-    ) -> CurveTable:
-        """Return a table with the curves of every device with this model, dtype and length.
-
-        Args:
-            model: as in the files.
-            dtype: of compute.
-            sequence_length: tokens of one sample.
-            largest: microbatch sizes 1 to this.
-            memory: cluster whose memory profile fills ``compute_bytes``; None: they stay unknown.
-        """
-        expect_known(f"{self.source}: model_latencies.json: model", model, self.latencies)
-        short = _short_dtype(dtype)
-        entries = self.entries()
-        wanted = (model, short, sequence_length)
-        found = next((e for e in entries if (e.model, e.dtype, e.sequence_length) == wanted), None)
-        if found is None:
-            known = [f"{e.dtype} at {e.sequence_length}" for e in entries if e.model == model]
-            expect_known(
-                f"{self._where('model_latencies.json', model)}: dtype and sequence length",
-                f"{short} at {sequence_length}",
-                known,
-            )
-            raise AssertionError("unreachable")
-        peaks = self.compute_bytes(model, dtype, largest, memory=memory) if memory else ()
-        curves: dict[str, Curves] = {}
-        for device in found.devices:
-            times = self.times(model, device, dtype, sequence_length, largest)
-            detail = (
-                f"published with Cephalo: sizes 1 to {times.measured_sizes} measured, then a line"
-                if times.measured_sizes
-                else "published with Cephalo: a line"
-            )
-            name = _canonical(device)
-            curves.setdefault(
-                name,
-                Curves(
-                    device=name,
-                    forward_s=times.forward_s,
-                    backward_s=times.backward_s,
-                    tail_s=(),
-                    compute_bytes=peaks,
-                    source="table",
-                    detail=detail,
-                ),
-            )
-        return CurveTable(model, short, sequence_length, tuple(curves.values()))
 
     def _lines(
         self, model: str, device: str, dtype: str, sequence_length: int

@@ -33,8 +33,7 @@ import numpy as np
 
 from lightning_cephalo.common.errors import InfeasibleError, PlanError
 from lightning_cephalo.common.quantities import GIB, format_gib
-from lightning_cephalo.offline.allocation import checked_plan
-from lightning_cephalo.offline.paper.table import Options, least_seconds, search
+from lightning_cephalo.offline.baselines import checked_plan
 from lightning_cephalo.plan.cost import (
     Mode,
     host_need,
@@ -47,6 +46,7 @@ from lightning_cephalo.plan.plan import Plan, RankPlan
 from lightning_cephalo.plan.problem import Problem, RankProfile
 from lightning_cephalo.plan.solver.state import kept_by_runs, with_state
 from lightning_cephalo.plan.windows import backward_collectives_s
+from paper.table import Options, least_seconds, search
 
 # Successive bounds of the table, as multiples of the least conceivable T.
 _REACHES = (1.0, 1.02, 1.05, 1.1, 1.2, 1.5, 2.0, 4.0, np.inf)
