@@ -31,7 +31,6 @@ from lightning_cephalo.ranks.closing import close_connections
 from lightning_cephalo.ranks.connecting import Lookout, Watch, connect_watched
 from lightning_cephalo.ranks.control import ControlGroup, not_connected
 from lightning_cephalo.ranks.crash_report import CrashReport, is_lost_connection
-from lightning_cephalo.ranks.ending import end_soon
 from lightning_cephalo.ranks.groups import Groups, set_timeout
 from lightning_cephalo.ranks.roll_call import patience, what_follows
 from lightning_cephalo.ranks.switchboard import Switchboard
@@ -292,14 +291,12 @@ def _leave(connection: weakref.ref[Connection]) -> None:
     known = connection()
     if known is None:  # another has taken its place, or the user's code has destroyed the group
         return
-    fails = known.failed_alone
-    is_closed = fails and dist.is_initialized() and not backend_of().must_be_aborted
+    is_closed = known.failed_alone and dist.is_initialized()
+    is_closed = is_closed and not backend_of().must_be_aborted
     known.end_servers()
     known.leave()
     # a group's threads end with the last reference to it; behind closed ones nothing waits for them
     if not is_closed:
         gc.collect()
-    if fails:
-        end_soon()
     # The default group outlives this in the caches of torch's DTensor: let its threads finish.
     time.sleep(_LEAVING_S)

@@ -82,17 +82,8 @@ def _waits(frames: list[FrameType]) -> bool:
     return False
 
 
-def is_installed(file: str) -> bool:
-    """Return whether a file of Python code is of this package, or is installed, not the user's.
-
-    Args:
-        file: Its path.
-    """
-    return file.startswith((_PACKAGE, "<frozen", *_INSTALLED))
-
-
 def _is_users(frame: FrameType) -> bool:
-    return not is_installed(frame.f_code.co_filename)
+    return not frame.f_code.co_filename.startswith((_PACKAGE, "<frozen", *_INSTALLED))
 
 
 def _line_of(frame: FrameType) -> str:
