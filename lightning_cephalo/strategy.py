@@ -46,6 +46,7 @@ from lightning_cephalo.adapters.left_loops import evaluation_loop
 from lightning_cephalo.adapters.logging import StepLog
 from lightning_cephalo.adapters.optimizer import local_update
 from lightning_cephalo.adapters.pulled_batches import Pulled, pulls_batches
+from lightning_cephalo.adapters.refusals import Situation, When, refuse
 from lightning_cephalo.adapters.resuming import KEY, Resumption, saved_order
 from lightning_cephalo.adapters.sampler_takeover import SamplerTakeover
 from lightning_cephalo.adapters.skipped_steps import SkippedSteps, no_loss, without_loss
@@ -86,6 +87,7 @@ from lightning_cephalo.preparation.options import (
     parse_optimizer_offload,
     parse_reduce_dtype,
     parse_vocabulary_sharding,
+    refuse_removed,
     verbosity,
 )
 from lightning_cephalo.preparation.prepare import Job, measure_or_load, read_job
@@ -212,6 +214,10 @@ class CephaloStrategy(ParallelStrategy):
             the device.
         timeout: Timeout of collectives.
         start_method: How Lightning starts the ranks: "popen", "spawn", "fork", "forkserver".
+        **removed: Options that are no more.
+
+    Raises:
+        TypeError: For options that do not exist; of those that are no more, it names the way on.
     """
 
     strategy_name = "cephalo"
@@ -255,7 +261,9 @@ class CephaloStrategy(ParallelStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **removed: Any,
     ) -> None:
+        refuse_removed(removed)
         level = verbosity(verbose)
         self._options = Options(
             plan=plan,
@@ -512,9 +520,7 @@ class CephaloStrategy(ParallelStrategy):
         self._ranks = launch.ranks_for(self, self._timeout, node_rank)
         watch = launch.watch_for_losses(self._ranks, self._process_group_backend)
         self._ending.connect(self._ranks, self._abort_groups, watch)
-        self._ranks.control.together(
-            "looking for shards of an earlier run", partial(supported.refuse_shards, self._module)
-        )
+        self._refuse(When.CONNECTED)
         self._samplers.take(self._module.trainer)
         self._recovering.look_up(self._module.trainer, self._ranks.control)
 
@@ -545,11 +551,10 @@ class CephaloStrategy(ParallelStrategy):
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._recovering.check_begin()
+        self._refuse(When.TRAINING_SETUP if fitting else When.EVALUATION_SETUP)
         if fitting:
-            supported.refuse_other_layer_sync(self._layer_sync)
             if self._layer_sync is not None:
                 self._synchronised = batch_norm.SynchronisedLayers(self._module)
-            supported.refuse_unsupported(trainer, self._module)
             if self._options.vocabulary_sharding is True and self.world_size > 1:
                 supported.refuse_with_vocabulary_sharding(self._apart_from_vocabulary())
         if precision.compute_dtype(self.precision_plugin) is None:
@@ -562,7 +567,6 @@ class CephaloStrategy(ParallelStrategy):
         else:
             options = self._options.settled_vocabulary(can_be_cut=False)
             self._shard(Job.of_evaluation(options, self.world_size))
-        supported.refuse_synchronising_metrics(self.session.logs.metrics)
         if batch_size_finders(trainer):
             self._search = BatchSearch(trainer, self.session.control)
         self.model = self._module
@@ -575,6 +579,7 @@ class CephaloStrategy(ParallelStrategy):
             away = self.session.state_away
             checkpoint.cut_earlier_state(self.optimizers, self.session.model, control, away)
             control.together("sharding the optimizers", self._shard_optimizers)
+            self._refuse(When.OPTIMIZERS)
             self.session.use_optimizers(self.optimizers, trainer)
             self._plan = self.session.plan
             replans = None if self._training is None else self._training.replanning
@@ -599,6 +604,14 @@ class CephaloStrategy(ParallelStrategy):
 
     def _show_plan(self) -> None:
         report.show(self.session.plan_table(self._options.details))
+
+    def _refuse(self, when: When) -> None:
+        """Raise on all ranks if something that is there now cannot work; collective."""
+        optimizers = self.optimizers if when is When.OPTIMIZERS else ()
+        model = None if self._session is None else self._session.model
+        trainer, module = self._module.trainer, self._module
+        situation = Situation(trainer, module, self._options, optimizers, model)
+        refuse(when, situation, self._connection.control)
 
     def _warn_of_plan(self, trainer: Trainer) -> None:
         """Warn of what the plan that training begins with makes different; collective."""
@@ -743,7 +756,6 @@ class CephaloStrategy(ParallelStrategy):
     def _shard_optimizers(self) -> None:
         for optimizer in self.optimizers:
             checkpoint.shard_optimizer(optimizer, self.session.model, self.session.state_away)
-        supported.check_optimizers(self.optimizers, self.session.model)
 
     @override
     def model_to_device(self) -> None:
@@ -779,11 +791,7 @@ class CephaloStrategy(ParallelStrategy):
     def on_train_start(self) -> None:
         if self._search is not None:
             self._search.begin_trial()
-        # hooks of Lightning's may have registered some, which come before this one
-        self.session.control.together(
-            "looking for hooks of parameters",
-            partial(supported.refuse_parameter_hooks, self._module),
-        )
+        self._refuse(When.TRAINING_START)
         self.session.start_training(self.optimizers)
         self._hook_logs.watch(self._module.trainer.fit_loop.epoch_loop._results)
         if self._is_trial:

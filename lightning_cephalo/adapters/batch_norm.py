@@ -10,10 +10,7 @@ import warnings
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.plan import Plan
-
-_FORWARDS = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
 def batch_norms(module: nn.Module) -> list[str]:
@@ -46,19 +43,9 @@ class SynchronisedLayers:
 
     Args:
         module: The user's module.
-
-    Raises:
-        UnsupportedError: If a layer has a forward of its own, which the new layer would not have.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        for name, child in module.named_modules():
-            if isinstance(child, _BatchNorm) and type(child).forward not in _FORWARDS:
-                raise UnsupportedError(
-                    f"sync_batchnorm=True would replace {name!r}, a {type(child).__name__} with a"
-                    " forward of its own, by a layer without it. Leave sync_batchnorm out, or write"
-                    " the layer as a torch.nn.SyncBatchNorm and what follows it."
-                )
         self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
         made: dict[int, nn.Module] = {}
         for parent in [*module.modules()]:
@@ -84,51 +71,9 @@ class SynchronisedLayers:
         self._replaced = []
 
 
-def refuse_synchronised(module: nn.Module, *, is_manual: bool) -> None:
-    """Raise for layers of synchronised batch normalisation that ranks cannot compute together.
-
-    Args:
-        module: The user's module.
-        is_manual: Whether it optimizes manually.
-
-    Raises:
-        UnsupportedError: The message names them and the way out.
-    """
-    layers = {n: inner for n, inner in module.named_modules() if n in synchronised(module)}
-    if layers and is_manual:
-        raise UnsupportedError(
-            f"The layers {[*layers][:3]} ({len(layers)} in all) are torch.nn.SyncBatchNorm, and the"
-            " module optimizes manually: ranks meet at backwards and updates only. Use"
-            " torch.nn.BatchNorm, GroupNorm, or automatic optimization."
-        )
-    for name, layer in layers.items():
-        if type(layer).forward is not nn.SyncBatchNorm.forward:
-            raise UnsupportedError(
-                f"{name!r} is a {type(layer).__name__}, which changes the forward of"
-                " torch.nn.SyncBatchNorm and may communicate in it. Ranks have different numbers of"
-                " microbatches. Use torch.nn.SyncBatchNorm itself."
-            )
-        if layer.process_group is not None:
-            raise UnsupportedError(
-                f"The torch.nn.SyncBatchNorm {name!r} has a process_group. Its statistics can be"
-                " those of all ranks only: leave process_group out."
-            )
-    compiled = [name for name, inner in module.named_modules() if _is_compiled(inner)]
-    inside = [name for name in layers if any(_is_within(name, other) for other in compiled)]
-    if inside:
-        raise UnsupportedError(
-            f"{inside[0]!r} is a torch.nn.SyncBatchNorm inside of a module that torch.compile"
-            " compiles. Microbatches of all ranks meet in its middle, which cannot be compiled."
-            " Leave torch.compile out there, or use GroupNorm."
-        )
-
-
-def _is_compiled(module: nn.Module) -> bool:
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether ``torch.compile`` has compiled the module."""
     return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
-
-
-def _is_within(name: str, other: str) -> bool:
-    return not other or name == other or name.startswith(f"{other}.")
 
 
 def warn_of_microbatches(module: nn.Module, plan: Plan, rank: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any, Literal
@@ -13,6 +13,21 @@ from lightning_cephalo.execution.sharded_model import UnitOptions
 from lightning_cephalo.plan import Plan
 from lightning_cephalo.plan.replan import Replan
 from lightning_cephalo.preparation.limits import Cap
+
+REMOVED_OPTIONS: dict[str, str] = {}
+"""Options that ``CephaloStrategy`` no longer has: what to write instead, in sentences."""
+
+
+def refuse_removed(given: Iterable[str]) -> None:
+    """Raise for options that ``CephaloStrategy`` does not have.
+
+    Raises:
+        TypeError: The message names one; of those that are no more, also the way on.
+    """
+    for name in given:
+        if name in REMOVED_OPTIONS:
+            raise TypeError(f"CephaloStrategy({name}=...) is no more. {REMOVED_OPTIONS[name]}")
+        raise TypeError(f"CephaloStrategy() got an unexpected keyword argument {name!r}")
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ import warm_ranks
 from common import in_ranks
 from launch import SOON_S, RankFailure
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from plans import PLANS, QUIET, plan_of
 from recording import Recorder, assert_same_weights, loader, make_trainer, samples
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -432,69 +431,9 @@ def test_checkpointing_around_units(tmp_path: Path) -> None:
     assert_everywhere(found, UnitUseError, "torch.utils.checkpoint", "switch gradient")
 
 
-class Copied(Recorder):
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.taken = [torch.nn.Parameter(p.detach().clone()) for p in self.parameters()]
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.taken, lr=0.1)
-
-
 class TwoOptimizers(Recorder):
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(self.parameters(), lr=0.1) for _ in range(2)]
-
-
-class Synchronised(Recorder):
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.norm, self.plain = torch.nn.SyncBatchNorm(3), torch.nn.BatchNorm1d(3)
-        self.automatic_optimization = False
-
-
-class HooksParameter(Recorder):
-    """Clamps the gradient of a parameter by a hook of the tensor, as is common on one device."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.head.weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
-
-
-class HooksLater(Recorder):
-    def on_train_start(self) -> None:
-        super().on_train_start()
-        for block in self.blocks:
-            for parameter in block.parameters():
-                parameter.register_post_accumulate_grad_hook(lambda p: p.grad.zero_())
-
-
-class OwnSync(TorchSyncBatchNorm):
-    """A plugin of the user's."""
-
-
-UNSUPPORTED: dict[str, tuple[type[Recorder], dict[str, Any], tuple[str, ...]]] = {
-    "copied parameters": (Copied, {}, ("SGD holds", "inside", "configure_optimizers()")),
-    "manual SyncBatchNorm": (
-        Synchronised,
-        {"sync_batchnorm": True},
-        ("['norm', 'plain'] (2 in all)", "optimizes manually"),
-    ),
-    "hook of a parameter": (
-        HooksParameter,
-        {},
-        ("'head.weight' (1 in all)", "on_after_backward()"),
-    ),
-    "hooks in on_train_start": (HooksLater, {}, ("blocks.0", "in all)", "on_after_backward()")),
-    "own plugin": (Recorder, {"plugins": OwnSync()}, ("OwnSync", "Trainer(sync_batchnorm=True)")),
-}
-
-
-@pytest.mark.parametrize("case", UNSUPPORTED)
-def test_what_cannot_work_is_named_before_training(case: str, tmp_path: Path) -> None:
-    kind, options, parts = UNSUPPORTED[case]
-    found = failures(lambda: trainer_of(**options).fit(kind(tmp_path), loader("3:1")))
-    assert_everywhere(found, UnsupportedError, *parts)
 
 
 # torch.compile's own imports
@@ -613,23 +552,6 @@ def test_gradient_checkpointing_inside_the_units_of_a_hugging_face_model(tmp_pat
     make_trainer(None, max_epochs=2).fit(alone, alone.data(8))
     make_trainer("3:1", max_epochs=2).fit(together, together.data(4))
     assert_same_weights(together, alone)
-
-
-def test_metrics_that_synchronise_inside_a_step(tmp_path: Path) -> None:
-    import torchmetrics
-
-    class Syncs(Recorder):
-        def __init__(self, folder: Path) -> None:
-            super().__init__(folder)
-            self.error = torchmetrics.MeanSquaredError(dist_sync_on_step=True)
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            _, x, y = self.parts(batch)
-            self.error(self(x).detach(), y)
-            return super().training_step(batch, batch_idx)
-
-    found = failures(lambda: trainer_of().fit(Syncs(tmp_path), loader("3:1")))
-    assert_everywhere(found, UnsupportedError, "dist_sync_on_step", "error")
 
 
 # -- data that cannot be dealt -----------------------------------------------------------------

@@ -23,10 +23,8 @@ from lightning.pytorch.callbacks import (
     EarlyStopping,
     GradientAccumulationScheduler,
     LearningRateMonitor,
-    ModelPruning,
     ModelSummary,
     RichProgressBar,
-    StochasticWeightAveraging,
     Timer,
     TQDMProgressBar,
 )
@@ -212,9 +210,6 @@ def _columns(path):
 
 
 REFUSED = {
-    # because the model has batch normalisation
-    "StochasticWeightAveraging": lambda: StochasticWeightAveraging(swa_lrs=1e-2),
-    "ModelPruning": lambda: ModelPruning("l1_unstructured", amount=0.5),
     "BatchSizeFinder": lambda: BatchSizeFinder(),
 }
 

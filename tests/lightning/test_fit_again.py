@@ -99,21 +99,6 @@ def test_a_model_is_whole_after_an_error_that_each_rank_raises_by_itself(where, 
         assert_same_tensors(values, wanted[1], TOLERANCE)
 
 
-def test_a_model_in_shards_is_refused_by_name_on_all_ranks():
-    def fit():
-        model = Fails()
-        model.where = "interrupted in a hook"
-        with pytest.raises(SystemExit):  # Lightning's answer to a KeyboardInterrupt
-            trainer("3:1").fit(model, loader(), loader(8))
-        with pytest.raises(UnsupportedError) as refused:
-            trainer("3:1").fit(model, loader(), loader(8))
-        return str(refused.value)
-
-    for message in in_ranks(2, fit):
-        assert message.startswith("Fails holds the shards of an earlier run")
-        assert "Make a new model" in message and "ckpt_path" in message
-
-
 def test_a_rank_whose_device_is_broken_leaves_no_rank_in_a_gather():
     class Breaks(Fails):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

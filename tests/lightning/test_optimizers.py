@@ -491,23 +491,7 @@ class _Switched(Lamb):
         """Change them back."""
 
 
-class _OwnSparse(torch.optim.SparseAdam):
-    pass
-
-
-def _compiled_class(p):
-    class _CompiledClass(torch.optim.SGD):
-        @torch.compile(backend="eager")
-        def step(self, closure=None):
-            return super().step(closure)
-
-    return _CompiledClass(p, lr=0.1)
-
-
 REFUSED = {
-    "_OwnSparse is a subclass of SparseAdam": lambda p: _OwnSparse(p),
-    "AdamW(differentiable=True) keeps": lambda p: torch.optim.AdamW(p, differentiable=True),
-    "_CompiledClass.step is compiled": _compiled_class,
     "_Nested holds parameters, a module or another optimizer in its attributes ['inner']": _Nested,
     "_MovesFirst changes parameters before": lambda p: _MovesFirst(p, lr=0.1),
     "_Switched has train() and eval()": lambda p: _Switched(p, lr=0.1),
@@ -516,8 +500,7 @@ REFUSED = {
 
 def _fit_all_refused(plan):
     found = []
-    # torch.compile, which one of them calls, marks LBFGS as never compiled
-    for make in (*REFUSED.values(), lambda p: torch.optim.LBFGS(p, max_iter=2)):
+    for make in REFUSED.values():
         try:
             _fit(plan, make)
         except Exception as error:
@@ -527,10 +510,8 @@ def _fit_all_refused(plan):
     return found
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
 def test_an_optimizer_that_cannot_train_as_on_one_device_is_refused_by_name_on_every_rank():
-    for *rank, after_compiling in in_ranks(2, _fit_all_refused, "3:1"):
-        assert after_compiling == ("", "it trained")
+    for rank in in_ranks(2, _fit_all_refused, "3:1"):
         for (kind, message), wanted in zip(rank, REFUSED, strict=True):
             assert kind == "UnsupportedError", message
             assert message.startswith(wanted)

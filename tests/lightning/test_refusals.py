@@ -1,109 +1,290 @@
-"""Ranks tell their agent of an error that all of them raise, and that would end every start."""
+"""Every row of the table of refusals: what triggers it, and what its message says on every rank."""
 
 from __future__ import annotations
 
-import json
-import os
+import warnings
+from types import SimpleNamespace
 
 import pytest
-from common import Net, in_ranks, loader, trainer
-from lightning.pytorch import Callback
+import torch
+import torchmetrics
+from cases import Cases
+from common import Net, loader, trainer
+from lightning.pytorch.callbacks import Callback, ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.plugins import (
+    DeepSpeedPrecision,
+    FSDPPrecision,
+    HalfPrecision,
+    MixedPrecision,
+)
+from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
+from torch import nn
 
-from lightning_cephalo.common.errors import UnsupportedError, UnwritableError
-from lightning_cephalo.ranks import refusals
-from lightning_cephalo.ranks.starter import TOLD
-
-
-class Raises(Callback):
-    """Raises errors of ranks in a hook behind some steps."""
-
-    def __init__(self, hook, behind, *errors):
-        self.behind, self.errors = behind, errors
-        setattr(self, hook, self._raise)
-
-    def _raise(self, trainer, *_):
-        error = self.errors[trainer.global_rank]
-        if error is not None and trainer.global_step == self.behind:
-            raise error("of this rank")
+from lightning_cephalo.adapters.refusals import ROWS, Situation, When
+from lightning_cephalo.common.errors import RemoteRankError, UnsupportedError
 
 
-class Makes(Net):
-    """Raises errors where all ranks make their optimizers together."""
+class Refused(Net):
+    """It must not train a step."""
 
-    def __init__(self, *errors):
+    def __init__(self, *layers, optimizers=None, is_manual=False):
         super().__init__()
-        self.errors = errors
+        self.layers, self.make = nn.Sequential(*layers), optimizers
+        self.automatic_optimization = not is_manual
+
+    def training_step(self, batch, batch_idx):
+        raise AssertionError("it trained")
+
+    test_step = training_step
 
     def configure_optimizers(self):
-        error = self.errors[self.global_rank] if self.errors else None
-        if error is not None:
-            raise error("of this rank")
-        return super().configure_optimizers()
+        return super().configure_optimizers() if self.make is None else self.make(self)
 
 
-def _folder_of_rank(folder):
-    own = folder / os.environ["RANK"]
-    own.mkdir()
-    os.environ[TOLD] = str(own)
-    return own
+class Interrupted(Net):
+    """A run that ends so leaves its shards."""
+
+    def on_train_batch_start(self, batch, batch_idx):
+        raise KeyboardInterrupt
 
 
-def _told(folder, plan, errors, callbacks, is_caught):
-    """What a rank tells the agent where its script ends."""
-    path = _folder_of_rank(folder) / "refusal"
-    used = trainer(plan, {"recover": False}, callbacks=callbacks)
-    try:
-        try:
-            used.fit(Makes(*errors), loader(24), loader(8))
-        except Exception:
-            if not is_caught:
-                raise
-        raise ValueError("of the script")
-    except Exception as error:
-        refusals.tell(error)
-    return json.loads(path.read_text()) if path.exists() else None
+def with_shards():
+    model = Interrupted()
+    with pytest.raises(SystemExit):  # Lightning's answer to a KeyboardInterrupt
+        trainer("3:1").fit(model, loader(), loader(8))
+    return model
 
 
-U, N = UnsupportedError, None
+def with_hook():
+    model = Refused()
+    model.blocks[0].up.weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+    return model
+
+
+class HooksLater(Refused):
+    def on_train_start(self):
+        for parameter in self.blocks[0].parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p: p.grad.zero_())
+
+
+class Activated(nn.BatchNorm1d):
+    def forward(self, input):
+        return super().forward(input).relu()
+
+
+class Doubled(nn.SyncBatchNorm):
+    def forward(self, input):
+        return super().forward(2 * input)
+
+
+def grouped():
+    layer = nn.SyncBatchNorm(3)
+    layer.process_group = "some of the ranks"
+    return layer
+
+
+def compiled():
+    block = nn.Sequential(nn.BatchNorm1d(3))
+    block._compiled_call_impl = block.forward  # as `block.compile()` does
+    return block
+
+
+class OwnSync(TorchSyncBatchNorm):
+    """A plugin of the user's."""
+
+
+class OwnSparse(torch.optim.SparseAdam):
+    pass
+
+
+class Compiled(torch.optim.SGD):
+    @torch.compile(backend="eager")
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def copied(module):
+    return torch.optim.SGD([nn.Parameter(p.detach().clone()) for p in module.parameters()], lr=0.1)
+
+
+def optimizer(kind, **options):
+    return lambda: Refused(optimizers=lambda module: kind(module.parameters(), **options))
+
+
+def _fit(plan, make, options, function="fit"):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Lazy modules are a new feature")
+        model = make()
+    with pytest.raises((UnsupportedError, RemoteRankError)) as refused:
+        loaders = (loader(), loader(8)) if function == "fit" else (loader(),)
+        getattr(trainer(plan, **options), function)(model, *loaders)
+    return str(refused.value)
+
+
+# of each case the row, the module, options of the Trainer, and words of the message
+CASES = {
+    "shards": ("shards of an earlier run", with_shards, {}, ("Make a new model", "ckpt_path")),
+    "lazy parameter": (
+        "lazy modules",
+        lambda: Refused(nn.LazyLinear(2)),
+        {},
+        ("'layers.0.weight', 'layers.0.bias'] (2 in all)", "configure_model()"),
+    ),
+    "lazy buffer": (
+        "lazy modules",
+        lambda: Refused(nn.LazyBatchNorm1d(affine=False)),
+        {},
+        ("'layers.0.running_mean'", "configure_model()"),
+    ),
+    "hook": (
+        "hooks of parameters",
+        with_hook,
+        {},
+        ("['blocks.0.up.weight'] (1 in all)", "on_after_backward()"),
+    ),
+    "later hooks": (
+        "hooks of parameters",
+        HooksLater,
+        {},
+        ("'blocks.0.up.weight', 'blocks.0.up.bias'", "on_after_backward()"),
+    ),
+    "plugin of layers": (
+        "plugins that synchronise layers",
+        Refused,
+        {"plugins": OwnSync()},
+        ("OwnSync", "Trainer(sync_batchnorm=True)"),
+    ),
+    "own forward": (
+        "sync_batchnorm of a layer with a forward of its own",
+        lambda: Refused(nn.BatchNorm1d(3), Activated(3)),
+        {"sync_batchnorm": True},
+        ("'layers.1' is a Activated", "Leave sync_batchnorm out"),
+    ),
+    "subclass of SyncBatchNorm": (
+        "subclasses of SyncBatchNorm",
+        lambda: Refused(Doubled(3)),
+        {},
+        ("'layers.0' is a Doubled", "Use torch.nn.SyncBatchNorm itself"),
+    ),
+    "manual SyncBatchNorm": (
+        "SyncBatchNorm with manual optimization",
+        lambda: Refused(nn.SyncBatchNorm(3), is_manual=True),
+        {},
+        ("optimizes manually", "['layers.0'] (1 in all)", "GroupNorm"),
+    ),
+    "manual layers to be synchronised": (
+        "SyncBatchNorm with manual optimization",
+        lambda: Refused(nn.SyncBatchNorm(3), nn.BatchNorm1d(3), is_manual=True),
+        {"sync_batchnorm": True},
+        ("['layers.0', 'layers.1'] (2 in all)",),
+    ),
+    "group of SyncBatchNorm": (
+        "SyncBatchNorm of some ranks",
+        lambda: Refused(grouped()),
+        {},
+        ("'layers.0' has a process_group", "Leave process_group out"),
+    ),
+    "compiled SyncBatchNorm": (
+        "compiled SyncBatchNorm",
+        lambda: Refused(compiled()),
+        {"sync_batchnorm": True},
+        ("'layers.0.0' is a torch.nn.SyncBatchNorm inside", "Leave torch.compile out"),
+    ),
+    "metric": (
+        "metrics that synchronise inside a step",
+        lambda: Refused(torchmetrics.MeanSquaredError(dist_sync_on_step=True)),
+        {},
+        ("dist_sync_on_step=True: ['layers.0'] (1 in all)", "Leave it out"),
+    ),
+    "metric of a test": (
+        "metrics that synchronise inside a step",
+        lambda: Refused(torchmetrics.MeanSquaredError(dist_sync_on_step=True)),
+        {},
+        ("dist_sync_on_step=True: ['layers.0'] (1 in all)", "Leave it out"),
+        "test",
+    ),
+    "precision of FSDP": (
+        "precision plugins of other strategies",
+        Refused,
+        {"plugins": FSDPPrecision("bf16-true")},
+        ("FSDPPrecision", "bf16-true"),
+    ),
+    "precision of DeepSpeed": (
+        "precision plugins of other strategies",
+        Refused,
+        {"plugins": DeepSpeedPrecision("32-true")},
+        ("DeepSpeedPrecision", "bf16-true"),
+    ),
+    "pruning": (
+        "ModelPruning",
+        Refused,
+        {"callbacks": [ModelPruning("l1_unstructured", amount=0.5)]},
+        ("ModelPruning", "Remove it", "writable_parameters"),
+    ),
+    "averaged statistics": (
+        "StochasticWeightAveraging with batch normalisation",
+        lambda: Refused(nn.BatchNorm1d(3)),
+        {"callbacks": [StochasticWeightAveraging(swa_lrs=1e-2)]},
+        ("StochasticWeightAveraging", "['layers.0'] (1 in all)", "sync_batchnorm=True"),
+    ),
+    "copied parameters": (
+        "optimizers of other parameters",
+        lambda: Refused(optimizers=copied),
+        {},
+        ("SGD holds", "inside configure_optimizers()"),
+    ),
+    "differentiable": (
+        "differentiable optimizers",
+        optimizer(torch.optim.AdamW, differentiable=True),
+        {},
+        ("AdamW(differentiable=True) keeps", "Leave differentiable=True out"),
+    ),
+    "subclass of SparseAdam": (
+        "subclasses of SparseAdam",
+        optimizer(OwnSparse),
+        {},
+        ("OwnSparse is a subclass of SparseAdam", "Use torch.optim.SparseAdam"),
+    ),
+    "compiled class": (
+        "steps of optimizers that are compiled for good",
+        optimizer(Compiled, lr=0.1),
+        {},
+        ("Compiled.step is compiled", "fused=True"),
+    ),
+}
+FITS = Cases({name: ("3:1", _fit, make, *rest[:1], *rest[2:])
+              for name, (_, make, *rest) in CASES.items()})  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+@pytest.mark.parametrize("case", CASES)
+def test_what_cannot_work_is_named_on_every_rank_before_training(case):
+    name, words = CASES[case][0], CASES[case][3]
+    row = next(each for each in ROWS if each.name == name)
+    for message in FITS[case]:
+        for part in (*words, row.why, row.remedy):
+            assert part in message, message
+
+
+def test_every_row_has_a_case():
+    names = [row.name for row in ROWS]
+    assert len(set(names)) == len(names)
+    assert {name for name, *_ in CASES.values()} == set(names)
+
+
+class BitsandbytesPrecision(MixedPrecision):
+    """A user's own, which only has the name."""
 
 
 @pytest.mark.parametrize(
-    ("plan", "errors", "callbacks", "is_caught", "told"),
-    [
-        ("3:1", (U, U), [], False, (False, "UnsupportedError: of this rank")),
-        ("3:1", (U, U), [], True, None),
-        ("3:1", (N, U), [], False, None),
-        ("3:1", (ValueError, U), [], False, None),
-        ("3:1", (ValueError, ValueError), [], False, None),
-        ("3:1", (UnwritableError, UnwritableError), [], False, None),
-        # each by itself
-        ("3:1", (), [Raises("on_fit_start", 0, U, U)], False, (False, "UnsupportedError: of")),
-        ("3:1", (), [Raises("on_fit_start", 0, U, ValueError)], False, None),
-        ("3:1", (), [Raises("on_fit_start", 0, U, N)], False, None),
-        ("3:1", (), [Raises("on_before_zero_grad", 0, U, U)], False, (False, "UnsupportedError: ")),
-        # a step is done
-        ("3:1", (), [Raises("on_before_zero_grad", 1, U, U)], False, None),
-    ],
+    "precision", [HalfPrecision("bf16-true"), BitsandbytesPrecision("bf16-mixed", "cpu")]
 )
-def test_ranks_tell_of_an_error_that_all_raise_before_a_step_is_done(
-    tmp_path, plan, errors, callbacks, is_caught, told
-):
-    for found in in_ranks(2, _told, tmp_path, plan, errors, callbacks, is_caught):
-        assert (found is None) == (told is None), found
-        if told is not None:
-            assert found["is_of_hosts"] == told[0] and found["text"].startswith(told[1])
-
-
-def _told_of_the_plan(folder):
-    path = _folder_of_rank(folder) / "refusal"
-    used = trainer("3:1", {"global_batch_size": 9})
-    try:
-        used.fit(Net(), loader(24), loader(8))
-    except Exception as error:
-        refusals.tell(error)
-    return json.loads(path.read_text())
-
-
-def test_a_plan_that_does_not_fit_is_of_the_hosts_that_are_there(tmp_path):
-    for found in in_ranks(2, _told_of_the_plan, tmp_path):
-        assert found["is_of_hosts"] and found["text"].startswith("PlanError: ")
+def test_classes_of_the_users_are_not_refused_by_their_names(precision):
+    user = type("ModelPruning", (Callback,), {})()
+    found = SimpleNamespace(
+        precision_plugin=precision, callbacks=[user], strategy=None, world_size=2
+    )
+    model = Refused(nn.SyncBatchNorm(3), nn.BatchNorm1d(1), torchmetrics.MeanSquaredError())
+    situation = Situation(found, model, None)
+    rows = [row for row in ROWS if When.OPTIMIZERS not in row.when]
+    assert [row.name for row in rows if row.found(situation)] == []

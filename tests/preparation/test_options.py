@@ -6,7 +6,23 @@ import pytest
 import torch
 
 from lightning_cephalo import CephaloStrategy
-from lightning_cephalo.preparation.options import Choice, Options, parse_reduce_dtype
+from lightning_cephalo.preparation.options import (
+    REMOVED_OPTIONS,
+    Choice,
+    Options,
+    parse_reduce_dtype,
+)
+
+
+def test_an_option_that_is_no_more_names_the_way_on(monkeypatch):
+    monkeypatch.setitem(REMOVED_OPTIONS, "gone", "Use plan.")
+    for name, way_on in REMOVED_OPTIONS.items():
+        with pytest.raises(TypeError) as caught:
+            CephaloStrategy(**{name: True})
+        assert f"CephaloStrategy({name}=...) is no more" in str(caught.value)
+        assert str(caught.value).endswith(way_on) and way_on.endswith(".")
+    with pytest.raises(TypeError, match="got an unexpected keyword argument 'never'"):
+        CephaloStrategy(never=True)
 
 
 @pytest.mark.parametrize(
