@@ -192,14 +192,6 @@ REASONS = {
         "5 samples, and has 3.00 GiB",
         "rank 0 ('T4') was profiled for no microbatch size that cuts 5 samples, and has 3.00 GiB",
     ),
-    "compute balance only": (
-        "published program, even state: rank 0 ('T4') would hold 20.00 GiB of memory",
-        "out of memory: rank 0 ('T4') would hold 20.00 GiB of memory",
-    ),
-    "published program": (
-        "published program: the 3 ranks cannot take 2 samples in all",
-        "the 3 ranks cannot take 2 samples in all",
-    ),
     "cephalo and one more T4": (
         "Memory binds over all 2 ranks together: 3.000 GiB are missing",
         "Memory binds over all 2 ranks together: 3.000 GiB are missing",
