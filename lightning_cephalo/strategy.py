@@ -170,8 +170,8 @@ class CephaloStrategy(ParallelStrategy):
             are not torch's: "element", "parameter" or "model". "auto": a trial on a copy decides
             between the last two. A dict gives one for each class, or name of a class.
         reduce_dtype: Dtype that gradients travel in between ranks: ``torch.bfloat16`` halves their
-            bytes. Each rank's gradient is rounded once, and sums over gloo are in float32. A line
-            behind the first step says what that changed. None: their own dtype, as on one device.
+            bytes. Each rank's gradient is rounded once, and sums over gloo are in float32. None:
+            their own dtype, as on one device.
         vocabulary_sharding: Keep the token embedding and the head cut along the vocabulary in
             steps, by the plan's shares of the state, in place of gathering them whole on every
             rank. Tokens and hidden states travel instead. For large vocabularies and few tokens a
@@ -333,7 +333,6 @@ class CephaloStrategy(ParallelStrategy):
         # results, which outlive the ranks and the session
         self._plan: Plan | None = None
         self._measured_memory: tuple[RankMemory, ...] | None = None
-        self._reduce_rounding: float | None = None
         self._replans: tuple[Replan, ...] = ()
 
     @classmethod
@@ -364,14 +363,6 @@ class CephaloStrategy(ParallelStrategy):
     def measured_memory(self) -> tuple[RankMemory, ...] | None:
         """Memory of every rank, by kind; known after training of two steps or more."""
         return self._measured_memory
-
-    @property
-    def reduce_rounding(self) -> float | None:
-        """What ``reduce_dtype`` changed of the first step's gradient, as a part of its norm.
-
-        Known at the end of ``fit``; None without ``reduce_dtype``.
-        """
-        return self._reduce_rounding
 
     @property
     def memory_timeline(self) -> tuple[MemoryTimeline, ...]:
@@ -1028,8 +1019,6 @@ class CephaloStrategy(ParallelStrategy):
         session.control.together("checking the last step's buffers", executor.buffers.check)
         executor.reshard()
         self._measured_memory = session.measured_memory()
-        self._running.end()
-        self._reduce_rounding = self._running.reduce_rounding
         if verbose and self.is_global_zero:
             session.report(self.measured_step_s, self._measured_memory)
         is_given = self._options.plan is not None

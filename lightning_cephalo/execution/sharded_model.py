@@ -35,7 +35,6 @@ from lightning_cephalo.sharding.moving import Column
 from lightning_cephalo.sharding.padding import slot_numel
 from lightning_cephalo.sharding.placement import default_mesh, whole_of
 from lightning_cephalo.sharding.root_ends import NO_ENDS, ends_of
-from lightning_cephalo.sharding.rounding import Rounding
 from lightning_cephalo.sharding.routes import Routing
 from lightning_cephalo.sharding.staging import HostStage
 from lightning_cephalo.sharding.touched_rows import TouchedRows
@@ -103,7 +102,6 @@ class ShardedModel:
         routing: The way that slices take.
         stage: Moves device tensors over backends that run on the host; None: not needed.
         meet: Waits until all ranks have come to communicate outside of a step.
-        rounding: Rounds gradients that travel in a dtype of their own; None: none do.
     """
 
     def __init__(
@@ -128,7 +126,6 @@ class ShardedModel:
         self.compute_dtype = compute_dtype
         self._groups = groups
         self.stage = self._stage()
-        self.rounding = None if reduce_dtype is None else Rounding(reduce_dtype)
         holders = self._set_holders(state_groups)
         context = ShardingContext(
             device,
@@ -139,7 +136,7 @@ class ShardedModel:
             compute_dtype,
             stage=self.stage,
             meet=groups.meeting.meet,
-            rounding=self.rounding,
+            reduce_dtype=reduce_dtype,
             across=holders.across,
         )
         self._context = context

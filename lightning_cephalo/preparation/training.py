@@ -17,7 +17,6 @@ from lightning_cephalo.preparation.loss_check import LossCheck
 from lightning_cephalo.preparation.options import Options
 from lightning_cephalo.preparation.plan_change import PlanChanges
 from lightning_cephalo.preparation.prepare import Job
-from lightning_cephalo.preparation.rounding_report import RoundingReport
 from lightning_cephalo.preparation.session import Session
 from lightning_cephalo.ranks.control import not_connected
 from lightning_cephalo.recovery.recovering import Recovering
@@ -70,7 +69,6 @@ class Training:
         self.changes = PlanChanges(session, trainer)
         self.replanning: replanning.Replanning | None = None
         self.repeated: RepeatedStep | None = None
-        self._rounding = RoundingReport(session.model, verbose=options.verbose)
         if problem is not None:
             self.replanning = replanning.begin(
                 session, trainer, self.changes, watch, problem, options
@@ -121,7 +119,6 @@ class Training:
         """
         self._session.optimizers = list(optimizers)
         self._session.lasting.between_steps()
-        self._rounding.between_steps()
         if self.repeated is not None:
             self.repeated.begin_batch()
         if self.changes.is_pending:
@@ -172,15 +169,6 @@ class Training:
         """End a step of which no rank has a loss."""
         if self.repeated is not None:
             self.repeated.end()
-
-    def end(self) -> None:
-        """Say what is still to be said when the last step has run; collective."""
-        self._rounding.between_steps()
-
-    @property
-    def reduce_rounding(self) -> float | None:
-        """What rounding changed of the first step's gradient, divided by its norm."""
-        return self._rounding.share
 
     @property
     def may_repeat(self) -> bool:

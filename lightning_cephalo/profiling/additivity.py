@@ -208,8 +208,6 @@ def compared_manually(
     """
     sizes = tuple(size for _, size in parts)
     with ExitStack() as stack:
-        if model.rounding is not None:
-            stack.enter_context(model.rounding.paused())
         stack.enter_context(same_flags(model.module))
         stack.enter_context(_evaluating(model.module))
         stack.enter_context(torch.compiler.set_stance("force_eager"))

@@ -69,7 +69,6 @@ from lightning_cephalo.sharding.placement import (
     set_local_part,
     set_rows,
 )
-from lightning_cephalo.sharding.rounding import Rounding
 from lightning_cephalo.sharding.routes import Route, Routing
 from lightning_cephalo.sharding.row_operators import cut_gradients
 from lightning_cephalo.sharding.spent_gradients import spent
@@ -113,7 +112,7 @@ class ShardingContext:
         padding: Whether nearly equal slices are padded.
         stage: Moves device tensors over backends that run on the host; None: not needed.
         meet: Waits for all ranks before operators on sharded tensors communicate; None: not.
-        rounding: The dtype that gradients travel in; None: their own.
+        reduce_dtype: The dtype that wider gradients travel in; None: their own.
         across: With hybrid sharding, the groups of ranks that each hold the whole state. Mesh,
             gather_group and reduce_group are then those of this rank's group.
     """
@@ -129,7 +128,7 @@ class ShardingContext:
     padding: Padding = field(default_factory=Padding)
     stage: HostStage | None = None
     meet: Meet | None = None
-    rounding: Rounding | None = None
+    reduce_dtype: torch.dtype | None = None
     across: Across | None = None
 
     # read for each unit of each step, where torch looks the group up each time
@@ -781,7 +780,7 @@ class Flat:
                 with it, where there are no such gradients; see [Note: gradients in place].
         """
         assert self.grad_full is not None and self._grad_buffer is not None
-        context, rounding = self.context, self.context.rounding
+        context = self.context
         for parameter in self.parameters:
             parameter.grad = None
         accumulate = any(parameter.grad is not None for parameter in self.sharded)
@@ -797,10 +796,10 @@ class Flat:
             pending = self._all_reduce(scale, accumulate)
         else:
             sent, slices = self.grad_full, None
-            if rounding is None:
+            if context.reduce_dtype is None:
                 slices = self._slices_of(self._grad_views_in[self._grad_buffer]).of_ranks
             else:
-                sent = rounding.rounded(sent, scale)
+                sent = sent.to(self._sent_dtype_of(sent.dtype))
             pending = reduce_slices(
                 sent,
                 self.sizes,
@@ -813,8 +812,6 @@ class Flat:
                 route=self._reduce_route or context.routing.route,
                 slices=slices,
             )
-            if rounding is not None and rounding.is_measured:
-                self._measure(rounding, pending)
         return pending
 
     def _gradient_memory(self, in_place: bool) -> torch.Tensor:
@@ -833,17 +830,6 @@ class Flat:
             faces = self._faces_in[buffer] = self._faces(part)
         self._grad_faces = list(faces)
         return part
-
-    def _measure(self, rounding: Rounding, pending: Pending) -> None:
-        finish, shard = pending.finish, self.grad_shard
-
-        def finish_and_measure() -> None:
-            if finish is not None:
-                finish()
-            assert shard is not None
-            rounding.summed(shard)
-
-        pending.finish = finish_and_measure
 
     def _deliver_local(self, scale: float, accumulate: bool) -> None:
         assert self.grad_full is not None and self.grad_shard is not None
@@ -886,8 +872,13 @@ class Flat:
     @property
     def sent_dtype(self) -> torch.dtype:
         """Dtype in which gradients travel."""
-        rounding, dtype = self.context.rounding, self.master_dtype
-        return dtype if rounding is None else rounding.dtype_of(dtype)
+        return self._sent_dtype_of(self.master_dtype)
+
+    def _sent_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which gradients of a dtype travel: never a wider one."""
+        sent = self.context.reduce_dtype
+        is_rounded = sent is not None and dtype.is_floating_point and sent.itemsize < dtype.itemsize
+        return sent if sent is not None and is_rounded else dtype
 
     def disarm(self) -> None:
         """Give back the memory of ``grad_full``; call it after the wait for its reduce."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from dataclasses import dataclass
+from datetime import timedelta
 
 import pytest
 import torch
@@ -23,7 +24,10 @@ from launch import RankFailure, run_ranks
 from torch import Tensor, nn
 from zoo import ZOO, build, hugging_face_loss
 
+from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.adapters.optimizer import clip_by_norm, local_update
+from lightning_cephalo.execution.sharded_model import ShardedModel, UnitOptions
+from lightning_cephalo.ranks.groups import Groups
 
 STEPS = 3
 """The first finds the order of visits. The others follow it, with updated parameters."""
@@ -176,3 +180,41 @@ def test_three_clipped_adamw_steps_equal_one_device(name, case):
         assert errors["loss"] <= 1e-5
         assert errors["norm"] <= 1e-5
         assert errors["parameters"] <= 1e-4, errors  # AdamW divides by tiny second moments
+
+
+def _reduced(rank, dtype, reduce_dtype):
+    """Return this rank's rows of a reduced gradient, and the sum of what the ranks have sent."""
+    model = ShardedModel(
+        nn.Sequential(nn.Linear(8, 8)).to(dtype),
+        Groups.create(timedelta(seconds=100)),
+        accelerator_of(torch.device("cpu")),
+        fractions=[0.5, 0.3, 0.2],
+        units=UnitOptions(types=(nn.Linear,)),
+        compute_dtype=None,
+        recompute=False,
+        reduce_dtype=reduce_dtype,
+    )
+    (flat,) = model.flats
+    generator = torch.Generator().manual_seed(1)
+    gradients = [torch.randn(flat.numel, generator=generator).to(dtype) for _ in range(3)]
+    flat.arm()
+    flat.grad_full.copy_(gradients[rank])
+    flat.reduce(0.5).wait()
+    narrow = reduce_dtype if reduce_dtype.itemsize < dtype.itemsize else dtype
+    total = sum(gradient.to(narrow).to(dtype) for gradient in gradients) * 0.5
+    return flat.grad_shard, total, narrow is flat.sent_dtype
+
+
+@pytest.mark.parametrize(
+    ("dtype", "reduce_dtype"),
+    [
+        (torch.float32, torch.bfloat16),
+        (torch.float64, torch.float32),
+        (torch.float32, torch.float64),  # none gets wider
+    ],
+)
+def test_gradients_that_travel_in_another_dtype_are_rounded_once(dtype, reduce_dtype):
+    found = run_ranks(3, _reduced, dtype, reduce_dtype)
+    assert all(is_sent for _, _, is_sent in found)
+    shards, totals, _ = zip(*found, strict=True)
+    assert torch.equal(torch.cat(shards), totals[0])
