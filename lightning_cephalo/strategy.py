@@ -34,7 +34,6 @@ from lightning_cephalo.adapters import (
     batch_norm,
     checkpoint,
     checkpoint_io,
-    manual_turns,
     precision,
     supported,
 )
@@ -59,7 +58,6 @@ from lightning_cephalo.data.cutting import (
     detached,
     evaluation_samples,
     evaluation_weight,
-    joined_outputs,
     joined_result,
     loss_and_weight,
 )
@@ -144,10 +142,8 @@ class CephaloStrategy(ParallelStrategy):
             every tensor along its first dimension.
         equal_microbatches: Every rank runs the same number of microbatches, so that code in
             ``training_step`` may use collectives of its own.
-        single_microbatch: True: every rank runs all of its samples at once. False: a measured plan
-            may give ranks several microbatches with manual optimization, too, where a trial shows
-            that the step can run so. None: not with manual optimization. A given plan decides
-            itself.
+        single_microbatch: In measured plans every rank runs all of its samples at once. With
+            manual optimization it always does.
         summed_buffers: Full names of buffers to which ``training_step`` adds sums over samples,
             such as counts of codes; ``"*.count"`` names those of all modules. All other buffers
             get the mean over the samples.
@@ -234,7 +230,7 @@ class CephaloStrategy(ParallelStrategy):
         collate_per_microbatch: bool = False,
         split_batch: Callable[[Any, Sequence[int]], list[Any]] | None = None,
         equal_microbatches: bool = False,
-        single_microbatch: bool | None = None,
+        single_microbatch: bool = False,
         summed_buffers: Sequence[str] = (),
         memory_cap: float | int | str | Mapping[int, float | int | str] | None = None,
         host_memory_cap: float | int | str | None = None,
@@ -533,7 +529,7 @@ class CephaloStrategy(ParallelStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        self._precision_plugin = precision.adapt(precision_plugin, self._clipping)
+        self._precision_plugin = precision.adapt(precision_plugin, self._before_norm)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -688,7 +684,6 @@ class CephaloStrategy(ParallelStrategy):
             self._module.trainer,
             partial(self._ending.termination.check, session.control),
             session.manual,
-            session.in_turns,
             check.of_samples,
             known,
         )
@@ -853,9 +848,7 @@ class CephaloStrategy(ParallelStrategy):
         with self.precision_plugin.forward_context():
             if session.manual is not None:
                 session.logs.finish(log, outcome, outcome.weights, self.reduce)
-                if not session.manual.takes_turns:
-                    return detached(outcome.results[0])
-                return joined_outputs(outcome.results, outcome.weights, counts)
+                return detached(outcome.results[0])
             weights, trained = outcome.weights, sum(counts)
             if outcome.skipped:
                 weights, trained = without_loss(outcome.results, weights, counts)
@@ -900,8 +893,7 @@ class CephaloStrategy(ParallelStrategy):
         with self.precision_plugin.train_step_context():
             if session.manual is not None:
                 self._batch_weight = float(sum(counts))
-                with manual_turns.once(session.manual, self._lightning_optimizers):
-                    outcome = session.manual.run(calls, note, failure)
+                outcome = session.manual.run(next(iter(calls), None), note, failure)
             else:
                 scale_loss = precision.loss_scaler(self.precision_plugin)
                 executor = session.model.executor
@@ -922,15 +914,7 @@ class CephaloStrategy(ParallelStrategy):
                 )
                 return closure_loss.detach()
             # ends in loss.backward(), perhaps in a backward() of the user's
-            if not manual.takes_turns:
-                return super().backward(closure_loss, optimizer, *args, **kwargs)
-            own_precision = self.precision_plugin
-            closure_loss = own_precision.pre_backward(closure_loss, self._module)
-            own_precision.backward(closure_loss, self._module, optimizer, *args, **kwargs)
-            with manual.once(meets=False) as calls_hooks:
-                if calls_hooks:
-                    own_precision.post_backward(closure_loss, self._module)
-            return closure_loss.detach()
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
         self.session.model.executor.show_held_gradients()
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
         steps = float(self._module.trainer.accumulate_grad_batches)
@@ -966,16 +950,11 @@ class CephaloStrategy(ParallelStrategy):
             is_repeated = self._running.step_was_repeated
             self._watch.finish_step(counts=not session.memory.slowed and not is_repeated)
             return result
-        if manual.is_measured and manual.takes_turns:
-            return manual.update(optimizer, closure, lambda whole: whole())
         if manual.is_measured:
             return closure()
         self._recovering.settle()
-
-        def run(whole: Callable[[], Any]) -> Any:
-            return self._update(optimizer, whole, model, **kwargs)
-
-        return manual.update(optimizer, closure, run)
+        with manual.updating(optimizer):
+            return self._update(optimizer, manual.closure(closure), model, **kwargs)
 
     def _update(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any, **kwargs: Any
@@ -995,17 +974,15 @@ class CephaloStrategy(ParallelStrategy):
 
             return super().optimizer_step(optimizer, whole_closure, model, **kwargs)
 
-    @contextmanager
-    def _clipping(self, communicates: bool) -> Generator[bool, None, None]:
-        """Let all ranks come before gradients are clipped; yield whether to clip at all."""
+    def _before_norm(self) -> bool:
+        """Let all ranks come before gradients are clipped; return whether to clip at all."""
         manual = None if self._session is None else self._session.manual
-        if manual is None or not (communicates or manual.takes_turns):
-            yield True
-        elif manual.is_measured and not manual.takes_turns:  # ranks without samples are not here
-            yield False
-        else:
-            with manual.once() as clips:
-                yield clips and not manual.is_measured
+        if manual is None:
+            return True
+        if manual.is_measured:  # ranks without samples are not here
+            return False
+        manual.meet()
+        return True
 
     @override
     def on_train_end(self) -> None:

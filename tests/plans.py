@@ -51,6 +51,7 @@ PLANS = {
     "idle last": plan_of(((3, 3, 2), 0.2), ((), 0.8)),
     "three": plan_of(((2, 1), 0.6), ((4,), 0.4), ((1,), 0.0)),
     "whole": plan_of(((6,), 0.75), ((2,), 0.25)),
+    "whole even": plan_of(((4,), 0.5), ((4,), 0.5)),
     "whole three": plan_of(((3,), 0.6), ((4,), 0.4), ((1,), 0.0)),
     "hybrid 2 + 1": plan_of(((3,), 0.3), ((2,), 0.7), ((2, 1), 1.0), state_groups=(0, 0, 1)),
     "hybrid 2 x 2": plan_of(

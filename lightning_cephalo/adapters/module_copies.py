@@ -73,8 +73,7 @@ class ModuleCopies:
             raise UnsupportedError(
                 "copy.deepcopy() of the module inside a step, which runs once per microbatch. Copy"
                 " it in a hook, such as on_train_batch_start(), on every rank. With manual"
-                " optimization a step may copy, but not while ranks are measured, or as several"
-                " microbatches: give plan=, with one microbatch per rank."
+                " optimization a step may copy, but not while ranks are measured: give plan=."
             )
         self._model.meet("copying the module with copy.deepcopy()", _EVERY_RANK)
         for hook in executor.hooks.objects:

@@ -8,7 +8,6 @@ gradients. A gradient scaler needs one change: ranks must agree whether a step o
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -53,28 +52,21 @@ class RanksGradScaler(torch.amp.GradScaler):
         return {found.device: found}
 
 
-Clipping = Callable[[bool], AbstractContextManager[bool]]
-
-
 class _OverRows(lightning.Precision):
     """Clips gradients without DTensors.
 
     Attributes:
-        clipping: Returns a context around clipping, which yields whether to clip at all; takes
-            whether ranks communicate in it.
+        before_norm: Called before ranks communicate for a norm; returns whether to clip at all.
     """
 
-    clipping: Clipping = staticmethod(lambda communicates: nullcontext(True))
+    before_norm: Callable[[], bool] = staticmethod(lambda: True)
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        with self.clipping(False) as clips:
-            if clips:
-                clip_by_value(self.main_params(optimizer), clip_val)
+        clip_by_value(self.main_params(optimizer), clip_val)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        with self.clipping(True) as clips:
-            if clips:
-                clip_by_norm(self.main_params(optimizer), clip_val)
+        if self.before_norm():
+            clip_by_norm(self.main_params(optimizer), clip_val)
 
 
 # named like Lightning's classes: checkpoints hold a plugin's state under the name of its class
@@ -102,12 +94,14 @@ _PLUGINS: dict[type[lightning.Precision], type[lightning.Precision]] = {
 }
 
 
-def adapt(plugin: lightning.Precision | None, clipping: Clipping) -> lightning.Precision | None:
+def adapt(
+    plugin: lightning.Precision | None, before_norm: Callable[[], bool]
+) -> lightning.Precision | None:
     """Adapt a precision plugin to sharded gradients.
 
     Args:
         plugin: The plugin.
-        clipping: Returns a context around clipping; see :class:`_OverRows`.
+        before_norm: See :class:`_OverRows`.
 
     Returns:
         The plugin itself, if its class is not one of Lightning's; else a plugin that clips over
@@ -119,7 +113,7 @@ def adapt(plugin: lightning.Precision | None, clipping: Clipping) -> lightning.P
         plugin = own.__new__(own)
         plugin.__dict__ = attributes
     if isinstance(plugin, _OverRows):
-        plugin.clipping = clipping
+        plugin.before_norm = before_norm
     scaler = getattr(plugin, "scaler", None)
     if not isinstance(plugin, lightning.MixedPrecision) or scaler is None:
         return plugin

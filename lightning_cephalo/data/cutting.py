@@ -267,24 +267,6 @@ def joined_result(
     return joined
 
 
-def joined_outputs(results: Sequence[Any], weights: Sequence[float], counts: Sequence[int]) -> Any:
-    """Join what the microbatches of a step have returned that optimizes manually.
-
-    It need not hold a loss. A tensor with one row per sample is concatenated, also one of losses.
-    Otherwise as :func:`joined_result`.
-    """
-    given = [result for result in results if result is not None]
-    if all(isinstance(result, Mapping) for result in given):
-        return detached(joined_result(results, weights, counts))
-    if all(isinstance(result, Tensor) for result in given):
-        of_given = [n for result, n in zip(results, counts, strict=True) if result is not None]
-        if _have_rows(given, of_given):
-            return torch.cat([result.detach() for result in given])
-        if all(result.numel() == 1 for result in given):
-            return joined_result(results, weights, counts)
-    return detached(given[-1])
-
-
 def _have_rows(values: Sequence[Tensor], counts: Sequence[int]) -> bool:
     """Whether tensors have one row for each sample."""
     return len({v.shape[1:] for v in values}) == 1 and all(

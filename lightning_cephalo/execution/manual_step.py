@@ -1,12 +1,12 @@
 """Runs a step whose code calls its backwards and optimizers itself (manual optimization).
 
 [Note: phases]
-``training_step`` runs once for each microbatch: on each rank one, over all samples that the rank
-has in the step, or several, if the plan says so. Its code computes losses, runs backwards
-and optimizers, and reads and writes parameters in between, all as on one device. Each backward ends
-a phase of the step: all microbatches of all ranks meet there. It passes, in the layered order, the
-units that the loss depends on. A unit is gathered once and reduced once per backward. Gradients add
-up until the code sets them to None.
+``training_step`` runs once on each rank, as one microbatch of all samples that the rank has in the
+step. Its code computes losses, runs backwards and optimizers, and reads and writes parameters in
+between, all as on one device: run once for each of several microbatches, it would do all of that
+several times. Each backward ends a phase of the step: all ranks meet there. It passes, in the
+layered order, the units that the loss depends on. A unit is gathered once and reduced once per
+backward. Gradients add up until the code sets them to None.
 
 Between its uses a parameter is its shard: a DTensor, which optimizers and other code see. The root
 unit is gathered when the code first calls one of its modules or computes with one of its
@@ -19,9 +19,6 @@ their units at the same places.
 Before each gather all ranks exchange their places, as in a step that is traced. The next unit of
 the step before is gathered ahead. Exchanges cannot be left out: code between two visits may take
 another way at any time.
-
-Several microbatches of a rank take turns in the code between units, each from the same parameters;
-see [Note: rounds] in in_turns.py. The first one runs optimizers and clips for all.
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -39,12 +36,10 @@ from torch.optim import Optimizer
 
 from lightning_cephalo.common.errors import UnitUseError, UnsupportedError
 from lightning_cephalo.execution.executor import Executor
-from lightning_cephalo.execution.in_turns import Turns
 from lightning_cephalo.execution.microbatch import AT_BACKWARD, AT_UPDATE, Microbatch
 from lightning_cephalo.execution.orders import Choice
 from lightning_cephalo.execution.step import ForwardOutcome, MicrobatchCall, Step
 from lightning_cephalo.execution.step_functions import StepFunctions, warn_of_own_gradient
-from lightning_cephalo.execution.step_values import WAY_OUT, StepValues
 from lightning_cephalo.execution.visits import FAILED, FINISHED, NO_DATA, agree, where
 from lightning_cephalo.execution.written_rows import WrittenRows
 from lightning_cephalo.plan.program import (
@@ -78,7 +73,7 @@ class ManualSteps:
     ::
 
         steps = ManualSteps(executor)
-        steps.run([call])      # training_step, whose code runs the next three lines
+        steps.run(call)        # training_step, whose code runs the next three lines
             loss.backward()
             with steps.updating(optimizer):
                 optimizer.step(steps.closure(user))
@@ -89,21 +84,15 @@ class ManualSteps:
     Attributes:
         is_measured: Whether steps are measured: optimizers update nothing then.
         calls_hooks: Whether backwards call hooks.
-        turning_s: Seconds between turns of steps that are measured.
         losses: What this rank's backwards of a measured step began from.
-        turns: Lets the code of several microbatches have effect once.
         written: Puts back what steps that are measured write to parameters.
     """
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._outside = StepFunctions(self)
-        self._functions_of: dict[int, StepFunctions] = {}
-        self.turns = Turns(executor.units, StepValues(self._root.module, executor.state))
-        self._outcomes: dict[int, Any] = {}
+        self._functions = StepFunctions(self)
         self.is_measured = False
         self.calls_hooks = True
-        self.turning_s = 0.0
         self.losses: list[Tensor] = []
         self.written = WrittenRows(executor.units, executor.accelerator)
         self._is_checked = self._told_of_gradient = False
@@ -124,14 +113,14 @@ class ManualSteps:
 
     def run(
         self,
-        calls: Sequence[MicrobatchCall],
+        call: MicrobatchCall | None,
         note: Callable[[], Sequence[float]] = tuple,
         failure: BaseException | None = None,
     ) -> ForwardOutcome:
         """Run a step; collective.
 
         Args:
-            calls: This rank's step, over all of its samples. Without one, the rank communicates
+            call: This rank's step, over all of its samples. Without one, the rank communicates
                 only: allowed while ranks are measured.
             note: Returns numbers to send to all ranks at the end of the step.
             failure: This rank's failure before the step: all ranks raise.
@@ -139,31 +128,9 @@ class ManualSteps:
         Raises:
             RemoteRankError: If another rank failed; this rank's own failure is raised as it is.
         """
-        try:
-            return self._run(calls, note, failure)
-        finally:
-            self._functions_of, self._outcomes = {}, {}
-            if self.takes_turns:
-                self.turns.end_step()
-
-    @property
-    def takes_turns(self) -> bool:
-        """Whether a rank has several microbatches."""
-        return self.turns.is_on
-
-    def _run(
-        self,
-        calls: Sequence[MicrobatchCall],
-        note: Callable[[], Sequence[float]],
-        failure: BaseException | None,
-    ) -> ForwardOutcome:
         executor = self._executor
-        functions = [StepFunctions(self) for _ in calls]
-        calls = [
-            replace(call, step=self._watched(call.step, own))
-            for call, own in zip(calls, functions, strict=True)
-        ]
-        if not calls and failure is None and not self.is_measured:
+        calls = [] if call is None else [replace(call, step=self._watched(call.step))]
+        if call is None and failure is None and not self.is_measured:
             failure = UnsupportedError(
                 "This rank has no samples in a step with manual optimization, whose code every rank"
                 " must run, as it updates the optimizers. Use DataLoader(drop_last=True), or a"
@@ -179,14 +146,12 @@ class ManualSteps:
                 inside,
                 state=executor.state,
                 buffers=executor.buffers.of_microbatches,
-                outside=own.suspended,
+                outside=self._functions.suspended,
                 stored=executor.stored,
                 parts=executor.parts,
             )
-            for each, own in zip(calls, functions, strict=True)
+            for each in calls
         ]
-        ids = map(id, microbatches)
-        self._functions_of = dict(zip(ids, functions, strict=True))
         self._places, self._order, self._seen = [], [], []
         self._choice = Choice([place for place in self._expected if place.unit > ROOT])
         step = executor.begin_phases(calls, microbatches, self._order)
@@ -195,9 +160,6 @@ class ManualSteps:
         samples = [each.samples for each in calls]
         executor.failure.guarded(executor.buffers.begin, samples)
         executor.failure.guarded(executor.state.begin, samples)
-        if self.takes_turns:
-            counts = [int(row[0]) for row in executor.exchange([float(len(calls))])]
-            executor.failure.guarded(self.turns.begin_step, samples, counts)
         self._advance()
         while (place := self._next_place(step)) is not None:
             if place == AT_BACKWARD:
@@ -228,58 +190,22 @@ class ManualSteps:
             self.is_measured, self.calls_hooks = False, True
             self.written.put_back()
 
-    @staticmethod
-    def _watched(user: Callable[[], Any], functions: StepFunctions) -> Callable[[], Any]:
+    def _watched(self, user: Callable[[], Any]) -> Callable[[], Any]:
         def step() -> Any:
-            with functions:
+            with self._functions:
                 return user()
 
         return step
 
-    @property
-    def _functions(self) -> StepFunctions:
-        """Handles the torch functions of the microbatch whose code is running."""
-        return self._functions_of.get(id(self.running), self._outside)
-
-    def _advance(self, unit: int = NONE, position: int = NONE, at: Visit | None = None) -> None:
-        """Run the code of microbatches until they park, and take over what they do to parameters.
+    def _advance(self, unit: int = NONE, position: int = NONE) -> None:
+        """Run the step's code until it parks, and take over what it does to parameters.
 
         Args:
-            unit: The unit that they enter.
-            position: Position of the visit. Those that wait elsewhere let it pass.
-            at: Where those wait that run; None: all run.
+            unit: The unit that it enters.
+            position: Position of the visit. Code that waits elsewhere lets it pass.
         """
-        executor = self._executor
-        parked = executor.parked
-        if not parked:  # this rank communicates only
-            executor.execute(Instruction(Operation.FORWARD, unit, position, microbatch=0))
-            executor.failure.guarded(self._look)
-            return
-        members: Sequence[int] = [
-            index for index, place in enumerate(parked) if at is None or place == at
-        ]
-        if position != NONE:  # the others let the visit pass
-            members = range(len(parked))
-        if not self.takes_turns:
-            for index in members:
-                executor.execute(Instruction(Operation.FORWARD, unit, position, microbatch=index))
-                executor.failure.guarded(self._look)
-            return
-        place = at if position == NONE else self._order[position]
-        run = [index for index in members if place is None or parked[index] == place]
-        self._turn(self.turns.begin_round, run)
-        for index in members:
-            if index in run:
-                self._turn(self.turns.resume, index)
-            executor.execute(Instruction(Operation.FORWARD, unit, position, microbatch=index))
-            executor.failure.guarded(self._look)
-            if index in run:
-                self._turn(self.turns.pause, index)
-
-    def _turn(self, change: Callable[[Any], None], to: Any) -> None:
-        began_s = self._executor.accelerator.now_s()
-        self._executor.failure.guarded(change, to)
-        self.turning_s += self._executor.accelerator.now_s() - began_s
+        self._executor.execute(Instruction(Operation.FORWARD, unit, position, microbatch=0))
+        self._executor.failure.guarded(self._look)
 
     def _look(self) -> None:
         stale: list[str] = []
@@ -305,28 +231,10 @@ class ManualSteps:
         units before.
         """
         executor, choice = self._executor, self._choice
-        self._refuse_different_calls(step)
         failed = executor.failure.error is not None
-        # those that have come to a meeting wait for the others
-        on_the_way = [at for at in step.parked if at is not None and at.unit not in _MEETINGS]
-        own = where(failed=failed, parked=on_the_way or step.parked, choice=choice)
-        rows = executor.exchange([*own, float(self.turns.written)] if self.takes_turns else own)
-        said = [row[:4] for row in rows]
+        said = executor.exchange(where(failed=failed, parked=step.parked, choice=choice))
         place, _ = agree([row for row in said if row[0] not in _MEETINGS], choice)
         codes = {row[0] for row in said} - {NO_DATA}
-        if self.takes_turns and len(codes) == 1 and place is None and FAILED not in codes:
-            if len({row[4] for row in rows if row[0] != NO_DATA}) > 1:
-                executor.failure.note(
-                    UnitUseError(
-                        "Ranks write to parameters or gradients in training_step in different ways,"
-                        " or set flags, schedules or learning rates differently."
-                        " With manual optimization and several microbatches per rank, all must"
-                        f" write the same. Write in a hook, {WAY_OUT}."
-                    )
-                )
-                executor.failure.abandon()
-                return None
-            self.turns.written = 0
         if place is None and FAILED not in codes and not codes.isdisjoint(_MEETINGS):
             if len(codes) == 1:
                 return _MEETINGS[int(codes.pop())]
@@ -342,26 +250,13 @@ class ManualSteps:
             executor.failure.abandon()  # the exchange at the end of the step reports the failure
         return place
 
-    def _refuse_different_calls(self, step: Step) -> None:
-        """Note a failure if this rank's microbatches will never meet."""
-        places = {FINISHED if place is None else place.unit for place in step.parked}
-        if len(places) > 1 and places <= {FINISHED, *_MEETINGS}:
-            does = ", others ".join(_DOES[code] for code in sorted(places, reverse=True))
-            self._executor.failure.note(
-                UnitUseError(
-                    f"Microbatches of this rank do different things in training_step: some {does}."
-                    " All run each backward and each update together, so that none may depend on a"
-                    f" microbatch's own samples: write it so, {WAY_OUT}."
-                )
-            )
-
     def _visit(self, place: Visit) -> None:
         """Gather a unit, and run the code until its next place."""
         units = self._executor.units
         if place.unit == ROOT:
             self._gather(ROOT)
             if place in self._executor.parked:  # other ranks may wait elsewhere
-                self._advance(ROOT, at=place)
+                self._advance(ROOT)
             return
         position = len(self._order)
         self._order.append(place)  # which is also `step.visits`
@@ -394,22 +289,13 @@ class ManualSteps:
         executor = self._executor
         executor.failure.guarded(executor.writes.check, "training_step")
         executor.failure.guarded(executor.finish_buffers)
-        values: list[Any] = []
-        if self.takes_turns:
-            executor.failure.guarded(lambda: values.append(self.turns.values.collect()))
-        else:
-            executor.failure.guarded(executor.state.finish)
-            executor.failure.guarded(executor.state.show_gradients)
+        executor.failure.guarded(executor.state.finish)
+        executor.failure.guarded(executor.state.show_gradients)
         failed = executor.failure.error is not None
         samples = math.fsum(call.samples for call in step.calls)
         said = executor.exchange([float(failed), samples, step.written_buffers, *note()])
         if any(row[0] for row in said):
             executor.give_up(_DOING)
-        if self.takes_turns:
-            executor.failure.guarded(self._store, executor.control.gather(values[0]))
-            has_failed = float(executor.failure.error is not None)
-            if any(row[0] for row in executor.exchange([has_failed])):
-                executor.give_up(_DOING)
         executor.combine_buffers([row[2] for row in said], _DOING)
         self.reshard()
         self._expected, self._is_checked = self._places, True
@@ -419,12 +305,6 @@ class ManualSteps:
         notes = tuple(tuple(row[3:]) for row in said)
         weights = tuple(float(call.samples) for call in step.calls)
         return ForwardOutcome(results, weights, total, notes)
-
-    def _store(self, said: Sequence[Any]) -> None:
-        """Show on modules what all microbatches of all ranks have stored."""
-        self.turns.values.finish(said)
-        self._executor.state.finish()
-        self._executor.state.show_gradients()
 
     # -- a backward ---------------------------------------------------------------------------
 
@@ -492,17 +372,15 @@ class ManualSteps:
         self._gather(ROOT)
         self._root.hide_gradients()
         executor.execute(Instruction(Operation.ARM, ROOT))
-        for index in range(max(len(step.microbatches), 1)):
-            executor.execute(Instruction(Operation.LOSS, ROOT, len(visits) - 1, microbatch=index))
+        executor.execute(Instruction(Operation.LOSS, ROOT, len(visits) - 1, microbatch=0))
         held = self._held()
         after = layered_backward(visits, len(step.microbatches), step.trainable, held)
         executor.hooks.in_backward = True
-        with self.turns.values.unchanged() if self.takes_turns else nullcontext():
-            for instruction in prefetch(Program((), after)).backward:
-                if instruction.operation is Operation.BACKWARD:
-                    executor.wait_for(units[instruction.unit])
-                    units[instruction.unit].show_flags(self._seen[instruction.visit][0])
-                executor.execute(instruction)
+        for instruction in prefetch(Program((), after)).backward:
+            if instruction.operation is Operation.BACKWARD:
+                executor.wait_for(units[instruction.unit])
+                units[instruction.unit].show_flags(self._seen[instruction.visit][0])
+            executor.execute(instruction)
         self.reshard()
         self._advance()
 
@@ -562,93 +440,16 @@ class ManualSteps:
             for unit in self._executor.units:
                 unit.updated(held)
 
-    def update(
-        self,
-        optimizer: Optimizer,
-        user: Callable[[], Any],
-        run: Callable[[Callable[[], Any]], Any],
-    ) -> Any:
-        """Let an optimizer update the shards; collective.
-
-        With several microbatches the first one does it for all. Each runs the user's closure.
-
-        Args:
-            optimizer: The optimizer.
-            user: The user's closure.
-            run: Calls the optimizer's step with a closure.
-        """
-        if not self.takes_turns or self.running is None:
-            with self.updating(optimizer):
-                return run(self.closure(user))
-        closure = self.closure(user)
-        if not self.turns.leads:
-            with self._functions.suspended():
-                self.meet()
-                return closure()
-        with self.updating(optimizer), ExitStack() as stack:
-            stack.enter_context(self.turns.acting())
-            outcomes: list[Any] = []
-
-            def once() -> Any:
-                if outcomes:
-                    raise UnsupportedError(
-                        f"{type(optimizer).__name__} evaluates its closure several times, which"
-                        " several microbatches per rank with manual optimization cannot follow:"
-                        " use a plan with one microbatch per rank."
-                    )
-                stack.close()
-                outcomes.append(closure())
-                stack.enter_context(self.turns.acting())
-                return self._mean_outcome()
-
-            run(once)
-            return outcomes[0] if outcomes else None
-
-    def _mean_outcome(self) -> Any:
-        """Return the mean over samples of what the microbatches' closures have returned."""
-        found = [self._outcomes[index] for index in sorted(self._outcomes)]
-        if len(found) == 1 or not all(
-            isinstance(each, float) or (isinstance(each, Tensor) and each.numel() == 1)
-            for each in found
-        ):
-            return found[0]
-        weights = [float(size or 1) for size in self.turns.samples]
-        pairs = zip(found, weights, strict=True)
-        return sum(
-            (each.detach() if isinstance(each, Tensor) else each) * (weight / sum(weights))
-            for each, weight in pairs
-        )
-
     def closure(self, user: Callable[[], Any]) -> Callable[[], Any]:
         """Return the step's own closure of an optimizer, for that block."""
 
         def closure() -> Any:
             with self._functions.resumed():
                 outcome = user()
-            if self.takes_turns and self.running is not None:
-                self._outcomes[self._executor.microbatches.index(self.running)] = outcome
             self.meet()
             return outcome
 
         return closure
-
-    @contextmanager
-    def once(self, meets: bool = True) -> Iterator[bool]:
-        """Do something once for all microbatches in a ``with`` block; collective if ``meets``.
-
-        Args:
-            meets: Whether to wait for all microbatches before; else they have just met.
-
-        Yields:
-            Whether this microbatch does it.
-        """
-        if meets:
-            self.meet()
-        if not self.turns.leads:
-            yield False
-            return
-        with self.turns.acting():
-            yield True
 
     def meet(self) -> None:
         """Wait for all ranks before code that communicates, and show it the shards."""
@@ -677,8 +478,7 @@ class ManualSteps:
 
     def warn_of_own_gradient(self) -> None:
         """Warn, once, of a gradient of a parameter that the step computes itself."""
-        is_of_part = self._executor.control.world_size > 1 or self.takes_turns
-        if is_of_part and not self._told_of_gradient:
+        if self._executor.control.world_size > 1 and not self._told_of_gradient:
             self._told_of_gradient = True
             warn_of_own_gradient()
 

@@ -419,48 +419,10 @@ class ModuleState:
             attribute.shown, attribute.versions = value, _versions(value)
             attribute.write(value)
 
-    # -- values of whole steps ----------------------------------------------------------------
-
     @property
     def places(self) -> Sequence[dict[str, Any]]:
         """The attributes of the modules whose values it exchanges."""
         return self._places
-
-    def knows(self, names: dict[str, Any], name: str) -> bool:
-        """Whether an attribute has values of its own in each microbatch."""
-        return (id(names), name) in self._known
-
-    def stored(self) -> list[tuple[dict[str, Any], str, Sequence[Any]]]:
-        """Return these attributes, and their value in each microbatch of the running step."""
-        return [(each.names, each.name, each.values) for each in self._known.values()]
-
-    def are_of_samples(self, values: Sequence[Any]) -> bool:
-        """Whether the tensors in the microbatches' values follow the numbers of samples."""
-        flat = [pytree.tree_flatten(value) for value in values]
-        return all(spec == flat[0][1] for _, spec in flat) and all(
-            all(leaf is column[0] for leaf in column) or bool(_dimensions(column, self._sizes))
-            for column in zip(*(leaves for leaves, _ in flat), strict=True)
-        )
-
-    def set_value(self, microbatch: int, names: dict[str, Any], name: str, value: Any) -> None:
-        """Set a microbatch's value of such an attribute."""
-        self._known[id(names), name].values[microbatch] = value
-
-    def share(self, names: dict[str, Any], name: str, value: Any) -> None:
-        """Give all microbatches the same value."""
-        attribute = self._known[id(names), name]
-        attribute.values = [value] * len(self._sizes)
-
-    def now_known(self) -> dict[tuple[int, str], Any]:
-        """Return what the running microbatch finds now, for :meth:`spread`."""
-        return {key: attribute.read() for key, attribute in self._known.items()}
-
-    def spread(self, before: dict[tuple[int, str], Any]) -> None:
-        """Give all microbatches what the running one has stored since :meth:`now_known`."""
-        for key, attribute in self._known.items():
-            now = attribute.read()
-            if now is not before.get(key, _MISSING):
-                attribute.values = [now] * len(self._sizes)
 
     # -- recomputation ------------------------------------------------------------------------
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 
-from lightning_cephalo.common.errors import UnitUseError, UnsupportedError
-from lightning_cephalo.execution.step_values import WAY_OUT
+from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.sharding.write_guard import spelled
 
 if TYPE_CHECKING:
@@ -36,10 +35,8 @@ class StepFunctions(TorchFunctionMode):
         self._root: dict[int, Tensor] = {}
         self._inside: dict[int, str] = {}
         self._is_suspended = False
-        self._below: Any = None
 
     def __enter__(self) -> StepFunctions:
-        self._below = _get_current_function_mode()
         self._root = self._steps.root_parameters()
         self._inside = self._steps.names_inside()
         super().__enter__()
@@ -53,8 +50,6 @@ class StepFunctions(TorchFunctionMode):
             return func(*args, **kwargs)
         if self._steps.is_measured:
             self._steps.written.before(func, args, kwargs)
-        if self._steps.takes_turns:
-            self._steps.turns.before(func, args, kwargs)
         if func is Tensor.backward:
             return self._steps.backward(*args, **kwargs)
         if func is torch.autograd.grad:
@@ -65,13 +60,7 @@ class StepFunctions(TorchFunctionMode):
                 self._steps.warn_of_own_gradient()
         elif _computes(func):
             args = self._with_root(func, args)
-        if not self._steps.takes_turns:
-            return func(*args, **kwargs)
-        if getattr(func, "__name__", "") not in _NO_COMPUTING:
-            return self._steps.turns.call(func, args, kwargs)
-        result = func(*args, **kwargs)
-        self._steps.turns.follow(func, args, result)
-        return result
+        return func(*args, **kwargs)
 
     def _with_root(self, func: Any, args: Any) -> Any:
         """Return arguments with gathered parameters of the root unit in place of their shards.
@@ -120,18 +109,7 @@ class StepFunctions(TorchFunctionMode):
         are faster without it, and ``torch.compile`` need not trace it. If the user's code has
         entered a mode of its own (``with torch.device(...)``), this one stays, and does nothing.
         """
-        innermost = _get_current_function_mode()
-        is_innermost = innermost is self
-        is_code = not self._is_suspended and self._steps.running is not None
-        # within a function that it handles, torch has taken the mode away
-        is_users = not is_innermost and innermost is not self._below
-        if is_code and is_users and self._steps.takes_turns:
-            raise UnsupportedError(
-                "training_step calls a unit, a backward or an optimizer within a block of a torch"
-                " function mode (`with torch.device(...):`). With manual optimization and several"
-                " microbatches per rank, the block would hold the code of others too. Leave the"
-                f" block before, {WAY_OUT}."
-            )
+        is_innermost = _get_current_function_mode() is self
         before, self._is_suspended = self._is_suspended, True
         if is_innermost:
             _pop_mode()

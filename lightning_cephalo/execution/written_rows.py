@@ -1,4 +1,4 @@
-"""Finds what torch functions write, and puts back the rows that a measured step has written.
+"""Puts back the rows of parameters that a measured step has written.
 
 Steps that optimize manually write to parameters between their uses: they clamp the weights of a
 critic, or move a target. While ranks are measured, nothing of that may stay.
@@ -17,22 +17,19 @@ from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.sharding.placement import local_part
 from lightning_cephalo.sharding.unit import Unit
 
-VALUES, MARKS = "values", "marks"
 _OPERATORS = "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul"
 _IN_PLACE = frozenset(f"__i{name}__" for name in _OPERATORS.split())
 
 
-def kind_of(func: Callable[..., Any], kwargs: dict[str, Any]) -> str | None:
-    """Return what a torch function writes: values, marks (flags, gradients), or None: nothing."""
+def _writes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a torch function writes values of a tensor."""
     name = getattr(func, "__name__", "").split(".")[0]
-    if name in ("__set__", "__delete__", "requires_grad_"):
-        return MARKS
     if name in _IN_PLACE or name == "__setitem__" or kwargs.get("out") is not None:
-        return VALUES
-    return VALUES if name.endswith("_") and not name.endswith("__") else None
+        return True
+    return name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
 
 
-def address(tensor: Tensor) -> int:
+def _address(tensor: Tensor) -> int:
     """Return where a tensor's memory begins; 0 for none."""
     try:
         return tensor.untyped_storage().data_ptr()
@@ -40,7 +37,7 @@ def address(tensor: Tensor) -> int:
         return 0
 
 
-def memory_of(tensor: Tensor) -> Tensor:
+def _memory_of(tensor: Tensor) -> Tensor:
     """Return all of the memory of which a tensor may be a part, as bytes."""
     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return whole.set_(tensor.untyped_storage())
@@ -67,14 +64,14 @@ class WrittenRows:
 
     def before(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
         """Keep what a torch function is about to write."""
-        if kind_of(func, kwargs) != VALUES:
+        if not _writes(func, kwargs):
             return
         if not self._rows:
             flats = [flat for unit in self._units for flat in unit.flats]
             rows = [flat.shard for flat in flats]
-            self._rows = {address(each): memory_of(each) for each in rows if address(each)}
+            self._rows = {_address(each): _memory_of(each) for each in rows if _address(each)}
         for tensor in pytree.tree_leaves((args, kwargs)):
-            at = address(local_part(tensor)) if isinstance(tensor, Tensor) else 0
+            at = _address(local_part(tensor)) if isinstance(tensor, Tensor) else 0
             if at in self._rows and at not in self._kept:
                 with self._accelerator.on_host():
                     self._kept[at] = self._rows[at].to("cpu", copy=True)

@@ -184,8 +184,6 @@ def as_planned(problem: Problem, plan: Plan) -> Problem:
         )
     if plan.early_update and not problem.early_update:
         problem = problem.with_early_update()
-    if problem.no_idle_ranks and all(len(rank.microbatch_sizes) == 1 for rank in plan.ranks):
-        problem = problem.with_one_microbatch()
     chosen = plan.reshard_after_forward
     problem = problem.resharding(problem.reshard_choices[0] if chosen is None else chosen)
     travels_evenly = plan.padded is not False or not problem.padded_bytes

@@ -51,7 +51,16 @@ _REMOVED_OF_RANKS = dict.fromkeys(
     ),
     (None, ""),
 )
-_REMOVED = {"disturbance": ("", "")}
+_IN_TURNS = (
+    0.0,
+    "Manual optimization runs one microbatch on each rank. Measure again, such as with"
+    " CephaloStrategy(remeasure=True).",
+)
+_REMOVED = {
+    "disturbance": ("", ""),
+    **dict.fromkeys(("turn_s", "turn_state_bytes"), _IN_TURNS),
+    "one_microbatch_reason": ("", ""),
+}
 _REDUCING_CURVES = ("reducing_compute_bytes", "kept_reducing_compute_bytes")
 
 
@@ -186,12 +195,7 @@ class Problem(FileRecord):
             with their own collectives).
         single_microbatch: whether every rank runs exactly one microbatch (for steps that call their
             backwards themselves); it needs ``equal_microbatches``.
-        no_idle_ranks: whether every rank has samples (for the same steps, in several microbatches).
-        turn_s: the part of each microbatch's ``tail_s`` that it takes only where a rank has several
-            microbatches, whose code runs in turns.
-        turn_state_bytes: the part of ``state_bytes`` that is held only there.
-        one_microbatch_reason: why the step runs as one microbatch on every rank; empty: nobody
-            asked, or it need not.
+        no_idle_ranks: whether every rank has samples.
         step_overhead_s: time of a step that no other field covers.
         gather_and_reduce_s: time of one gather and one reduce of units that run beside each other;
             None: as long as one after the other. It is less where they fill a link's two
@@ -285,9 +289,6 @@ class Problem(FileRecord):
     equal_microbatches: Annotated[bool, OneOf((True, False), "True or False")] = False
     single_microbatch: Annotated[bool, OneOf((True, False), "True or False")] = False
     no_idle_ranks: Annotated[bool, OneOf((True, False), "True or False")] = False
-    turn_s: Amount = 0.0
-    turn_state_bytes: Amount = 0.0
-    one_microbatch_reason: Annotated[str, records.text] = ""
     step_overhead_s: Amount = 0.0
     gather_and_reduce_s: Amount | None = None
     even_gather_s: Amount | None = None
@@ -485,23 +486,6 @@ class Problem(FileRecord):
     def every_rank_runs(self) -> bool:
         """Whether every rank has samples."""
         return self.equal_microbatches or self.no_idle_ranks
-
-    def with_one_microbatch(self) -> Problem:
-        """Return the problem where each rank runs all of its samples at once."""
-        ranks = tuple(
-            replace(rank, tail_s=tuple(max(0.0, each - self.turn_s) for each in rank.tail_s))
-            for rank in self.ranks
-        )
-        return replace(
-            self,
-            ranks=ranks,
-            state_bytes=self.state_bytes - self.turn_state_bytes,
-            equal_microbatches=True,
-            single_microbatch=True,
-            no_idle_ranks=False,
-            turn_s=0.0,
-            turn_state_bytes=0.0,
-        )
 
     @property
     def parameters(self) -> int:

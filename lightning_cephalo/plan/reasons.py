@@ -44,13 +44,7 @@ def reasons(problem: Problem, plan: Plan) -> list[str]:
         problem: What the plan was made from.
         plan: The plan.
     """
-    found = [*_gain(problem, plan), *_division(problem, plan), *_moving(problem, plan)]
-    if problem.one_microbatch_reason:
-        found.append(
-            f"One microbatch on each rank, as the step cannot run several times:"
-            f" {problem.one_microbatch_reason}"
-        )
-    return found
+    return [*_gain(problem, plan), *_division(problem, plan), *_moving(problem, plan)]
 
 
 def _moving(problem: Problem, plan: Plan) -> list[str]:

@@ -157,8 +157,8 @@ class Options:
         collate_per_microbatch: Whether each microbatch is collated separately.
         split_batch: Cuts a batch in place of the built-in rules.
         equal_microbatches: Whether every rank runs the same number of microbatches.
-        single_microbatch: Whether measured plans give every rank one microbatch. None: those of
-            steps that optimize manually do; False: they need not.
+        single_microbatch: Whether measured plans give every rank one microbatch; those of steps
+            that optimize manually always do.
         summed_buffers: Names of buffers to which steps add sums over samples.
         memory_cap: Cap of every rank's device.
         host_memory_cap: Cap of every rank's part of its host.
@@ -190,7 +190,7 @@ class Options:
     collate_per_microbatch: bool = False
     split_batch: Callable[[Any, Sequence[int]], list[Any]] | None = None
     equal_microbatches: bool = False
-    single_microbatch: bool | None = None
+    single_microbatch: bool = False
     summed_buffers: tuple[str, ...] = ()
     memory_cap: Cap = field(default_factory=lambda: Cap("memory_cap"))
     host_memory_cap: Cap = field(default_factory=lambda: Cap("host_memory_cap"))
@@ -260,8 +260,7 @@ class Options:
         rounded = {} if self.reduce_dtype is None else {"reduce_dtype": str(self.reduce_dtype)}
         cut = {"vocabulary_sharding": True} if self.vocabulary_sharding else {}
         chunked = {"chunked_logits": self.chunked_logits} if self.chunked_logits else {}
-        given = self.single_microbatch
-        single = {} if given is None else {"single_microbatch": given}
+        single = {"single_microbatch": True} if self.single_microbatch else {}
         return {
             **single,
             **rounded,

@@ -13,12 +13,9 @@ A given plan skips the two stages in the middle. Every stage is collective.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
-
-import torch
 
 from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.accelerator.host import processes_on_this_host
@@ -34,7 +31,6 @@ from lightning_cephalo.data.streams import Start, start_of
 from lightning_cephalo.execution.manual_step import ManualSteps
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import InfeasibleError, Plan, PlanError, Problem, solve
-from lightning_cephalo.plan.solver.solve import solve_if_possible
 from lightning_cephalo.plan.state_groups import groups_by_node
 from lightning_cephalo.preparation.limits import (
     Limits,
@@ -57,7 +53,7 @@ from lightning_cephalo.profiling.state_rates import (
 from lightning_cephalo.ranks.control import ControlGroup
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Trainer
 
 
 @dataclass(frozen=True)
@@ -413,7 +409,6 @@ def measure_or_load(
     trainer: Trainer,
     pause: Callable[[], None],
     manual: ManualSteps | None = None,
-    in_turns: Callable[[], AbstractContextManager[None]] | None = None,
     check: Callable[[Problem], None] = lambda problem: None,
     known: Problem | None = None,
 ) -> Problem:
@@ -425,7 +420,6 @@ def measure_or_load(
         trainer: The trainer that is fitting.
         pause: Called between measurements, on all ranks; it may communicate, and raise everywhere.
         manual: Runs steps that call their backwards themselves; None: the executor runs both.
-        in_turns: Lets several microbatches of such a step take turns in a ``with`` block.
         check: Called with the problem on every rank, if it has been measured now.
         known: A problem of these ranks, equal on all of them, of which only the network and the
             update are measured again; None: look for one.
@@ -456,13 +450,14 @@ def measure_or_load(
     problem = found.problem
     if problem is None:
         module: Any = model.module
+        has_one_microbatch = options.single_microbatch or manual is not None
         with named_where_nothing_fits(job.limits):
             problem = measure(
                 model=model,
                 trainer=trainer,
                 device=device,
                 loader=job.loaders.source,
-                step=partial(_step_of_user, module),
+                step=partial(step_on, module),
                 context=trainer.precision_plugin.train_step_context,
                 pause=pause,
                 global_batch_size=job.global_batch_size,
@@ -470,14 +465,12 @@ def measure_or_load(
                     budget_s=options.profile_budget_s,
                     minimum_microbatch_size=smallest,
                     ready_samples=job.ready_samples,
-                    equal_microbatches=options.equal_microbatches
-                    or bool(options.single_microbatch),
-                    single_microbatch=bool(options.single_microbatch),
+                    equal_microbatches=options.equal_microbatches or has_one_microbatch,
+                    single_microbatch=has_one_microbatch,
                     choose_recompute=options.recompute.is_planned and manual is None,
                     verbose=options.verbose,
                 ),
                 manual=manual,
-                in_turns=in_turns if options.single_microbatch is False else None,
                 layouts=job.layouts,
                 # a step of one microbatch needs sizes up to a rank's whole share
                 known=None if manual is not None else found.known,
@@ -542,18 +535,10 @@ def _gives_host_updates(job: Job) -> bool:
     return job.plan is not None and any(rank.host_update_fraction for rank in job.plan.ranks)
 
 
-# several microbatches of a manually optimized step have to gain more than this
-_WORTHWHILE = 0.05
-# and no search for them needs to prove the last thousandths, where many samples take a minute
-_SEVERAL_S = 10.0
 _NO_HOST = (
     "no rank has host memory apart from its device (a CPU's is the same memory, and host_memory_cap"
     " may be 0)"
 )
-
-
-def _step_of_user(module: LightningModule, batch: Any, batch_idx: int = 0) -> torch.Tensor:
-    return step_on(module, batch, batch_idx)
 
 
 def _keep(
@@ -589,30 +574,9 @@ def _solved(job: Job, problem: Problem, rank: int) -> Plan | None:
         return None
     with named_where_nothing_fits(job.limits):
         try:
-            return _fastest(problem)
+            return solve(problem)
         except InfeasibleError as error:
-            if problem.one_microbatch_reason:
-                raise InfeasibleError(
-                    f"{error} Several microbatches on a rank would take less memory, but the step"
-                    f" cannot run several times: {problem.one_microbatch_reason}"
-                ) from None
             if job.options.recompute.default:
                 raise
             hint = "Recomputation is off: CephaloStrategy(recompute=True) takes less memory."
             raise InfeasibleError(f"{error} {hint}") from None
-
-
-def _fastest(problem: Problem) -> Plan:
-    """Return the plan; with one microbatch on each rank where that is allowed and as fast.
-
-    Steps that optimize manually then do nothing several times, and hold no copies.
-    """
-    if not problem.no_idle_ranks:
-        return solve(problem)
-    alone = solve_if_possible(problem.with_one_microbatch())
-    if alone is None:
-        return solve(problem, time_limit_s=_SEVERAL_S)
-    several = solve_if_possible(problem, time_limit_s=_SEVERAL_S)
-    if several is None or (alone.step_s or 0.0) <= (1 + _WORTHWHILE) * (several.step_s or 0.0):
-        return alone
-    return several

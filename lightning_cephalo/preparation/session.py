@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.backends import backend_of
-from lightning_cephalo.adapters import manual_turns
 from lightning_cephalo.adapters.averaged_weights import AveragedWeights
 from lightning_cephalo.adapters.checkpoint import release_optimizer
 from lightning_cephalo.adapters.early_update import (
@@ -168,14 +167,10 @@ class Session:
         self.manual: ManualSteps | None = None
         if job.trains and not module.automatic_optimization:
             self.manual = ManualSteps(self.model.executor)
-            self.manual.turns.settings = manual_turns.StepSettings(module, lambda: self.optimizers)
         elif groups.control.world_size > 1:
             collectives = UserCollectives(self._on_user_collective)
             self._at_end.callback(collectives.close)
             self.model.executor.user_collectives = collectives
-        self._meeting = groups.meeting
-        self._guard: UserCollectives | None = None
-        self._refuses_own_steps = False
         self.predictions = EmptyPredictions()
         self.optimizers: list[Optimizer] = []
         self.updates = OptimizerUpdates(self.model, options.optimizer_scope)
@@ -198,16 +193,10 @@ class Session:
     def _ranks_run_one_step(self) -> bool:
         if self.manual is None:
             return False
-        if self.control.world_size == 1:
-            return True
-        # some only communicate while one is measured, or run fewer microbatches
-        return not self.manual.is_measured and not self.manual.takes_turns
+        # some only communicate while one is measured
+        return self.control.world_size == 1 or not self.manual.is_measured
 
     def _on_user_collective(self, name: str, takes_all: bool) -> None:
-        if self.manual is not None:
-            if takes_all:
-                self.manual.turns.refuse_collective(f"{name}()")
-            return
         module: Any = self.model.module
         self.user_gathers.called(module.trainer.training, name, takes_all=takes_all)
 
@@ -245,9 +234,6 @@ class Session:
             PlanError: On every rank, if updates must be late, and a rank lacks the memory.
         """
         self.optimizers = list(optimizers)
-        if self._takes_turns:
-            self._check_turns()
-            self._refuse_own_steps()
         for optimizer in optimizers:
             self.updates.of(optimizer)
         own = self.late or next(filter(None, map(late_by_optimizer, optimizers)), "")
@@ -395,7 +381,6 @@ class Session:
             if owned is not None:
                 owned.follow(self.model.fractions)
         self.plan = self.dealt_plan = plan
-        self._follow_turns(plan)
         self._host_state.follow(plan, self.optimizers)
         if self._updater is not None:  # it may have begun with all state on the device
             self._updater.moved = self.moved
@@ -415,7 +400,7 @@ class Session:
         executor.failure.planned_memory = _planned_memory(own)
         executor.arena = arena
         # with one microbatch on each rank a batch stays whole
-        sizes = own.microbatch_sizes if self.manual is None or self._takes_turns else ()
+        sizes = own.microbatch_sizes if self.manual is None else ()
         whole = job.leaves_batches_whole and len(own.microbatch_sizes) == 1
         layouts = job.layouts if whole else job.layouts or read_layouts(job.loaders, job.options)
         self.cutter = BatchCutter(layouts, job.loaders.spec, sizes, whole)
@@ -449,14 +434,11 @@ class Session:
         """Raise if the way to train allows no such plan, on any rank.
 
         Raises:
-            PlanError: If a rank has no samples with manual optimization, or offloads boundaries
-                that retained activations hold.
-            UnsupportedError: If code cannot run once per microbatch with manual optimization.
+            PlanError: If a rank has no samples or several microbatches with manual optimization, or
+                offloads boundaries that retained activations hold.
         """
         if self.manual is not None:
             _refuse_with_manual_optimization(plan)
-            if _has_several(plan) and self.optimizers:
-                self._check_turns()
         recompute = self.job.options.recompute
         if any(rank.offload and not recompute.of_plan(rank.recompute) for rank in plan.ranks):
             raise PlanError(
@@ -696,71 +678,6 @@ class Session:
             return loader
         return lock_step(loader, all_have_next=_behind(before_reading, self.control.all))
 
-    # -- several microbatches of steps that optimize manually ---------------------------------
-
-    @contextmanager
-    def in_turns(self) -> Iterator[None]:
-        """Let several microbatches of measured steps take turns in a ``with`` block.
-
-        Raises:
-            UnsupportedError: If code cannot run once per microbatch.
-        """
-        assert self.manual is not None
-        strategy: Any = self.model.module.trainer.strategy  # type: ignore[union-attr]
-        optimizers = strategy.optimizers  # stand-ins
-        manual_turns.check(self.model.module, optimizers)
-        manual_turns.refuse_closures(optimizers)
-        self._set_turns(True)
-        handles = manual_turns.refuse_own_steps(self.manual, optimizers)
-        before, self.manual.turns.settings = (
-            self.manual.turns.settings,
-            manual_turns.StepSettings(self.model.module, lambda: optimizers),
-        )
-        try:
-            yield
-        finally:
-            self.manual.turns.settings = before
-            for handle in handles:
-                handle.remove()
-            self._set_turns(False)
-
-    @property
-    def _takes_turns(self) -> bool:
-        return self.manual is not None and self.manual.turns.is_on
-
-    def _follow_turns(self, plan: Plan) -> None:
-        """Let the code of several microbatches have effect once, if the plan has any."""
-        if self.manual is None:
-            return
-        self._set_turns(_has_several(plan))
-        if self._takes_turns:
-            read = manual_turns.read_in_hooks(self.model.module)
-            self.manual.turns.values.read_once = read
-        if self._takes_turns and self.optimizers:
-            self._refuse_own_steps()
-
-    def _set_turns(self, is_on: bool) -> None:
-        assert self.manual is not None
-        turns = self.manual.turns
-        turns.is_on = is_on
-        if turns.is_on and self._guard is None and self.control.world_size > 1:
-            self._guard = UserCollectives(self._on_user_collective)
-            self._at_end.callback(self._guard.close)
-            self._at_end.callback(setattr, self._meeting, "before", None)
-        self.model.executor.user_collectives = self._guard if turns.is_on else None
-        self._meeting.before = turns.refuse_collective if turns.is_on else None
-
-    def _check_turns(self) -> None:
-        manual_turns.check(self.model.module, self.optimizers)
-
-    def _refuse_own_steps(self) -> None:
-        assert self.manual is not None
-        if self._refuses_own_steps:
-            return
-        self._refuses_own_steps = True
-        for handle in manual_turns.refuse_own_steps(self.manual, self.optimizers):
-            self._at_end.callback(handle.remove)
-
     # -- the whole model ----------------------------------------------------------------------
 
     def close(self) -> None:
@@ -803,17 +720,22 @@ class Session:
             self.model.abandon()
 
 
-def _has_several(plan: Plan) -> bool:
-    return any(len(rank.microbatch_sizes) > 1 for rank in plan.ranks)
-
-
 def _refuse_with_manual_optimization(plan: Plan) -> None:
     idle = [r for r, rank in enumerate(plan.ranks) if not rank.microbatch_sizes]
     if idle:
         raise PlanError(
             f"The plan gives rank {idle[0]} no samples, but with manual optimization training_step"
-            " runs on every rank, as it updates the optimizers: expected one microbatch or more."
-            " Give each rank samples in the plan, or leave plan= out, to make such a plan."
+            " runs on every rank, as it updates the optimizers: expected one microbatch. Give each"
+            " rank samples in the plan, or leave plan= out, to make such a plan."
+        )
+    several = [r for r, rank in enumerate(plan.ranks) if len(rank.microbatch_sizes) > 1]
+    if several:
+        sizes = plan.ranks[several[0]].microbatch_sizes
+        raise PlanError(
+            f"The plan gives rank {several[0]} {len(sizes)} microbatches ({list(sizes)}), but with"
+            " manual optimization training_step runs once on each rank, as it updates the"
+            f" optimizers. Give each rank one microbatch in the plan: ({sum(sizes)},) there. Or"
+            " leave plan= out, to make such a plan, or use automatic optimization."
         )
     if any(rank.offload for rank in plan.ranks):
         raise PlanError(

@@ -228,7 +228,7 @@ def compared_manually(
             if kept is not None:
                 kept.begin()
             with manual.measuring(calls_hooks=False):
-                manual.run([call])
+                manual.run(call)
                 found = [float(loss) for loss in manual.losses if loss.numel() == 1]
             if kept is not None:
                 kept.end(samples)

@@ -17,6 +17,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,7 +43,6 @@ from lightning_cephalo.data.randomness import (
     write_states,
 )
 from lightning_cephalo.execution.replay import RandomState
-from lightning_cephalo.execution.shared_containers import is_container
 from lightning_cephalo.sharding.placement import local_part
 
 if TYPE_CHECKING:
@@ -53,6 +53,9 @@ _ATOMS = (bool, int, float, complex, str, bytes, type(None))
 # and Lightning names the hook that runs, which steps that log need
 _NOT_OURS = frozenset({"_parameters", "_trainer", "_fabric", "_current_fx_name"})
 _FRAMEWORKS = frozenset(["torch", "lightning", "pytorch_lightning", "torchmetrics"])
+# loggers, and configs that models fill in their first forward
+_FRAMEWORKS |= {"logging", "transformers"}
+_OF_PYTHON = frozenset(["builtins", "enum", "functools", "lightning_cephalo"])
 # a container of more items is data, not a counter: its items are put back, but not their contents
 _WALKED_ITEMS = 10_000
 
@@ -64,10 +67,8 @@ def isolated(
     accelerator: Accelerator,
     *,
     in_training: bool = False,
-) -> Iterator[Callable[[], None]]:
+) -> Iterator[None]:
     """Undo what a step inside does to state, randomness, logs and gradients.
-
-    Yields a function that puts back what modules hold.
 
     Args:
         trainer: The trainer that is fitting; its results, loggers and optimizers are replaced by
@@ -80,13 +81,13 @@ def isolated(
     with ExitStack() as stack:
         stack.enter_context(preserved_randomness())
         stack.callback(RandomState(accelerator).restore)
-        put_back = stack.enter_context(preserved_state(module, accelerator))
+        stack.enter_context(preserved_state(module, accelerator))
         stack.enter_context(_muted(trainer, module, accelerator, in_training=in_training))
         if in_training:
             stack.enter_context(_gradients_set_aside(module))
         else:
             stack.callback(forget_gradients, module)
-        yield put_back
+        yield
 
 
 @contextmanager
@@ -261,8 +262,9 @@ class _Snapshot:
 
 def _is_plain(value: Any) -> bool:
     """Whether an object is the user's own: a pool, a counter; not a dataset or a callback."""
-    owners = {kind.__module__.split(".")[0] for kind in type(value).__mro__}
-    return is_container(value) and owners.isdisjoint(_FRAMEWORKS)
+    own, *parents = [kind.__module__.split(".")[0] for kind in type(value).__mro__]
+    is_users = own not in _OF_PYTHON and _FRAMEWORKS.isdisjoint([own, *parents])
+    return is_users and not isinstance(value, (FunctionType, BuiltinFunctionType, MethodType))
 
 
 def _refill_set(value: set[Any], saved: set[Any]) -> None:

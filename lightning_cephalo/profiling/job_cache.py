@@ -264,7 +264,7 @@ def describe(
         "recompute": model.executor.recompute,
         # tables that really stay cut: of one rank none does
         **({"cut": model.executor.hooks.vocabulary.described()} if model.units[ROOT].cuts else {}),
-        **({} if getattr(module, "automatic_optimization", True) else {"manual": "several"}),
+        **({} if getattr(module, "automatic_optimization", True) else {"manual": True}),
         "clipping": [bool(trainer.gradient_clip_val), str(trainer.gradient_clip_algorithm)],
         **({"nodes": model.routing.nodes} if model.routing.has_choice else {}),
         **({"state_groups": model.state_groups} if model.state_groups else {}),

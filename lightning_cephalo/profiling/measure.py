@@ -38,7 +38,6 @@ from lightning_cephalo.profiling.no_recompute import measure_no_recompute, with_
 from lightning_cephalo.profiling.optimizer_time import OptimizerTime, clipping, optimizer_time
 from lightning_cephalo.profiling.progress import Progress
 from lightning_cephalo.profiling.save_curves import remember
-from lightning_cephalo.profiling.several_microbatches import SeveralMicrobatches, try_several
 from lightning_cephalo.profiling.state_rates import RATES, with_unit_parameters
 from lightning_cephalo.profiling.sweep import (
     Measured,
@@ -92,13 +91,12 @@ def measure(
     trainer: Trainer,
     device: Device,
     loader: Any,
-    step: Callable[..., Any],
+    step: Callable[[Any], Any],
     context: Callable[[], AbstractContextManager[Any]],
     pause: Callable[[], None],
     global_batch_size: int,
     options: ProfileOptions,
     manual: ManualSteps | None = None,
-    in_turns: Callable[[], AbstractContextManager[None]] | None = None,
     layouts: Sequence[BatchLayout] = (),
     known: Problem | None = None,
 ) -> Problem:
@@ -113,14 +111,12 @@ def measure(
         device: This rank's device.
         loader: The user's DataLoader, or all of them as
             :class:`~lightning_cephalo.preparation.prepare.Loaders`.
-        step: The user's training step on one batch, and perhaps its index.
+        step: The user's training step on one batch.
         context: The precision plugin's context of a training step.
         pause: Called between measurements, on all ranks; it may communicate, and raise everywhere.
         global_batch_size: Samples of a step over all ranks.
         options: Budget and limits.
         manual: Runs steps that call their backwards themselves; None: the executor runs both.
-        in_turns: Lets several microbatches of a rank take turns in a ``with`` block. None: they
-            may not, or nothing is known of manual optimization.
         layouts: How the batches of each loader are cut, if they are ready.
         known: A problem with the measurements of these devices, equal on every rank: only their
             network and the update are measured. None: everything is.
@@ -150,7 +146,7 @@ def measure(
     with (
         lost_rank_explained(control.rank, "profiling"),
         progress,
-        isolated(trainer, model.module, model.accelerator) as put_back,
+        isolated(trainer, model.module, model.accelerator),
         model.executor.dropping_gradients(),  # beside an optimizer there may be no room for them
     ):
         prober = Prober(model, clock, counted_batch, step, context, manual)
@@ -159,23 +155,16 @@ def measure(
             global_batch_size,
             options.budget_s * _TIMING_SHARE,
             control.gather(device.name),
-            options.equal_microbatches or manual is not None,
-            options.single_microbatch or manual is not None,
+            options.equal_microbatches,
+            options.single_microbatch,
             report,
         )
         no_recompute = None
-        several: SeveralMicrobatches | None = None
         if known is None:
             measured = measure_times(prober, sweep)
             pause()
             progress.say("profiling: memory")
             own_kept = measure_memory(prober, measured, sweep)
-            if manual is not None and in_turns is not None:
-                pause()
-                progress.say("profiling: several microbatches")
-                share = model.fractions[control.rank]
-                several = try_several(prober, measured, sweep, in_turns, put_back, share)
-                own_kept = several.retained
         else:
             run_smallest(prober, sweep)  # it traces the visits of units
         if options.choose_recompute and known is None:
@@ -258,8 +247,6 @@ def measure(
     )
     problem = _in_this_world(alone, model, network, updates, resting)
     problem = with_vocabulary(problem, vocabulary)
-    if manual is not None:
-        problem = _with_turns(problem, several)
     # curves are kept for models with any head: without columns of logits they are those of none,
     # and with chunks of them they lack memory that others need
     heads = model.executor.hooks.vocabulary.chunked
@@ -279,32 +266,6 @@ def measure(
     seconds = model.accelerator.now_s() - started_s
     progress.done(largest, seconds, seconds / balanced_step_s(problem))
     return problem
-
-
-def _with_turns(problem: Problem, several: SeveralMicrobatches | None) -> Problem:
-    """Return the problem of a step that optimizes manually.
-
-    Args:
-        problem: Its times are those of one microbatch on each rank.
-        several: Whether ranks may run several; None: the user wants one.
-    """
-    if several is None or several.refused:
-        reason = "" if several is None else several.refused
-        one = replace(problem, one_microbatch_reason=reason)
-        return replace(one, equal_microbatches=True, single_microbatch=True)
-    ranks = tuple(
-        replace(rank, tail_s=tuple(each + several.turn_s for each in rank.tail_s))
-        for rank in problem.ranks
-    )
-    return replace(
-        problem,
-        ranks=ranks,
-        state_bytes=problem.state_bytes + several.turn_state_bytes,
-        equal_microbatches=several.equal or problem.equal_microbatches,
-        no_idle_ranks=True,
-        turn_s=several.turn_s,
-        turn_state_bytes=several.turn_state_bytes,
-    )
 
 
 def _largest(problem: Problem, rank: int) -> int:

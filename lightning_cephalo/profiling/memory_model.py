@@ -295,13 +295,10 @@ class StepMeter(Observer):
 
     Args:
         model: The sharded model.
-        keeps_at_backwards: Whether the memory between forward and backward is that at the fullest
-            backward that the step itself calls.
     """
 
-    def __init__(self, model: ShardedModel, keeps_at_backwards: bool = False) -> None:
+    def __init__(self, model: ShardedModel) -> None:
         self._model = model
-        self._keeps_at_backwards = keeps_at_backwards
         self._tracker = _StepTracker(model)
         self._meter = MemoryMeter(model.accelerator.allocator, self._tracker)
         self._highest_bytes = 0
@@ -328,9 +325,6 @@ class StepMeter(Observer):
         if instruction.operation is Operation.MEET and self._model.units[ROOT].cuts:
             self._look()
             self._tracker.is_meeting = True
-        if self._keeps_at_backwards and instruction == Instruction(Operation.ARM, ROOT):
-            held = self._beside_state(self._meter.current_bytes)
-            self._kept_bytes = max(self._kept_bytes, held)
         is_reduce = instruction.operation is Operation.REDUCE
         if is_reduce and instruction.unit != LAST_LAYERS and not self._is_reducing:
             self._is_reducing = True

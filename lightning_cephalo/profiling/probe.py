@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-import math
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +15,6 @@ import torch
 from lightning_cephalo.common.errors import (
     ProfilingError,
     RemoteRankError,
-    UnitUseError,
-    UnsupportedError,
 )
 from lightning_cephalo.common.texts import printable
 from lightning_cephalo.data.cutting import loss_and_weight
@@ -71,7 +68,7 @@ class Prober:
         model: The sharded model.
         clock: Returns seconds once all work issued to the device is done.
         batch_of: Returns a batch of the given number of samples on the device.
-        step: The user's training step on one batch, and perhaps its index.
+        step: The user's training step on one batch.
         context: The precision plugin's context of a training step.
         manual: Runs steps that call their backwards themselves; None: the executor runs both.
 
@@ -136,60 +133,6 @@ class Prober:
         refused = self._run(partial(self._watched_step_of, size, count), size)
         return self._held, refused
 
-    def timed_turns(self, size: int, count: int) -> float:
-        """Return the seconds of a microbatch outside of units, where ``count`` of them take turns.
-
-        Raises:
-            ProfilingError: On every rank, if any fails.
-        """
-        assert self.manual is not None
-        clock, self.manual.turning_s = _PhaseClock(self._clock), 0.0
-
-        def attempt() -> None:
-            with self.model.executor.observed_by(clock):
-                self._forward_backward(*self._calls(size, count))
-
-        refused = self._run(attempt, size)
-        return math.inf if any(refused) else (clock.tail_s + self.manual.turning_s) / count
-
-    def refusal(self, sizes: Sequence[int], batch_idx: int) -> str | None:
-        """Run a step of microbatches of these sizes; return why it cannot be, on every rank.
-
-        Args:
-            sizes: Samples of each microbatch of this rank.
-            batch_idx: What the step gets as the batch's index.
-
-        Returns:
-            The first rank's reason; None: nothing failed.
-        """
-        doing = "trying several microbatches"
-
-        def attempt() -> None:
-            calls = [
-                MicrobatchCall(
-                    partial(self._step, self._batch_of(size), batch_idx),
-                    partial(_finite_loss_and_weight, samples=size),
-                    samples=size,
-                )
-                for size in sizes
-            ]
-            self._forward_backward(calls, None)
-
-        failure = self._failure_of(attempt, doing)
-        message = None
-        if failure is not None:
-            message = printable(str(failure) or type(failure).__name__)
-            if not isinstance(failure, (UnitUseError, UnsupportedError)):
-                message = f"{type(failure).__name__}: {message}"
-            traceback.clear_frames(failure.__traceback__)
-            del failure
-        with lost_rank_explained(self.control.rank, doing):
-            said: list[str | None] = self.control.gather(message)
-        if any(text is not None for text in said):
-            gc.collect()
-            self.model.accelerator.empty_cache()
-        return next((text for text in said if text is not None), None)
-
     def _failure_of(self, attempt: Callable[[], None], doing: str) -> BaseException | None:
         """Run a step, and return the error of this rank; those of others are told afterwards."""
         try:
@@ -239,7 +182,7 @@ class Prober:
 
     def _watched_step_of(self, size: int, count: int) -> None:
         calls, failure = self._calls(size, count)
-        meter = StepMeter(self.model, keeps_at_backwards=self.manual is not None)
+        meter = StepMeter(self.model)
         with meter.measuring():
             self._forward_backward(calls, failure, meter.forward_done)
         if size:
@@ -270,7 +213,7 @@ class Prober:
     ) -> None:
         if self.manual is not None:
             with self._context(), self.manual.measuring():
-                self.manual.run(calls, failure=failure)
+                self.manual.run(next(iter(calls), None), failure=failure)
         else:
             with self._context():
                 self.model.executor.forward(calls, failure=failure)

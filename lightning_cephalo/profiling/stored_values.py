@@ -8,11 +8,15 @@ of losses runs the step on a batch and on its parts, and shows all of these.
 
 from __future__ import annotations
 
+import gc
 import math
+import operator
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from itertools import count, cycle, repeat
+from types import GeneratorType
 from typing import Any
 
 import torch
@@ -20,7 +24,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_cephalo.data.randomness import GENERATOR_TYPES, mark_of
-from lightning_cephalo.execution.shared_containers import position_of
 from lightning_cephalo.execution.undone_step import OF_TORCH
 from lightning_cephalo.ranks.control import ControlGroup
 
@@ -28,6 +31,7 @@ from lightning_cephalo.ranks.control import ControlGroup
 _ROUNDING, _ROUNDING_IN_HALF = 1e-4, 3e-2
 _TINY = 1e-12
 _MOST_ITEMS = 1000
+_DEEPEST = 4  # iterators that take from iterators
 
 
 @dataclass(frozen=True)
@@ -177,9 +181,40 @@ def _mark(value: Any) -> Any:
     if isinstance(value, GENERATOR_TYPES):
         return mark_of(value)
     try:
-        return position_of(value)
+        return _position_of(value)
     except Exception:  # the user's own code, on this rank alone perhaps: the others would wait
         return None
+
+
+def _position_of(iterator: Any, depth: int = 0) -> Any:
+    """Return how far an iterator is, as far as Python says."""
+    if isinstance(iterator, GeneratorType):
+        frame = iterator.gi_frame
+        return None if frame is None else (frame.f_lasti, [*map(id, frame.f_locals.values())])
+    if isinstance(iterator, count | repeat):
+        return repr(iterator)
+    yielded = getattr(iterator, "_num_yielded", None)  # torch's iterators of DataLoaders
+    hint = operator.length_hint(iterator, -1) if yielded is None else yielded
+    if hint >= 0 or depth == _DEEPEST:
+        return hint
+    held = list(getattr(iterator, "__dict__", {}).values())
+    return [*map(id, held), *_positions_inside(iterator, depth)]
+
+
+def _positions_inside(iterator: Any, depth: int) -> list[Any]:
+    """Return how far the iterators are from which others take (``zip``, ``map``, ``cycle``)."""
+    found: list[Any] = []
+    inside = gc.get_referents(iterator)
+    if isinstance(iterator, cycle):
+        # Python up to 3.13 tells the place in later rounds; the first one shows in the length
+        with suppress(TypeError), warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            inside = [*inside, *iterator.__reduce__()[1]]
+        found = [len(each) for each in inside if type(each) is list]
+    for each in inside:
+        inner = each if isinstance(each, tuple) else (each,)
+        found += [_position_of(one, depth + 1) for one in inner if isinstance(one, Iterator)]
+    return found
 
 
 def _named(path: str, name: str) -> str:

@@ -362,7 +362,7 @@ def measure_memory(prober: Prober, measured: Measured, sweep: Sweep) -> Retained
         measure(size if size <= measured.largest else 0)
     if prober.manual is not None:  # with one microbatch its peak holds all
         return RetainedBytes(0.0, 0.0)
-    return measure_retained(prober, measured, sweep)
+    return _measure_retained(prober, measured, sweep)
 
 
 def _bends(heads: Sequence[ChunkedHead], smallest: int) -> list[int]:
@@ -381,7 +381,7 @@ def _bends(heads: Sequence[ChunkedHead], smallest: int) -> list[int]:
     return sorted(size for size in sizes if size > smallest)
 
 
-def measure_retained(prober: Prober, measured: Measured, sweep: Sweep) -> RetainedBytes:
+def _measure_retained(prober: Prober, measured: Measured, sweep: Sweep) -> RetainedBytes:
     """Measure what this rank retains per sample and microbatch until its backward; collective."""
     smallest = sweep.sizes[0]
     idle = smallest if sweep.everyone_runs and measured.times else 0

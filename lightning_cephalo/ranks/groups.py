@@ -142,7 +142,6 @@ class Groups:
 
     def forget(self) -> None:
         """Drop what would keep process groups alive after their run."""
-        self.meeting.before = None
         self._counted.clear()
         if self.meeting.switchboard is not None:
             self.meeting.switchboard.begun = None

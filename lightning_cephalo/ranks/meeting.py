@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 
 from lightning_cephalo.common.errors import UnsupportedError
@@ -31,14 +31,12 @@ class Meeting:
     Attributes:
         switchboard: As given.
         timeout_s: As given, in seconds.
-        before: Called with the purpose before this rank waits; may raise. None: nothing is.
     """
 
     def __init__(self, switchboard: Switchboard | None, timeout: timedelta) -> None:
         self.switchboard = switchboard
         self.timeout_s = timeout.total_seconds()
         self._count = 0
-        self.before: Callable[[str], None] | None = None
 
     def begin_run(self) -> None:
         """Count meetings anew: ranks may have failed together behind different numbers of them."""
@@ -68,8 +66,6 @@ class Meeting:
         switchboard = self.switchboard
         if switchboard is None:
             return
-        if self.before is not None:
-            self.before(purpose)
         self._count += 1
         here = str(whereabouts(threading.get_ident()))
         began_s, wait_s, were_stuck, has_warned = time.monotonic(), FIRST_LOOK_S, False, False

@@ -84,9 +84,6 @@ from lightning_cephalo.sharding.write_guard import (
     point_to,
 )
 
-Marks = tuple[list[tuple[bool, torch.Tensor | None]], list[bool], list[bool]]
-"""Flags and gradients of a flat's parameters, sharded and gathered, and what gathered ones show."""
-
 
 class Residence(Enum):
     """Kinds of memory for the gathered parameters of a flat; see [Note: residence]."""
@@ -594,35 +591,10 @@ class Flat:
                 sharded.grad = None
                 self._has_stand_in[index] = False
 
-    def marks(self) -> Marks:
-        """Return what code between two uses may set on parameters other than their values."""
-        marked = [(each.requires_grad, each.grad) for each in (*self.sharded, *self.parameters)]
-        return marked, list(self._shown_flags), list(self._has_stand_in)
-
-    def set_marks(self, marks: Marks) -> None:
-        """Put back the result of an earlier :meth:`marks`."""
-        marked, flags, stand_ins = marks
-        for each, (flag, grad) in zip((*self.sharded, *self.parameters), marked, strict=True):
-            if each.requires_grad != flag:
-                each.requires_grad_(flag)
-            if each.grad is not grad:
-                each.grad = grad
-        self._shown_flags, self._has_stand_in = list(flags), list(stand_ins)
-
     @property
     def own_gradient(self) -> torch.Tensor | None:
         """The reduced gradient, if it has memory of its own; see [Note: gradients in place]."""
         return self.grad_shard if self._reduced_in is None else None
-
-    def rows_and_gradients(self) -> list[torch.Tensor]:
-        """Return plain tensors with all that this rank holds of parameters and gradients."""
-        held = [self.shard] if self.grad_shard is None else [self.shard, self.grad_shard]
-        return held + [local_part(p.grad) for p in self.sharded if p.grad is not None]
-
-    @property
-    def row_versions(self) -> list[int]:
-        """Per sharded parameter, how often code has written to it under its own name."""
-        return [sharded._version for sharded in self.sharded]
 
     # -- between a forward and its backward ---------------------------------------------------
 

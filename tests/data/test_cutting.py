@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_cephalo.data.cutting import joined_outputs, joined_result, loss_and_weight
+from lightning_cephalo.data.cutting import joined_result, loss_and_weight
 
 
 def _join(results, weights, counts):
@@ -29,20 +29,6 @@ def test_rows_are_joined_and_weights_are_summed():
     assert float(joined["loss"]) == pytest.approx(1.25)
     assert float(joined["weight"]) == 8.0
     assert joined["logits"].shape == (3, 3)
-
-
-@pytest.mark.parametrize("wrap", [lambda rows: rows, lambda rows: {"loss": rows}])
-def test_losses_per_sample_are_joined_where_a_microbatch_has_one_sample(wrap):
-    joined = joined_outputs([wrap(torch.ones(2)), wrap(torch.zeros(1))], [2.0, 1.0], [2, 1])
-    rows = joined if isinstance(joined, torch.Tensor) else joined["loss"]
-    assert rows.tolist() == [1.0, 1.0, 0.0]
-
-
-def test_outputs_that_cannot_be_joined_are_the_last_microbatchs():
-    first, last = torch.ones(2, 3), torch.zeros(1, 4)
-    assert joined_outputs([first, last], [2.0, 1.0], [2, 1]) is not first
-    assert joined_outputs([first, last], [2.0, 1.0], [2, 1]).shape == (1, 4)
-    assert joined_outputs([None, None], [2.0, 1.0], [2, 1]) is None
 
 
 def test_a_rank_without_microbatches_has_no_result():

@@ -297,8 +297,8 @@ class _Manual(_Hooks):
         optimizer.step()
 
 
-@pytest.mark.parametrize("kind", [_HookOfLeaf, _Manual])
-def test_hooks_of_a_units_input_that_other_code_uses_are_refused_by_name(kind):
+@pytest.mark.parametrize(("kind", "plan"), [(_HookOfLeaf, "3:1"), (_Manual, "whole")])
+def test_hooks_of_a_units_input_that_other_code_uses_are_refused_by_name(kind, plan):
     with pytest.raises(RankFailure) as failure:
-        in_ranks(2, _fit, "3:1", kind, {})
+        in_ranks(2, _fit, plan, kind, {})
     assert str(failure.value).count("UnitUseError: A tensor between units has a hook") == 2

@@ -21,7 +21,7 @@ from common import (
     values_of,
 )
 from lightning.pytorch import LightningModule, Trainer
-from plans import QUIET
+from plans import PLANS, QUIET
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 from torch.utils.data import DataLoader
@@ -192,6 +192,50 @@ class ByFlags(Gan):
         self.log("loss", loss + again, on_step=True, on_epoch=True, sync_dist=True)
 
 
+class AddsUp(Gan):
+    """Gradients of two batches add up, are clipped by value, and are halved by hand."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, _ = batch
+        generating, discriminating = self.optimizers()
+        fake = self.generator(x.flip(1))
+        loss = _is(True, self.discriminator(x)) + _is(False, self.discriminator(fake.detach()))
+        self.manual_backward(loss)
+        if (batch_idx + 1) % 2 == 0:
+            self.clip_gradients(discriminating, 0.1, "value")
+            discriminating.step()
+            self.discriminator.zero_grad(set_to_none=False)
+        self.log("d_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        loss = mse_loss(fake, x)
+        generating.zero_grad()
+        self.manual_backward(loss)
+        with torch.no_grad():
+            norm = torch.stack([each.grad.norm() for each in self.generator.parameters()]).norm()
+            for parameter in self.generator.parameters():
+                parameter.grad.mul_(0.5)
+        self.log("norm", norm, on_step=True, on_epoch=False, sync_dist=True)
+        generating.step()
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.losses.append(float(self.trainer.callback_metrics["norm"]))
+
+
+class ChangesPlans(AddsUp):
+    """While gradients add up; a plan with several microbatches is refused, and nothing changes."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        strategy = self.trainer.strategy
+        if not isinstance(strategy, CephaloStrategy):
+            return
+        strategy.change_plan(PLANS["whole" if batch_idx else "whole even"])
+        with pytest.raises(PlanError, match="gives rank 0 2 microbatches"):
+            strategy.change_plan(PLANS["3:1"])
+
+
 class ActorCritic(LightningModule):
     """A temperature that belongs to no layer, and a target that follows within the step."""
 
@@ -260,12 +304,13 @@ def fit(
     return model.losses, getattr(model, "seen", []), values_of(model), fitting.global_step
 
 
-KINDS = (Gan, LooksOnOneRank, WithClosures, OwnBackward, ByFlags, ActorCritic)
+KINDS = (Gan, LooksOnOneRank, WithClosures, OwnBackward, ByFlags, AddsUp, ActorCritic)
 WAYS = ({"recompute": False}, {"unit_types": ["Stack"]})
 FITS = Cases(
     {
         **{kind: ("whole three", fit, kind, {}) for kind in KINDS},
         **{(kind, *way): ("whole", fit, kind, {}, way) for kind in (Gan, ByFlags) for way in WAYS},
+        ChangesPlans: ("whole", fit, ChangesPlans, {}),
     }
 )
 
@@ -275,7 +320,7 @@ def one_device(kind: type[Any]) -> Any:
     return on_one_device(fit, kind, {})
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, ChangesPlans])
 def test_it_trains_as_on_one_device(kind):
     wanted_losses, wanted_seen, wanted, steps = one_device(kind)
     for losses, seen, values, done in FITS[kind]:
@@ -454,12 +499,17 @@ def refused(plan: str) -> str:
     return str(raised.value)
 
 
-REFUSED_PLANS = Cases({"no data": ("no data", refused)})
+REFUSED_PLANS = {
+    "no data": r"gives rank 1 no samples, .* training_step runs on every rank",
+    "3:1": r"gives rank 0 2 microbatches .* Give each rank one microbatch in the plan: \(6,\)",
+}
+REFUSALS = Cases({plan: (plan, refused) for plan in REFUSED_PLANS})
 
 
-def test_a_plan_with_a_rank_without_samples_is_refused():
-    for message in REFUSED_PLANS["no data"]:
-        assert "with manual optimization training_step runs on every rank" in message
+@pytest.mark.parametrize("plan", REFUSED_PLANS)
+def test_a_plan_that_does_not_give_each_rank_one_microbatch_is_refused(plan):
+    for message in REFUSALS[plan]:
+        assert re.search(REFUSED_PLANS[plan], message), message
 
 
 class CountsSteps(Gan):

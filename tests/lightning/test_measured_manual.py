@@ -1,4 +1,4 @@
-"""Measured plans of manual steps: several microbatches, and no trace of measuring."""
+"""Measuring steps that optimize manually leaves no trace."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ class Wide(Gan):
         self.generator = Stack(5, 5, 8)
         self.target.requires_grad_(False)
         self.history: list[float] = []
-        self.said: tuple[str, ...] = ()
 
     def look(self) -> None:
         self.history.append(float(self.center.sum()) * 0.0 + 1.0)
@@ -39,10 +38,6 @@ class Wide(Gan):
                 self.target.parameters(), self.generator.parameters(), strict=True
             ):
                 mine.data.mul_(0.9).add_(its.data, alpha=0.1)
-
-    def on_train_start(self) -> None:
-        session = getattr(self.trainer.strategy, "session", None)
-        self.said = () if session is None else session.notes
 
 
 class Pool:
@@ -91,12 +86,13 @@ class MadeBefore(Wide):
         return self.made, schedules
 
 
-def fit(kind: type[Any], devices: int, **options: Any) -> Any:
+def fit(kind: type[Any], devices: int) -> Any:
     model = kind()
     strategy: Any = "auto"
     if devices > 1:
-        given = {"verbose": False, "profile_budget_s": 1.0, "remeasure": True, "replan": False}
-        strategy = CephaloStrategy(**{**given, **options})
+        strategy = CephaloStrategy(
+            verbose=False, profile_budget_s=1.0, remeasure=True, replan=False
+        )
     fitting = Trainer(accelerator="cpu", strategy=strategy, devices=devices, **QUIET)
     fitting.fit(model, DataLoader(dataset(3 * BATCH), batch_size=BATCH // devices))
     found = model.losses, values_of(model), len(model.history), getattr(model, "pool", Pool()).seen
@@ -105,27 +101,19 @@ def fit(kind: type[Any], devices: int, **options: Any) -> Any:
     plan, held = fitting.strategy.plan, fitting.strategy.measured_memory
     planned = [rank.memory_bytes for rank in plan.ranks]
     sizes = [rank.microbatch_sizes for rank in plan.ranks]
-    return *found, sizes, planned, [rank.peak_bytes for rank in held], model.said
+    return *found, sizes, planned, [rank.peak_bytes for rank in held]
+
+
+KINDS = {"plain": Wide, "traces": LeavesTraces, "made before": MadeBefore}
 
 
 def measured() -> dict[str, Any]:
-    found = {
-        "alone": fit(Wide, 2, single_microbatch=False),
-        "traces": fit(LeavesTraces, 2, single_microbatch=False),
-        "made before": fit(MadeBefore, 2),
-    }
-    peaks = found["alone"][6]
-    caps = {rank: int(0.85 * peak) for rank, peak in enumerate(peaks)}
-    found["capped"] = fit(Wide, 2, memory_cap=caps, single_microbatch=False)
-    return found
+    return {case: fit(kind, 2) for case, kind in KINDS.items()}
 
 
 @cache
 def ranks() -> list[dict[str, Any]]:
     return in_ranks(2, measured)
-
-
-KINDS = {"alone": Wide, "traces": LeavesTraces, "capped": Wide, "made before": MadeBefore}
 
 
 @pytest.mark.parametrize("case", KINDS)
@@ -139,22 +127,13 @@ def test_measured_plans_train_as_on_one_device(case):
         assert (own_steps, own_seen) == (steps, seen)
 
 
-def test_several_microbatches_run_where_one_does_not_fit():
+def test_each_rank_runs_one_microbatch_in_the_planned_memory():
     for of_rank in ranks():
-        *_, sizes, planned, held, _ = of_rank["capped"]
-        assert max(map(len, sizes)) > 1
+        *_, sizes, planned, held = of_rank["plain"]
+        assert [len(each) for each in sizes] == [1, 1]
         assert sum(map(sum, sizes)) == BATCH
         for planned_bytes, held_bytes in zip(planned, held, strict=True):
             assert held_bytes <= planned_bytes
-
-
-def test_one_runs_where_the_step_allows_no_more_and_the_table_says_why():
-    for of_rank in ranks():
-        assert not any("cannot run several times" in text for text in of_rank["alone"][7])
-        assert [len(sizes) for sizes in of_rank["traces"][4]] == [1, 1]
-    said = " ".join(ranks()[0]["traces"][7])
-    assert "One microbatch on each rank, as the step cannot run several times" in said
-    assert "of the optimizer itself" in said
 
 
 class Contrasts(Wide):

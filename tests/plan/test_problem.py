@@ -4,13 +4,13 @@ saved.
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
 import pytest
 
-from lightning_cephalo.plan import PlanError, Problem, RankProfile, solve
-from lightning_cephalo.plan.cost import predict
+from lightning_cephalo.plan import PlanError, Problem, RankProfile
 
 
 def profile(**changes) -> RankProfile:
@@ -156,22 +156,11 @@ def test_what_earlier_versions_measured_of_other_work_is_ignored():
     assert Problem.from_dict(data) == problem()
 
 
-def test_one_microbatch_takes_no_turns_and_holds_no_copies():
-    rank = RankProfile("a", (1.0,), (2.0,), (0.5,), (10.0,), 100.0)
-    several = Problem(
-        [rank, rank],
-        units=2,
-        state_bytes=50.0,
-        global_batch_size=2,
-        no_idle_ranks=True,
-        turn_s=0.2,
-        turn_state_bytes=5.0,
-    )
-    alone = several.with_one_microbatch()
-    assert alone.single_microbatch and alone.equal_microbatches
-    assert alone.ranks[0].tail_s == pytest.approx((0.3,))
-    assert (alone.state_bytes, alone.turn_s, alone.turn_state_bytes) == (45.0, 0.0, 0.0)
-    assert Problem.from_dict(several.to_dict()) == several
-    plan = solve(several)
-    assert [rank.microbatch_sizes for rank in plan.ranks] == [(1,), (1,)]
-    assert predict(several, plan).step_s == pytest.approx(predict(alone, plan).step_s)
+def test_files_of_before_load_unless_they_count_on_what_is_gone(tmp_path):
+    path = tmp_path / "problem.json"
+    for kept in ({"turn_s": 0.0}, {"turn_state_bytes": 0.0}, {"one_microbatch_reason": "a norm"}):
+        path.write_text(json.dumps(problem().to_dict() | kept))
+        assert Problem.load(path) == problem()
+    path.write_text(json.dumps(problem().to_dict() | {"turn_s": 0.5}))
+    with pytest.raises(PlanError, match=r"turn_s: 0.5 asks for what only.*Measure again"):
+        Problem.load(path)

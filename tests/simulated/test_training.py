@@ -264,10 +264,7 @@ def test_losses_over_the_batch_and_manual_optimization(simulated, names):
         cases[f"{form}, retained"] = case(ranks, **retained)
         cases[f"{form}, 16-mixed"] = case(ranks, **{form: True}, scale=2.0**10, rel=3e-2)
         cases[f"{form}, 16-mixed, retained"] = case(ranks, **retained, scale=2.0**10, rel=3e-2)
-    in_turns = [((3, 2), 0.8), ((3,), 0.2)]
-    cases["manual in turns, 16-mixed"] = case(in_turns, manual=True, scale=2.0**10, rel=3e-2)
     most_important = [name for name in cases if name.endswith(("full", "16-mixed, retained"))]
-    most_important.append("manual in turns, 16-mixed")
     cases = {name: cases[name] for name in names(most_important, cases)}
     assert_each_is_as_alone(simulated, cases)
 
@@ -276,17 +273,13 @@ def test_losses_over_the_batch_and_manual_optimization(simulated, names):
 def test_overflow_skips_the_same_steps(simulated, names):
     plans = {"one": ONE, "uneven": UNEVEN, "idle": IDLE_WITH_ALL_STATE}
     given = {"scale": 2.0**30}
-    by_hand = {
-        "manual": [((5,), 0.8), ((3,), 0.2)],
-        "manual in turns": [((3, 2), 0.8), ((3,), 0.2)],
-    }
     cases = {plan: case(plans[plan], **given) for plan in names(("uneven", "idle"), plans)}
-    cases |= {name: case(ranks, **given, manual=True) for name, ranks in by_hand.items()}
+    cases["manual"] = case([((5,), 0.8), ((3,), 0.2)], **given, manual=True)
     references = {"alone": case(None, **given), "by hand": case(None, **given, manual=True)}
     runs = trained_each(simulated, {**references, **cases})
     one_device = {name: runs.pop(name)[0] for name in references}
     for name, found in runs.items():
-        wanted = one_device["by hand" if name in by_hand else "alone"]
+        wanted = one_device["by hand" if name == "manual" else "alone"]
         assert wanted["scale"] < 2.0**30
         assert [one["scale"] for one in found] == [wanted["scale"]] * len(found), name
         assert_equal(found, wanted, 1e-2, name)
