@@ -12,7 +12,7 @@ This is the elastic agent of torchrun with other settings. Ranks are forked from
 imported torch and Lightning already, so that a restart takes about two seconds, not twenty. The
 store in which ranks meet is new at every start: torchrun's keeps addresses of ranks that are gone
 (pytorch#135712). With ``CephaloStrategy(recover="auto")``, the default, training goes on from the
-newest step in the hosts' memory (docs/reliability.md).
+newest step in the hosts' memory (docs/failures.md).
 """
 
 from __future__ import annotations
