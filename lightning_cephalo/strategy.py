@@ -70,7 +70,7 @@ from lightning_cephalo.observe.watch import Watch
 from lightning_cephalo.plan import Plan, Problem
 from lightning_cephalo.plan.memory_timeline import MemoryTimeline
 from lightning_cephalo.plan.program import ROOT
-from lightning_cephalo.plan.reasons import reasons, surprises
+from lightning_cephalo.plan.reasons import left_out, reasons, surprises
 from lightning_cephalo.plan.replan import Replan
 from lightning_cephalo.preparation import hybrid_choice, replanning, vocabulary_choice
 from lightning_cephalo.preparation.batch_size_change import begin_with_less, follow_batch_size
@@ -660,7 +660,9 @@ class CephaloStrategy(ParallelStrategy):
             session.job = chosen.job
             job, problem, plan = chosen.job, chosen.problem, chosen.plan
             memory = predicted(problem, plan, session.model)
-            session.notes = (*reasons(problem, plan), *surprises(problem, plan), *chosen.notes)
+            shorter = left_out(problem, plan) if self.is_global_zero else []
+            found = [*reasons(problem, plan), *shorter, *surprises(problem, plan)]
+            session.notes = (*found, *chosen.notes)
             replans = replanning.wants(self._options.replan, job)
         else:
             job = vocabulary_choice.as_planned(job, session.model)

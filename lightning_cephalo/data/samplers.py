@@ -28,7 +28,7 @@ from lightning_cephalo.data.randomness import (
     draws_from_global_generators,
     samplers_within,
 )
-from lightning_cephalo.data.shares import at_least_one, deal
+from lightning_cephalo.data.shares import deal
 
 
 def too_few_samples(step: str, samples: int, ranks: int) -> str:
@@ -316,8 +316,6 @@ class RankBatchSampler(Sampler[list[Any]]):
                 self._warn(len(keys))
                 return
             dealt = deal(len(keys), sizes)
-            if self.every_rank:
-                dealt = at_least_one(dealt)
             start = sum(dealt[: self.rank])
             counts.append(dealt[self.rank])
             yield keys[start : start + dealt[self.rank]]

@@ -13,7 +13,8 @@ def deal(total: int, shares: Sequence[int]) -> tuple[int, ...]:
     """Deals ``total`` samples in proportion to ``shares`` by largest remainder.
 
     Exact when ``total == sum(shares)``: the answer is then ``shares``. Equal remainders go to the
-    larger share first, then to the lower rank, so that every rank computes the same answer.
+    larger share first, then to the lower rank, so that every rank computes the same answer. If
+    there are enough samples, every rank with a share above 0 gets one.
 
     Args:
         total: number of samples to deal, 0 or more.
@@ -26,8 +27,8 @@ def deal(total: int, shares: Sequence[int]) -> tuple[int, ...]:
         ValueError: a negative argument, or samples to deal while every share is 0.
 
     Example:
-        >>> deal(10, (6, 2, 0))
-        (8, 2, 0)
+        >>> deal(10, (6, 2, 0)), deal(2, (6, 2, 0))
+        ((8, 2, 0), (1, 1, 0))
     """
     if total < 0 or any(share < 0 for share in shares):
         raise ValueError(
@@ -48,27 +49,12 @@ def deal(total: int, shares: Sequence[int]) -> tuple[int, ...]:
     )
     for rank in by_remainder[: total - sum(counts)]:
         counts[rank] += 1
+    without = [rank for rank, share in enumerate(shares) if share and not counts[rank]]
+    if total >= sum(share > 0 for share in shares):
+        for rank in without:
+            counts[counts.index(max(counts))] -= 1
+            counts[rank] = 1
     return tuple(counts)
-
-
-def at_least_one(counts: Sequence[int]) -> tuple[int, ...]:
-    """Moves samples from the largest counts to those of 0, one to each.
-
-    Raises:
-        ValueError: fewer samples than counts.
-
-    Example:
-        >>> at_least_one((4, 1, 0))
-        (3, 1, 1)
-    """
-    if sum(counts) < len(counts):
-        raise ValueError(f"Expects a sample or more for each count, but got {tuple(counts)}.")
-    found = list(counts)
-    for rank, count in enumerate(counts):
-        if not count:
-            found[found.index(max(found))] -= 1
-            found[rank] = 1
-    return tuple(found)
 
 
 def split_sizes(count: int, microbatch_sizes: Sequence[int]) -> tuple[int, ...]:

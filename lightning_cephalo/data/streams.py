@@ -40,7 +40,7 @@ from lightning_cephalo.data.positions import Continue, Position, restore_states,
 from lightning_cephalo.data.randomness import SwappedRandomness
 from lightning_cephalo.data.reinstantiate import reinstantiate
 from lightning_cephalo.data.samplers import too_few_samples
-from lightning_cephalo.data.shares import at_least_one, deal
+from lightning_cephalo.data.shares import deal
 
 _COMPARED = 8  # samples at the start of a stream
 _CHECKED = 8  # samples at the two ends of a global batch
@@ -566,10 +566,7 @@ def _equal_seeds(loader: Any) -> dict[str, Any]:
 
 def _dealt(count: int, sizes: Sequence[int], every_rank: bool) -> tuple[int, ...] | None:
     """Returns every rank's number of samples; None if each must have one and there are too few."""
-    dealt = deal(count, sizes)
-    if not every_rank:
-        return dealt
-    return at_least_one(dealt) if count >= len(sizes) else None
+    return None if every_rank and count < len(sizes) else deal(count, sizes)
 
 
 def _part_of(

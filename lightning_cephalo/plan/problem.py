@@ -195,7 +195,7 @@ class Problem(FileRecord):
             with their own collectives).
         single_microbatch: whether every rank runs exactly one microbatch (for steps that call their
             backwards themselves); it needs ``equal_microbatches``.
-        no_idle_ranks: whether every rank has samples.
+        no_idle_ranks: whether every rank has samples, if any such plan fits.
         step_overhead_s: time of a step that no other field covers.
         gather_and_reduce_s: time of one gather and one reduce of units that run beside each other;
             None: as long as one after the other. It is less where they fill a link's two

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 
+from lightning_cephalo.common.errors import SolverError
 from lightning_cephalo.common.quantities import format_seconds
 from lightning_cephalo.plan.cost import as_planned, predict
 from lightning_cephalo.plan.even import even_step_s, fastest_run
 from lightning_cephalo.plan.moving import moved_by
 from lightning_cephalo.plan.plan import Plan
 from lightning_cephalo.plan.problem import Problem, RankProfile
+from lightning_cephalo.plan.solver.solve import solve_if_possible
 from lightning_cephalo.plan.state_homes import StateHome
 from lightning_cephalo.plan.windows import backward_collectives_s
 
@@ -28,6 +31,9 @@ _ALIKE = 1.25
 # A rank without samples is a surprise if it is less than this many times slower than the fastest.
 _MUCH_SLOWER = 8.0
 _RANKS_IN_FULL = 4
+# Leaving ranks without samples is worth saying from this part of a step on. It is looked for with
+# so many ranks at most, for so long.
+_WORTHWHILE, _FEW_RANKS, _SEARCH_S = 0.05, 16, 5.0
 # What moving state adds to a step shows from this part of it on.
 _HIDDEN = 1e-3
 
@@ -45,6 +51,33 @@ def reasons(problem: Problem, plan: Plan) -> list[str]:
         plan: The plan.
     """
     return [*_gain(problem, plan), *_division(problem, plan), *_moving(problem, plan)]
+
+
+def left_out(problem: Problem, plan: Plan) -> list[str]:
+    """Say how much shorter a step would be without the samples of some ranks, if it is worth it.
+
+    Solves the problem once more.
+
+    Args:
+        problem: What the plan was made from.
+        plan: A plan that gives every rank samples.
+    """
+    given = all(rank.microbatch_sizes for rank in plan.ranks)
+    if not (problem.no_idle_ranks and given and 1 < plan.world_size <= _FEW_RANKS and plan.step_s):
+        return []
+    try:
+        other = solve_if_possible(replace(problem, no_idle_ranks=False), time_limit_s=_SEARCH_S)
+    except SolverError:
+        return []
+    gain = 0.0 if other is None or other.step_s is None else 1 - other.step_s / plan.step_s
+    if other is None or gain < _WORTHWHILE:
+        return []
+    idle = [index for index, rank in enumerate(other.ranks) if not rank.microbatch_sizes]
+    batches = [rank.batch_size for rank in other.ranks]
+    return [
+        f"Without samples on {_named(idle).lower()} a step would be {gain:.0%} shorter (batches"
+        f" {batches}). Leave such ranks out, or give a plan whose microbatch_sizes are empty there."
+    ]
 
 
 def _moving(problem: Problem, plan: Plan) -> list[str]:

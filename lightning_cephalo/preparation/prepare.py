@@ -485,7 +485,8 @@ def measure_or_load(
         problem = with_state_rates(problem, rates)
         _keep(problem, found, options, control)
     model.release_buffers()
-    problem = replace(problem, reshard_after_forward=options.reshard_after_forward.as_given)
+    reshard = options.reshard_after_forward.as_given
+    problem = replace(problem, reshard_after_forward=reshard, no_idle_ranks=True)
     if manual is not None:
         return replace(problem, reshard_after_forward=True)
     if not job.late:

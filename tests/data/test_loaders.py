@@ -117,7 +117,7 @@ def test_evaluation_can_be_dealt_by_shares():
         lambda: DataLoader(Numbers(10), batch_size=4), (1, 1), evaluate=True, shares=(3, 1)
     )
 
-    assert steps_of(loaders) == [[[0, 1, 2, 3, 4, 5], [6, 7]], [[8, 9], []]]
+    assert steps_of(loaders) == [[[0, 1, 2, 3, 4, 5], [6, 7]], [[8], [9]]]
 
 
 def test_evaluation_of_a_custom_batch_sampler():

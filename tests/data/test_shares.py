@@ -14,10 +14,19 @@ def test_deal_gives_every_sample_once_within_one_of_the_exact_share(total, share
     dealt = deal(total, shares)
 
     assert sum(dealt) == total
-    for count, share in zip(dealt, shares, strict=True):
-        assert abs(count - total * share / sum(shares)) < 1
+    exact = [total * share / sum(shares) for share in shares]
+    for count, share, own in zip(dealt, shares, exact, strict=True):
+        assert count - own < 1
+        # what a rank lacks, ranks have that would else have none
+        assert own - count < 1 + sum(0 < each < 1 for each in exact)
         if share == 0:
             assert count == 0
+
+
+@given(st.integers(0, 500), shares_of_ranks)
+def test_every_rank_with_a_share_has_a_sample_if_there_are_enough(total, shares):
+    ranks = sum(share > 0 for share in shares)
+    assert sum(count > 0 for count in deal(total, shares)) == ranks or total < ranks
 
 
 @given(shares_of_ranks)
@@ -28,7 +37,9 @@ def test_deal_of_the_planned_total_is_the_plan(shares):
 def test_deal_breaks_ties_by_the_larger_share_then_the_lower_rank():
     assert deal(1, (1, 1)) == (1, 0)
     assert deal(10, (6, 2, 0)) == (8, 2, 0)
-    assert deal(2, (1, 3)) == (0, 2)
+    assert deal(2, (1, 3)) == (1, 1)
+    assert deal(3, (9, 1, 1)) == (1, 1, 1)
+    assert deal(2, (9, 1, 1)) == (2, 0, 0)
     assert deal(3, (2, 2, 2, 2)) == (1, 1, 1, 0)
 
 

@@ -69,11 +69,18 @@ def holds(problem: Problem, left_bytes: list[tuple[float, ...]]) -> bool:
 
 def least_step(problem: Problem) -> float | None:
     """The shortest step of any feasible plan, or None when there is none."""
+    found = _least_step(problem)
+    if found is None and problem.no_idle_ranks:
+        return _least_step(replace(problem, no_idle_ranks=False))
+    return found
+
+
+def _least_step(problem: Problem) -> float | None:
     if problem.reshard_after_forward == "auto":
-        choices = [least_step(replace(problem, reshard_after_forward=c)) for c in (True, False)]
+        choices = [_least_step(replace(problem, reshard_after_forward=c)) for c in (True, False)]
         return min((step for step in choices if step is not None), default=None)
     if problem.hybrid_sharding == "auto":
-        choices = [least_step(problem.choosing_hybrid(c)) for c in (True, False)]
+        choices = [_least_step(problem.choosing_hybrid(c)) for c in (True, False)]
         return min((step for step in choices if step is not None), default=None)
     batch = problem.global_batch_size
     options = [ways_of(problem, profile) for profile in problem.ranks]

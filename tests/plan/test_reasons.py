@@ -9,7 +9,7 @@ import pytest
 
 from lightning_cephalo.plan import Plan, Problem, RankPlan, RankProfile, predict, solve
 from lightning_cephalo.plan.even import even_step_s
-from lightning_cephalo.plan.reasons import reasons, surprises
+from lightning_cephalo.plan.reasons import left_out, reasons, surprises
 
 LARGEST = 16
 
@@ -102,6 +102,28 @@ def test_a_rank_that_only_holds_state_is_named_with_its_share() -> None:
     holds = f"holds {share:.0%} of the state" if share else "takes no part in computing"
     assert f"Rank 1 would slow the others down, and {holds}." in reasons(asked, plan)
     assert not surprises(asked, plan)  # a thousand times slower is no surprise
+
+
+def test_what_leaving_a_rank_without_samples_would_gain_is_told() -> None:
+    asked = problem(profile("fast", 1e-3), profile("slow", 1.0), no_idle_ranks=True)
+    plan = solve(asked)
+    assert [rank.batch_size for rank in plan.ranks] == [15, 1]
+    without = solve(replace(asked, no_idle_ranks=False))
+    assert plan.step_s is not None and without.step_s is not None
+    (said,) = left_out(asked, plan)
+    assert said.startswith(
+        f"Without samples on rank 1 a step would be {1 - without.step_s / plan.step_s:.0%} shorter"
+        " (batches [16, 0])."
+    )
+    near = problem(profile("fast", 1e-3), profile("slow", 2e-3), no_idle_ranks=True)
+    assert left_out(near, solve(near)) == []
+    assert left_out(asked, without) == []  # it already is
+
+
+def test_a_rank_without_room_for_a_sample_holds_state_only_in_measured_plans_too() -> None:
+    full = profile("full", 1e-3, capacity_bytes=90.0)
+    asked = problem(full, profile("slow", 3e-3), state_bytes=10.0, no_idle_ranks=True)
+    assert [rank.batch_size for rank in solve(asked).ranks] == [0, 16]
 
 
 def test_slow_communication_is_the_reason_that_the_split_matters_little() -> None:

@@ -174,11 +174,10 @@ def _buffers(problem: Problem) -> str:
 def _no_rank_for_samples(problem: Problem, types: Sequence[RankType]) -> str | None:
     """Explain if no rank can take samples, or if a rank that must take some cannot."""
     without = [kind for kind in types if not _sizes(problem, kind.profile)]
-    if (problem.single_microbatch or problem.no_idle_ranks) and without:
-        number = "one microbatch" if problem.single_microbatch else "samples"
+    if problem.single_microbatch and without:
         return (
             f"Samples bind on rank {_members(without[0])}: it can take none "
-            f"({_why_none(problem, without[0].profile)}), but every rank runs {number}, as "
+            f"({_why_none(problem, without[0].profile)}), but every rank runs one microbatch, as "
             f"with manual optimization. Leave this rank out."
         )
     if problem.equal_microbatches and without:

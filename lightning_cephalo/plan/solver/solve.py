@@ -70,7 +70,8 @@ def solve(problem: Problem, *, time_limit_s: float = 60.0) -> Plan:
     The plan places exactly the global batch, and every rank stays within its capacity.
 
     For every rank, the plan decides the microbatch sizes and their number, and the share of the
-    state. A rank without microbatches only holds state. The plan also decides whether the rank
+    state. A rank without microbatches only holds state. ``no_idle_ranks`` allows it only if
+    nothing else fits. The plan also decides whether the rank
     recomputes and offloads, where its profile leaves that open. For all ranks together, it decides
     whether units are resharded after the forward, if the problem leaves that open.
 
@@ -99,7 +100,8 @@ def solve(problem: Problem, *, time_limit_s: float = 60.0) -> Plan:
     plan = solve_if_possible(problem, time_limit_s=time_limit_s)
     if plan is None:
         deadline = time.perf_counter() + _REASON_S
-        problem = problem.choosing_hybrid(False)  # which needs less memory
+        # which needs less memory
+        problem = dataclasses.replace(problem.choosing_hybrid(False), no_idle_ranks=False)
         refuse(problem, group_types(problem), functools.partial(_moving_fits, deadline=deadline))
     return plan
 
@@ -117,9 +119,16 @@ def solve_if_possible(problem: Problem, *, time_limit_s: float = 60.0) -> Plan |
 
     Why there is none takes longer to find out, and is of no use to whoever tries many problems.
     """
-    started = time.perf_counter()
     if not isinstance(problem, Problem):
         raise PlanError(f"solve: expected a Problem, but got {records.shortened(problem)}.")
+    plan = _solved(problem, time_limit_s)
+    if plan is None and problem.no_idle_ranks:  # then some rank has no room for samples
+        plan = _solved(dataclasses.replace(problem, no_idle_ranks=False), time_limit_s)
+    return plan
+
+
+def _solved(problem: Problem, time_limit_s: float) -> Plan | None:
+    started = time.perf_counter()
     limit = records.real("solve: time_limit_s", time_limit_s, above_minimum=True, infinite=True)
     if problem.hybrid_sharding == "auto":
         return _either_way(problem, started, limit)
@@ -144,7 +153,7 @@ def _either_way(problem: Problem, started: float, limit_s: float) -> Plan | None
     bound_s = math.inf
     for hybrid in problem.hybrid_choices:
         chosen = problem.choosing_hybrid(hybrid)
-        plan = solve_if_possible(chosen, time_limit_s=limit_s / len(problem.hybrid_choices))
+        plan = _solved(chosen, limit_s / len(problem.hybrid_choices))
         if plan is not None:
             found.append(plan)
             bound_s = min(bound_s, plan.bound_s or 0.0)
