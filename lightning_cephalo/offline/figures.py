@@ -33,7 +33,7 @@ from lightning_cephalo.offline.canvas import (
 )
 from lightning_cephalo.plan import Plan, Problem, cost
 from lightning_cephalo.plan.program import OPERATIONS, Operation
-from lightning_cephalo.plan.timeline import Simulation, Stream, Timeline
+from lightning_cephalo.plan.timeline import Event, Simulation, Stream, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,7 +47,11 @@ _MEMORY_PARTS = (
     ("peak of a microbatch", PURPLE),
 )
 # Top and height of each stream's bar in a row of height 1, measured from the row's top.
-_PLACES = {Stream.COMPUTE: (0.08, 0.44), Stream.COMMUNICATION: (0.54, 0.2)}
+_PLACES = {
+    Stream.COMPUTE: (0.08, 0.44),
+    Stream.COMMUNICATION: (0.54, 0.2),
+    Stream.REDUCTION: (0.54, 0.2),
+}
 _COPY_PLACE = (0.76, 0.16)
 _STATE_PLACES = {
     Stream.TO_DEVICE: (0.76, 0.05),
@@ -94,10 +98,10 @@ def timeline_figure(simulation: Simulation, problem: Problem, path: str | PathLi
     _check_ranks(simulation, len(problem.ranks), "the problem")
     rows, left_out = _rows(simulation, problem)
     figure, (axes,) = empty_figure(path, 13, 1.6 + 0.62 * len(rows))
-    scale, unit = _time_scale(simulation.step_s)
+    scale, unit = time_scale(simulation.step_s)
     seen: set[Operation] = set()
     for row, (_, timeline) in enumerate(rows):
-        seen |= _draw_streams(axes, row, timeline, simulation.step_s, scale)
+        seen |= draw_streams(axes, row, timeline.events, simulation.step_s, scale)
     axes.set_ylim(len(rows), 0)
     axes.set_xlim(0, simulation.step_s * scale)
     axes.set_yticks(
@@ -225,20 +229,28 @@ def _kind_label(timeline: Timeline, problem: Problem) -> str:
     return f"{len(timeline.ranks)} × {problem.ranks[timeline.ranks[0]].name}"
 
 
-def _draw_streams(
-    axes: Axes, row: int, timeline: Timeline, step_s: float, scale: float
+def draw_streams(
+    axes: Axes, row: int, events: Sequence[Event], step_s: float, scale: float
 ) -> set[Operation]:
-    """Draw one row and return the operations in it."""
-    places = dict(_PLACES)
-    if timeline.copy_s:
+    """Draw the streams of a rank in one row, and return the operations in it.
+
+    Args:
+        axes: Where time goes to the right, and rows go down, each of height 1.
+        row: Index of the row.
+        events: What runs when.
+        step_s: When the step ends.
+        scale: Units of the time axis per second.
+    """
+    places, used = dict(_PLACES), {event.stream for event in events}
+    if Stream.COPY in used:
         places[Stream.COPY] = _COPY_PLACE
-    if any(event.stream in _STATE_PLACES for event in timeline.events):
+    if used & _STATE_PLACES.keys():
         places |= _STATE_PLACES
     spans: dict[tuple[Stream, Operation], list[tuple[float, float]]] = {}
-    for event in timeline.events:
+    for event in events:
         span = (event.start_s * scale, (event.end_s - event.start_s) * scale)
         spans.setdefault((event.stream, event.operation), []).append(span)
-    for top, height in places.values():
+    for top, height in dict.fromkeys(places.values()):
         axes.broken_barh([(0, step_s * scale)], (row + top, height), facecolors=PALE)
     for (stream, name), found in spans.items():
         top, height = places[stream]
@@ -286,7 +298,7 @@ def _draw_memory_lines(
     scale: float,
 ) -> None:
     """Draw one line for all equal ranks, as their lines would hide each other."""
-    seconds, unit = _time_scale(step_s)
+    seconds, unit = time_scale(step_s)
     kinds = {timeline.ranks: timeline for _, timeline in rows}
     styles = ((colour, style) for style in ("solid", "dashed") for colour in _LINES)
     for timeline, (colour, style) in zip(kinds.values(), styles, strict=False):
@@ -340,7 +352,8 @@ def _check_ranks(simulation: Simulation, ranks: int, what: str) -> None:
         )
 
 
-def _time_scale(seconds: float) -> tuple[float, str]:
+def time_scale(seconds: float) -> tuple[float, str]:
+    """Return the units of a time axis per second, and their name."""
     return (1.0, "s") if seconds >= 1 else (1e3, "ms")
 
 

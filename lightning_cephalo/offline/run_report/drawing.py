@@ -1,44 +1,49 @@
 """Draws a run as inline SVG: the step of each rank, its memory, and the times of all steps.
 
-Lines and letters take the colour of the page's text, so that they are seen on light and dark.
+matplotlib draws. Lines and letters take the colour of the page's text, so that they are seen on
+light and dark.
 """
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from markupsafe import Markup
 
 from lightning_cephalo.common.quantities import byte_unit, format_bytes, format_seconds
+from lightning_cephalo.common.texts import printable
 from lightning_cephalo.offline.canvas import (
     BLUE,
     GREEN,
     GREY,
-    OLIVE,
     ORANGE,
+    PALE,
     PURPLE,
     SKY,
     VERMILION,
+    YELLOW,
+    add_legend,
     colours_of,
+    empty_figure,
 )
+from lightning_cephalo.offline.figures import draw_streams, time_scale
 from lightning_cephalo.offline.run_report.lost_time import LostTime
-from lightning_cephalo.offline.run_report.markup import Markup, element, joined
 from lightning_cephalo.plan.memory_timeline import MemoryTimeline
-from lightning_cephalo.plan.program import OPERATIONS, Operation
-from lightning_cephalo.plan.timeline import Event, Kind
+from lightning_cephalo.plan.program import Operation
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 MOST_RANKS = 16
 MOST_MEMORIES = 8
-KIND_COLOURS = {
-    Kind.OTHER: GREY,
-    Kind.PARAMETER_ROWS: BLUE,
-    Kind.OPTIMIZER_STATE: GREEN,
-    Kind.GRADIENT_ROWS: OLIVE,
-    Kind.GATHERED: ORANGE,
-    Kind.FULL_GRADIENTS: VERMILION,
-    Kind.ACTIVATIONS: SKY,
-    Kind.INSIDE: PURPLE,
-}
 PARTS = (
     ("compute", "compute_s", BLUE),
     ("update", "update_s", GREEN),
@@ -46,251 +51,175 @@ PARTS = (
     ("waiting for the network", "network_s", ORANGE),
     ("rest", "rest_s", GREY),
 )
-_WIDTH, _LEFT, _RIGHT = 1000.0, 150.0, 20.0
-_INNER = _WIDTH - _LEFT - _RIGHT
-_LANE_HEIGHTS = (16.0, 8.0, 6.0, 6.0)
-_GAP = 14.0
+# stands for the colour of the page's text
+_INK = "#010203"
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+    "font.family": "sans-serif",
+    "font.size": 9,
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor"), _INK),
+    **dict.fromkeys(("xtick.color", "ytick.color"), _INK),
+}
+_WIDTH_INCHES = 10.0
 
 
-def legend(entries: Iterable[tuple[str, str]]) -> Markup:
-    """Return names beside their colours."""
-    return element(
-        "p",
-        *(
-            element("span", _swatch(colour), name, class_="entry")
-            for name, colour in dict(entries).items()
-        ),
-        class_="legend",
-    )
+@dataclass
+class _Drawing:
+    """A figure that is drawn, and its SVG behind that."""
+
+    figure: Figure
+    axes: Sequence[Axes]
+    svg: str = ""
 
 
-def _swatch(colour: str) -> Markup:
-    return element(
-        "svg",
-        element("rect", width=10, height=10, **_fill(colour)),
-        width=10,
-        height=10,
-        aria_hidden="true",
-    )
+@contextmanager
+def _drawing(title: str, height_inches: float, rows: int = 1) -> Iterator[_Drawing]:
+    """Let axes be drawn on, then make the SVG that a page takes in."""
+    from matplotlib import rc_context
+
+    with rc_context(_STYLE):
+        figure, axes = empty_figure("page.svg", _WIDTH_INCHES, height_inches, rows=(1.0,) * rows)
+        drawing = _Drawing(figure, axes)
+        yield drawing
+        file = io.StringIO()
+        figure.savefig(file, format="svg", transparent=True, metadata={"Title": title})
+    whole = file.getvalue()
+    inner = re.sub(r"<metadata>.*?</metadata>", "", whole[whole.index("<svg") :], flags=re.DOTALL)
+    inner = re.sub(r' xmlns(:\w+)?="[^"]*"', "", inner)
+    drawing.svg = Markup(inner.replace(_INK, "currentColor").replace(PALE, "var(--pale)"))
 
 
-def lost_bars(lost: Sequence[LostTime]) -> Markup:
+def lost_bars(lost: Sequence[LostTime]) -> str:
     """Return a bar for each rank: where the recorded step went."""
     shown = sorted(sorted(lost, key=lambda one: one.others_s)[:MOST_RANKS], key=lambda o: o.rank)
-    longest_s = max((one.step_s for one in shown), default=0.0) or 1.0
-    rows = []
-    for index, one in enumerate(shown):
-        top, left = 26.0 * index, _LEFT
-        rows.append(_label(_name(one.rank, one.name), top + 13))
-        for what, field, colour in PARTS:
-            seconds = getattr(one, field)
-            width = _INNER * seconds / longest_s
-            share = seconds / one.step_s if one.step_s else 0.0
-            hint = element("title", f"{what}: {format_seconds(seconds)} ({share:.0%})")
-            rows.append(_rectangle(left, top, width, 18, colour, hint))
-            if width > 46:
-                rows.append(_text(f"{share:.0%}", left + width / 2, top + 13, class_="inside"))
-            left += width
-    return _drawing("Where the recorded step of each rank went", 26.0 * len(shown), rows)
+    scale, unit = time_scale(max(one.step_s for one in shown))
+    title = "Where the recorded step of each rank went"
+    with _drawing(title, 0.9 + 0.3 * len(shown)) as drawing:
+        (axes,) = drawing.axes
+        longest_s = max(one.step_s for one in shown) or 1.0
+        for row, one in enumerate(shown):
+            left_s = 0.0
+            for _, field, colour in PARTS:
+                seconds = getattr(one, field)
+                axes.barh(row, seconds * scale, left=left_s * scale, height=0.7, color=colour)
+                if seconds > 0.05 * longest_s:
+                    share, at = f"{seconds / one.step_s:.0%}", (left_s + seconds / 2) * scale
+                    axes.text(at, row, share, ha="center", va="center", color="white")
+                left_s += seconds
+        _name_rows(axes, [(row, name_of(one.rank, one.name)) for row, one in enumerate(shown)])
+        axes.set_xlabel(f"time in the step ({unit})")
+        add_legend(drawing.figure, [(what, colour) for what, _, colour in PARTS])
+    return drawing.svg
 
 
-def step_timeline(timelines: Sequence[MemoryTimeline]) -> Markup:
+def step_timeline(timelines: Sequence[MemoryTimeline]) -> str:
     """Return what runs when on each rank: device, link, copies, and the host's updates."""
     shown = timelines[:MOST_RANKS]
-    end_s = max((one.end_s for one in shown), default=0.0) or 1.0
-    rows: list[Markup] = []
-    top = 0.0
-    for timeline in shown:
-        rows.append(_label(_name(timeline.rank, timeline.name), top + 13))
-        device, link, copies, host = timeline.lanes()
-        device = [*device, *(e for e in timeline.events if e.operation is Operation.WAIT)]
-        for events, height in zip((device, link, copies, host), _LANE_HEIGHTS, strict=True):
-            if not events and height != _LANE_HEIGHTS[0]:
-                continue
-            rows.append(_rectangle(_LEFT, top, _INNER, height, "pale"))
-            rows += _lane(events, top, height, end_s)
-            top += height + 2
-        top += _GAP
-    return _drawing("One recorded step of each rank", top + 22, [*rows, *_time_axis(top, end_s)])
+    end_s = max(one.end_s for one in shown)
+    scale, unit = time_scale(end_s)
+    with _drawing("One recorded step of each rank", 1.0 + 0.5 * len(shown)) as drawing:
+        (axes,) = drawing.axes
+        seen: set[Operation] = set()
+        for row, one in enumerate(shown):
+            seen |= draw_streams(axes, row, one.events, end_s, scale)
+        axes.set_xlim(0, end_s * scale or 1)
+        names = [(row + 0.5, name_of(one.rank, one.name)) for row, one in enumerate(shown)]
+        _name_rows(axes, names, top=len(shown), bottom=0.0)
+        axes.set_xlabel(f"time in the step ({unit})")
+        add_legend(drawing.figure, colours_of(seen))
+    return drawing.svg
 
 
-def operations_in(timelines: Sequence[MemoryTimeline]) -> list[tuple[str, str]]:
-    """Return the operations that :func:`step_timeline` draws, with their colours."""
-    seen = {event.operation for one in timelines[:MOST_RANKS] for event in one.events}
-    return colours_of(seen)
+def memories(timelines: Sequence[MemoryTimeline]) -> str:
+    """Return the memory of ranks by kind over the step, with the plan's peak and the capacity."""
+    end_s = max(one.end_s for one in timelines)
+    scale, unit = time_scale(end_s)
+    unit_of_bytes, bytes_each = byte_unit(max(one.peak_bytes or 1.0 for one in timelines))
+    kinds = timelines[0].kinds
+    colours = dict(
+        zip(kinds, (GREY, BLUE, GREEN, PURPLE, ORANGE, VERMILION, SKY, YELLOW), strict=True)
+    )
+    title = "Memory of ranks over the recorded step"
+    with _drawing(title, 0.8 + 1.7 * len(timelines), rows=len(timelines)) as drawing:
+        used = set()
+        for one, axes in zip(timelines, drawing.axes, strict=True):
+            times = [*(held.time_s * scale for held in one.held), end_s * scale]
+            below = [0.0] * len(times)
+            for index, kind in enumerate(kinds):
+                sizes = [held.sizes[index] / bytes_each for held in one.held]
+                if any(sizes):
+                    used.add(kind)
+                    above = [
+                        low + size for low, size in zip(below, [*sizes, sizes[-1]], strict=True)
+                    ]
+                    axes.fill_between(
+                        times, below, above, step="post", color=colours[kind], linewidth=0
+                    )
+                    below = above
+            _mark(axes, one, bytes_each)
+            axes.set_xlim(0, end_s * scale or 1)
+            axes.set_ylim(bottom=0)
+            axes.set_ylabel(unit_of_bytes)
+            axes.set_title(f"{name_of(one.rank, one.name)}: {_peak(one)}", loc="left", fontsize=9)
+        drawing.axes[-1].set_xlabel(f"time in the step ({unit})")
+        add_legend(drawing.figure, [(each.value, colours[each]) for each in kinds if each in used])
+    return drawing.svg
 
 
-def memory(timeline: MemoryTimeline) -> Markup:
-    """Return the memory of a rank by kind over the step, with the plan's peak and the capacity."""
-    height, end_s = 150.0, timeline.end_s or 1.0
-    lines = [
-        (what, size)
-        for what, size in (
-            ("predicted peak", timeline.planned_bytes),
-            ("may use", timeline.capacity_bytes),
-        )
-        if size is not None and math.isfinite(size)
-    ]
-    peak = timeline.peak_bytes or 1.0
-    lines = [(what, size) for what, size in lines if size < 3 * peak]
-    most = 1.08 * max([peak, *(size for _, size in lines)])
-    edges = [one.time_s for one in timeline.held] + [end_s]
-    xs = [_LEFT + _INNER * min(max(edge, 0.0), end_s) / end_s for edge in edges]
-    below = [0.0] * len(timeline.held)
-    rows: list[Markup] = []
-    for index, kind in enumerate(timeline.kinds):
-        above = [low + held.sizes[index] for low, held in zip(below, timeline.held, strict=True)]
-        if above != below:
-            ys = [[height * (1 - size / most) for size in edge] for edge in (above, below)]
-            path = f"M{_steps(xs, ys[0])}L{_steps(xs[::-1], ys[1][::-1])}Z"
-            hint = element("title", kind.value)
-            rows.append(element("path", hint, d=path, **_fill(KIND_COLOURS[kind])))
-        below = above
-    for what, size in lines:
-        y = height * (1 - size / most)
-        dashes = {"stroke_dasharray": "5 4"} if what == "predicted peak" else {}
-        rows.append(_line(_LEFT, y, _WIDTH - _RIGHT, y, **dashes))
-        rows.append(_text(f"{what} {format_bytes(size)}", _WIDTH - _RIGHT - 4, y - 4, "end"))
-    rows += _byte_axis(most, height)
-    rows += _time_axis(height, end_s)
-    title = f"Memory of rank {timeline.rank} over the recorded step"
-    return _drawing(title, height + 24, rows)
-
-
-def kinds_in(timelines: Sequence[MemoryTimeline]) -> list[tuple[str, str]]:
-    """Return the kinds of bytes that are drawn, with their colours."""
-    used: list[Kind] = []
-    for timeline in timelines[:MOST_MEMORIES]:
-        for index, kind in enumerate(timeline.kinds):
-            if kind not in used and any(held.sizes[index] for held in timeline.held):
-                used.append(kind)
-    return [(kind.value, KIND_COLOURS[kind]) for kind in used]
-
-
-def steps_over_time(steps_s: Sequence[float], predicted_s: float | None) -> Markup:
+def steps_over_time(steps_s: Sequence[float], predicted_s: float | None) -> str:
     """Return the time of every step, with the plan's prediction."""
-    height = 90.0
     # a single slow step must not flatten all others
-    most = 1.15 * max(min(max(steps_s), 4 * median(steps_s)), predicted_s or 0.0) or 1.0
-    width = _INNER / len(steps_s)
-    points = " ".join(
-        f"{_LEFT + (index + 0.5) * width:.1f},{height * (1 - min(step_s / most, 1)):.1f}"
-        for index, step_s in enumerate(steps_s)
-    )
-    rows = [element("polyline", points=points, class_="trend")]
-    if predicted_s:
-        y = height * (1 - predicted_s / most)
-        rows.append(_line(_LEFT, y, _WIDTH - _RIGHT, y, stroke_dasharray="5 4"))
-        rows.append(
-            _text(f"predicted {format_seconds(predicted_s)}", _WIDTH - _RIGHT - 4, y - 4, "end")
-        )
-    for part in (0.5, 1.0):
-        size = most / 1.15 * part
-        rows.append(_text(format_seconds(size), _LEFT - 8, height * (1 - size / most) + 4, "end"))
-    rows.append(_line(_LEFT, height, _WIDTH - _RIGHT, height))
-    rows.append(_text("first step", _LEFT, height + 16))
-    rows.append(_text("last step", _WIDTH - _RIGHT, height + 16, "end"))
-    return _drawing("Seconds of each step", height + 22, rows)
+    most_s = 1.15 * max(min(max(steps_s), 4 * median(steps_s)), predicted_s or 0.0) or 1.0
+    scale, unit = time_scale(most_s)
+    with _drawing("Seconds of each step", 1.8) as drawing:
+        (axes,) = drawing.axes
+        axes.plot(range(1, len(steps_s) + 1), [each * scale for each in steps_s], color=SKY)
+        if predicted_s:
+            axes.axhline(predicted_s * scale, color=_INK, linewidth=1, linestyle="dashed")
+            said = f"predicted {format_seconds(predicted_s)}"
+            axes.text(len(steps_s), predicted_s * scale, said, ha="right", va="bottom")
+        axes.set_ylim(0, most_s * scale)
+        axes.set_xlabel("step")
+        axes.set_ylabel(unit)
+    return drawing.svg
 
 
-# -- parts ----------------------------------------------------------------------------------------
-
-
-def _lane(events: Iterable[Event], top: float, height: float, end_s: float) -> list[Markup]:
-    """Return one path for each operation; neighbours that no eye can tell apart become one."""
-    spans: dict[Operation, list[tuple[float, float]]] = {}
-    for event in sorted(events, key=lambda event: event.start_s):
-        left, right = (
-            _LEFT + _INNER * min(max(time_s, 0.0), end_s) / end_s
-            for time_s in (event.start_s, event.end_s)
-        )
-        found = spans.setdefault(event.operation, [])
-        if found and left - found[-1][1] < 0.2:
-            found[-1] = found[-1][0], max(found[-1][1], right)
-        else:
-            found.append((left, right))
-    return [
-        element(
-            "path",
-            element("title", operation.value),
-            d="".join(
-                f"M{left:.2f} {top:.1f}h{max(right - left, 0.15):.2f}v{height:.1f}H{left:.2f}Z"
-                for left, right in found
-            ),
-            **_fill(OPERATIONS[operation].colour),
-        )
-        for operation, found in spans.items()
-    ]
-
-
-def _steps(xs: Sequence[float], ys: Sequence[float]) -> str:
-    """Return the points of steps between ``xs``, of which there is one more than of ``ys``."""
-    return "L".join(
-        f"{left:.2f} {y:.2f}L{right:.2f} {y:.2f}"
-        for left, right, y in zip(xs, xs[1:], ys, strict=False)
-    )
-
-
-def _time_axis(top: float, end_s: float) -> list[Markup]:
-    rows = [_line(_LEFT, top, _WIDTH - _RIGHT, top)]
-    for part in range(5):
-        x, anchor = _LEFT + _INNER * part / 4, "end" if part == 4 else "middle" if part else "start"
-        rows.append(_text(format_seconds(end_s * part / 4), x, top + 16, anchor))
-    return rows
-
-
-def _byte_axis(most: float, height: float) -> list[Markup]:
-    unit, unit_bytes = byte_unit(most)
-    rows = []
-    for part in (0.0, 0.5, 0.9):
-        label = f"{most * part / unit_bytes:.3g} {unit}" if part else "0"
-        rows.append(_text(label, _LEFT - 8, height * (1 - part) + 4, "end"))
-    return rows
-
-
-def _name(rank: int, name: str) -> str:
-    whole = f"rank {rank} {name}".strip()
+def name_of(rank: int, name: str) -> str:
+    """Return the rank and its device, in as many letters as the drawings have room for."""
+    whole = printable(f"rank {rank} {name}".strip())
     return whole if len(whole) <= 22 else f"{whole[:21]}…"
 
 
-def _label(text: str, y: float) -> Markup:
-    return _text(text, 0, y)
+def _name_rows(
+    axes: Axes,
+    names: Sequence[tuple[float, str]],
+    top: float | None = None,
+    bottom: float = -0.6,
+) -> None:
+    axes.set_yticks([at for at, _ in names], [name for _, name in names])
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(names) - 0.4 if top is None else top, bottom)
 
 
-def _text(text: str, x: float, y: float, anchor: str = "start", **more: str) -> Markup:
-    return element("text", text, x=f"{x:.1f}", y=f"{y:.1f}", text_anchor=anchor, **more)
+def _mark(axes: Axes, timeline: MemoryTimeline, bytes_each: float) -> None:
+    """Draw the plan's peak and the capacity, if they are not far above what is held."""
+    peak_bytes = timeline.peak_bytes or 1.0
+    for what, size, style in (
+        ("predicted peak", timeline.planned_bytes, "dashed"),
+        ("may use", timeline.capacity_bytes, "solid"),
+    ):
+        if size is not None and math.isfinite(size) and size < 3 * peak_bytes:
+            at = size / bytes_each
+            axes.axhline(at, color=_INK, linewidth=1, linestyle=style)
+            said = f"{what} {format_bytes(size)}"
+            # the two may be as high as each other
+            end, side = (1, "right") if style == "dashed" else (0.005, "left")
+            axes.annotate(said, (end, at), xycoords=("axes fraction", "data"), ha=side, va="bottom")
 
 
-def _rectangle(
-    left: float, top: float, width: float, height: float, colour: str, *content: Markup
-) -> Markup:
-    return element(
-        "rect",
-        *content,
-        x=f"{left:.2f}",
-        y=f"{top:.1f}",
-        width=f"{max(width, 0.0):.2f}",
-        height=f"{height:.1f}",
-        **_fill(colour),
-    )
-
-
-def _line(left: float, top: float, right: float, bottom: float, **more: str) -> Markup:
-    ends = {"x1": left, "y1": top, "x2": right, "y2": bottom}
-    return element("line", **{key: f"{value:.1f}" for key, value in ends.items()}, **more)
-
-
-def _fill(colour: str) -> dict[str, str]:
-    """Return the attribute for a colour; names are those of the page's style."""
-    return {"fill": colour} if colour.startswith("#") else {"class_": colour}
-
-
-def _drawing(title: str, height: float, content: Iterable[Markup]) -> Markup:
-    return element(
-        "svg",
-        element("title", title),
-        joined(content),
-        viewBox=f"0 -14 {_WIDTH:.0f} {height + 14:.0f}",
-        role="img",
-        class_="drawing",
-    )
+def _peak(timeline: MemoryTimeline) -> str:
+    text = f"{format_bytes(timeline.peak_bytes)} at its peak"
+    if timeline.planned_bytes is not None:
+        text += f", {format_bytes(timeline.planned_bytes)} predicted"
+    return text

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
+
+from jinja2 import Environment, PackageLoader
 
 from lightning_cephalo.common.quantities import (
     ABSENT,
@@ -11,13 +15,13 @@ from lightning_cephalo.common.quantities import (
     format_rate,
     format_seconds,
 )
+from lightning_cephalo.common.texts import printable
 from lightning_cephalo.observe.report import format_microbatches
 from lightning_cephalo.observe.run_record import RunRecord
 from lightning_cephalo.offline.run_report import drawing
 from lightning_cephalo.offline.run_report.findings import findings
 from lightning_cephalo.offline.run_report.folder import RunFolder
 from lightning_cephalo.offline.run_report.lost_time import LostTime, lost_time
-from lightning_cephalo.offline.run_report.markup import Markup, element, joined, table
 from lightning_cephalo.plan.memory_timeline import MemoryTimeline
 
 _RANKS_IN_FULL = 64
@@ -31,73 +35,64 @@ _KINDS = (
     ("other", "other_bytes"),
     ("host", "host_bytes"),
 )
-_STYLE = """
-:root { color-scheme: light dark; --page: #ffffff; --text: #1b1b1b; --soft: #5c5c5c;
-  --pale: #ececec; }
-@media (prefers-color-scheme: dark) { :root { --page: #17191c; --text: #e8e8e8; --soft: #a6a6a6;
-  --pale: #2b2f34; } }
-body { background: var(--page); color: var(--text); max-width: 62rem; margin: 2rem auto;
-  padding: 0 1rem; font: 16px/1.5 system-ui, sans-serif; }
-h1 { font-size: 1.5rem; margin-bottom: 0; overflow-wrap: anywhere; }
-h2 { font-size: 1.15rem; margin: 2.2rem 0 .4rem; }
-.note { color: var(--soft); margin: .2rem 0; }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); gap: 1rem;
-  margin: 1.2rem 0; padding: 0; }
-.figures b { display: block; font-size: 1.5rem; font-weight: 600; }
-.figures span { color: var(--soft); }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .2rem .7rem .2rem 0; border-bottom: 1px solid var(--pale); text-align: left; }
-.number { text-align: right; }
-.drawing { width: 100%; height: auto; display: block; margin: .6rem 0; }
-.drawing text { fill: var(--text); font-size: 13px;
-  paint-order: stroke; stroke: var(--page); stroke-width: 4px; }
-.drawing text.inside { fill: #ffffff; text-anchor: middle; font-size: 12px; stroke: none; }
-.drawing line { stroke: var(--soft); stroke-width: 1; }
-.drawing .trend { fill: none; stroke: #2f8fd0; stroke-width: 1.5; }
-rect.pale { fill: var(--pale); }
-.legend { font-size: .85rem; color: var(--soft); }
-.entry { margin-right: 1.1rem; white-space: nowrap; }
-.entry svg { margin-right: .35rem; }
-"""
+Row = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page.
+
+    Attributes:
+        heading: Its heading.
+        notes: Sentences above the drawing.
+        drawing: An SVG, or nothing.
+        tables: Rows of cells, the heading first; all columns but the first hold numbers.
+        items: Sentences of a list.
+    """
+
+    heading: str
+    notes: tuple[str, ...] = ()
+    drawing: str = ""
+    tables: tuple[tuple[Row, ...], ...] = ()
+    items: tuple[str, ...] = ()
 
 
 def page(run: RunFolder) -> str:
-    """Return the page of a run as HTML that needs nothing else."""
+    """Return the page of a run as HTML that needs nothing else.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
     record = run.record
     timelines = record.timelines()
     lost = lost_time([rank.recording for rank in record.ranks])
     held = [timeline for timeline in timelines if timeline.held]
-    parts = [
-        element("h1", run.name),
-        element("p", _subject(record), class_="note"),
-        _figures(run, lost),
-        *_what_stands_out(record, lost),
-        *_where_it_went(lost),
-        *_timeline(timelines),
-        *_memory_over_the_step(held, len(timelines)),
-        *_the_plan(record),
-        *_predicted_and_measured(record),
-        *_steps(record),
-        *_missing(run),
-    ]
-    head = joined(
-        [
-            Markup('<meta charset="utf-8">'),
-            Markup('<meta name="viewport" content="width=device-width, initial-scale=1">'),
-            # nothing is loaded, and no script runs, whatever a file of the run says
-            Markup(
-                '<meta http-equiv="Content-Security-Policy" content="default-src \'none\';'
-                " style-src 'unsafe-inline'\">"
-            ),
-            element("title", f"{run.name} – cephalo"),
-            element("style", Markup(_STYLE)),
-        ]
+    environment = Environment(
+        loader=PackageLoader(__package__, "."),
+        autoescape=True,
+        finalize=_shown,
+        trim_blocks=True,
     )
-    whole = element(
-        "html", element("head", head), element("body", element("main", *parts)), lang="en"
+    return environment.get_template("page.html").render(
+        name=run.name,
+        subject=_subject(record),
+        figures=list(_figures(run, lost)),
+        sections=[
+            _what_stands_out(record, lost),
+            *_where_it_went(lost),
+            *_timeline(timelines),
+            *_memory_over_the_step(held, len(timelines)),
+            _the_plan(record),
+            *_predicted_and_measured(record),
+            *_steps(record),
+            *([Section("What is missing here", items=run.missing)] if run.missing else []),
+        ],
     )
-    return f"<!DOCTYPE html>\n{whole}\n"
+
+
+def _shown(value: Any) -> Any:
+    """Return what the template shows; no text of a run moves a terminal's cursor."""
+    return printable(value) if type(value) is str else value
 
 
 def _subject(record: RunRecord) -> str:
@@ -112,35 +107,33 @@ def _subject(record: RunRecord) -> str:
     return "; ".join(parts)
 
 
-def _figures(run: RunFolder, lost: Sequence[LostTime]) -> Markup:
+def _figures(run: RunFolder, lost: Sequence[LostTime]) -> Iterator[tuple[str, str]]:
+    """Yield the large figures at the top, each with what it is."""
     record = run.record
-    shown: list[tuple[str, str]] = []
     steps = [rank.step_s for rank in record.ranks if rank.step_s is not None]
+    predicted_s = record.plan.step_s
     if steps:
-        step_s, predicted_s = max(steps), record.plan.step_s
         beside = f" (predicted {format_seconds(predicted_s)})" if predicted_s else ""
-        shown.append((format_seconds(step_s), f"a step{beside}"))
-        shown.append((format_rate(record.plan.global_batch_size / step_s), "samples per second"))
-    elif record.plan.step_s:
-        shown.append((format_seconds(record.plan.step_s), "a step, predicted"))
+        yield format_seconds(max(steps)), f"a step{beside}"
+        yield format_rate(record.plan.global_batch_size / max(steps)), "samples per second"
+    elif predicted_s:
+        yield format_seconds(predicted_s), "a step, predicted"
     if lost:
         working = fmean(one.compute_s / one.step_s if one.step_s else 0.0 for one in lost)
-        shown.append((f"{working:.0%}", "of the recorded step computes"))
+        yield f"{working:.0%}", "of the recorded step computes"
     peaks = [
         rank.measured_memory.peak_bytes
         for rank in record.ranks
         if rank.measured_memory is not None and rank.measured_memory.peak_bytes is not None
     ]
     if peaks:
-        shown.append((format_bytes(max(peaks)), "at most on a device"))
+        yield format_bytes(max(peaks)), "at most on a device"
     if run.comparison is not None:
         ratio = run.comparison.samples_per_s / run.comparison.even_samples_per_s
-        shown.append((f"{ratio:.2f} ×", "the speed of even sharding"))
-    figures = [element("div", element("b", value), element("span", what)) for value, what in shown]
-    return element("div", *figures, class_="figures")
+        yield f"{ratio:.2f} ×", "the speed of even sharding"
 
 
-def _what_stands_out(record: RunRecord, lost: Sequence[LostTime]) -> list[Markup]:
+def _what_stands_out(record: RunRecord, lost: Sequence[LostTime]) -> Section:
     sentences = [finding.text for finding in findings(record, lost)]
     sentences += list(record.remarks)
     if record.changes:
@@ -150,86 +143,57 @@ def _what_stands_out(record: RunRecord, lost: Sequence[LostTime]) -> list[Markup
         sentences = [
             "Nothing: no loss is above a twentieth of a step." if known else "Not measured."
         ]
-    items = [element("li", sentence) for sentence in sentences]
-    return [element("h2", "What stands out"), element("ul", *items)]
+    return Section("What stands out", items=tuple(sentences))
 
 
-def _where_it_went(lost: Sequence[LostTime]) -> list[Markup]:
+def _where_it_went(lost: Sequence[LostTime]) -> Iterator[Section]:
     if not lost:
-        return []
+        return
     note = (
         "The recorded step. Waiting for slower ranks ends when the last one comes; waiting for the"
         " network begins then."
     )
     if len(lost) > drawing.MOST_RANKS:
         note += f" The {drawing.MOST_RANKS} of {len(lost)} ranks that wait least for others."
-    rows = [
+    heading = ("rank", *(what for what, _, _ in drawing.PARTS), "step")
+    rows = (
         (
             _name(one.rank, one.name),
             *(format_seconds(getattr(one, field)) for _, field, _ in drawing.PARTS),
             format_seconds(one.step_s),
         )
         for one in lost
-    ]
-    heading = ("rank", *(what for what, _, _ in drawing.PARTS), "step")
-    return [
-        element("h2", "Where the time went"),
-        element("p", note, class_="note"),
-        drawing.lost_bars(lost),
-        drawing.legend((what, colour) for what, _, colour in drawing.PARTS),
-        table(heading, rows),
-    ]
+    )
+    yield Section(
+        "Where the time went", (note,), drawing.lost_bars(lost), tables=((heading, *rows),)
+    )
 
 
-def _timeline(timelines: Sequence[MemoryTimeline]) -> list[Markup]:
+def _timeline(timelines: Sequence[MemoryTimeline]) -> Iterator[Section]:
     if not timelines:
-        return []
+        return
     note = "Upper bar: the device. Below: gathers and reduces, from their begin to their end."
     if any(one.lanes()[2] or one.lanes()[3] for one in timelines):
         note += " Then copies between device and host, and updates by the host."
     if len(timelines) > drawing.MOST_RANKS:
         note += f" The first {drawing.MOST_RANKS} of {len(timelines)} recorded ranks."
-    return [
-        element("h2", "A step, rank by rank"),
-        element("p", note, class_="note"),
-        drawing.step_timeline(timelines),
-        drawing.legend(drawing.operations_in(timelines)),
-    ]
+    yield Section("A step, rank by rank", (note,), drawing.step_timeline(timelines))
 
 
-def _memory_over_the_step(held: Sequence[MemoryTimeline], ranks: int) -> list[Markup]:
+def _memory_over_the_step(held: Sequence[MemoryTimeline], ranks: int) -> Iterator[Section]:
     if not held:
-        return []
-    shown = sorted(
-        sorted(held, key=lambda one: -(one.peak_bytes or 0.0))[: drawing.MOST_MEMORIES],
-        key=lambda one: one.rank,
-    )
+        return
+    fullest = sorted(held, key=lambda one: -(one.peak_bytes or 0.0))[: drawing.MOST_MEMORIES]
     note = "Bytes on the device, by kind."
-    if len(shown) < ranks:
-        note += f" The {len(shown)} fullest of {ranks} recorded ranks."
-    drawn = []
-    for one in shown:
-        drawn.append(element("p", f"{_name(one.rank, one.name)}: {_peak(one)}", class_="note"))
-        drawn.append(drawing.memory(one))
-    return [
-        element("h2", "Memory over the step"),
-        element("p", note, class_="note"),
-        *drawn,
-        drawing.legend(drawing.kinds_in(shown)),
-    ]
+    if len(fullest) < ranks:
+        note += f" The {len(fullest)} fullest of {ranks} recorded ranks."
+    shown = sorted(fullest, key=lambda one: one.rank)
+    yield Section("Memory over the step", (note,), drawing.memories(shown))
 
 
-def _peak(timeline: MemoryTimeline) -> str:
-    text = f"{format_bytes(timeline.peak_bytes)} at its peak"
-    if timeline.planned_bytes is not None:
-        text += f", {format_bytes(timeline.planned_bytes)} predicted"
-    return text
-
-
-def _the_plan(record: RunRecord) -> list[Markup]:
-    plan = record.plan
+def _the_plan(record: RunRecord) -> Section:
     rows = []
-    for rank, part in zip(record.ranks[:_RANKS_IN_FULL], plan.ranks, strict=False):
+    for rank, part in zip(record.ranks[:_RANKS_IN_FULL], record.plan.ranks, strict=False):
         activations = {True: "recomputed", False: "kept", None: ""}[part.recompute]
         if part.offload:
             activations = ", ".join(filter(None, (activations, "offloaded")))
@@ -245,23 +209,20 @@ def _the_plan(record: RunRecord) -> list[Markup]:
             )
         )
     heading = ("rank", "samples", "microbatches", "state", "activations", "memory", "may use")
-    notes = [element("li", note) for note in record.notes]
-    why = [element("ul", *notes)] if notes else []
-    if not notes and record.is_given:
-        why = [element("p", "The plan was given: nothing was compared with it.", class_="note")]
-    return [
-        element("h2", "The plan, and why"),
-        table(heading, rows),
-        *_left_out(record),
-        *why,
-    ]
+    notes = _left_out(record)
+    if not record.notes and record.is_given:
+        notes += ("The plan was given: nothing was compared with it.",)
+    return Section("The plan, and why", notes, tables=((heading, *rows),), items=record.notes)
 
 
-def _predicted_and_measured(record: RunRecord) -> list[Markup]:
+def _predicted_and_measured(record: RunRecord) -> Iterator[Section]:
     ranks = record.ranks[:_RANKS_IN_FULL]
-    found = []
+    notes, tables = _left_out(record), list[tuple[Row, ...]]()
     if any(rank.busy_s is not None for rank in ranks):
-        rows = [
+        notes += ("Times are medians of all steps but the first few.",)
+        heading = ("rank", "own work, predicted", "measured", "difference", "waiting", "step",
+                   "between steps")  # fmt: skip
+        rows = (
             (
                 _name(rank.rank, rank.name),
                 format_seconds(rank.predicted_busy_s),
@@ -272,19 +233,18 @@ def _predicted_and_measured(record: RunRecord) -> list[Markup]:
                 format_seconds(rank.between_s),
             )
             for rank in ranks
-        ]
-        heading = ("rank", "own work, predicted", "measured", "difference", "waiting", "step",
-                   "between steps")  # fmt: skip
-        found += [element("p", "Medians of all steps but the first few:", class_="note")]
-        found.append(table(heading, rows))
+        )
+        tables.append((heading, *rows))
     measured = [rank for rank in ranks if rank.measured_memory is not None]
     if measured:
+        notes += ("Memory is predicted / measured.",)
         kinds = [
             (what, field)
             for what, field in _KINDS
             if any(getattr(rank.measured_memory, field) for rank in measured)
         ]
-        memory_rows = [
+        columns = ("rank", *(what for what, _ in kinds), "state per parameter")
+        memory_rows = (
             (
                 _name(rank.rank, rank.name),
                 *(
@@ -295,13 +255,10 @@ def _predicted_and_measured(record: RunRecord) -> list[Markup]:
                 _bytes_per_parameter(rank.measured_memory),
             )
             for rank in measured
-        ]
-        found.append(element("p", "Memory, predicted / measured:", class_="note"))
-        columns = ("rank", *(what for what, _ in kinds), "state per parameter")
-        found.append(table(columns, memory_rows))
-    if not found:
-        return []
-    return [element("h2", "Predicted beside measured"), *found, *_left_out(record)]
+        )
+        tables.append((columns, *memory_rows))
+    if tables:
+        yield Section("Predicted beside measured", notes, tables=tuple(tables))
 
 
 def _bytes_per_parameter(memory: object) -> str:
@@ -309,28 +266,19 @@ def _bytes_per_parameter(memory: object) -> str:
     return ABSENT if found is None else f"{found[0]:.1f} B, {found[1]:.1f} B within a step"
 
 
-def _steps(record: RunRecord) -> list[Markup]:
-    if len(record.steps_s) < 2:
-        return []
-    return [
-        element("h2", "All steps"),
-        element("p", "On rank 0, since the last change of the plan.", class_="note"),
-        drawing.steps_over_time(record.steps_s, record.plan.step_s),
-    ]
+def _steps(record: RunRecord) -> Iterator[Section]:
+    if len(record.steps_s) > 1:
+        yield Section(
+            "All steps",
+            ("On rank 0, since the last change of the plan.",),
+            drawing.steps_over_time(record.steps_s, record.plan.step_s),
+        )
 
 
-def _missing(run: RunFolder) -> list[Markup]:
-    if not run.missing:
-        return []
-    items = [element("li", sentence) for sentence in run.missing]
-    return [element("h2", "What is missing here"), element("ul", *items)]
-
-
-def _left_out(record: RunRecord) -> list[Markup]:
+def _left_out(record: RunRecord) -> tuple[str, ...]:
     if len(record.ranks) <= _RANKS_IN_FULL:
-        return []
-    text = f"The first {_RANKS_IN_FULL} of {len(record.ranks)} ranks."
-    return [element("p", text, class_="note")]
+        return ()
+    return (f"The first {_RANKS_IN_FULL} of {len(record.ranks)} ranks.",)
 
 
 def _difference(predicted: float | None, measured: float | None) -> str:
