@@ -1,14 +1,13 @@
 """Optimizer state in host memory: policies side by side on emulated ranks, predicted and measured.
 
     python benchmarks/optimizer_offload.py [--record FILE.md] [--figure FILE.png] [--logs FOLDER]
-                                           [--only policies | clipped | depths]
+                                           [--only policies | depths]
 
 Ranks of unequal speed, two and four, have a link in each direction and a host that updates, all in
 virtual time: no figure depends on this machine. Each policy is a plan of the same microbatches,
-which training follows. Where gradients are clipped by norm, a second table has steps in which the
-host updates before the norm is known, beside those in which it waits. A third one finds the deepest
-model that trains on memories 3:1, with as much memory again on hosts. With the logs of others (see
-update_logs.py) a last one has their update times beside those of this planner's model.
+which training follows. A second table has the deepest model that trains on memories 3:1, with as
+much memory again on hosts. With the logs of others (see update_logs.py) a last one has their update
+times beside those of this planner's model.
 """
 
 from __future__ import annotations
@@ -70,16 +69,6 @@ POLICIES = (
     "planned, late",
     "planned, early",
 )
-
-
-# Norms that clip nothing and everything, by step in turn.
-CLIPPED = {
-    "none is clipped": (1e6,),
-    "every step is clipped": (1e-6,),
-    "every second is clipped": (1e6, 1e-6),
-}
-WAITS, AHEAD = "waits for the norm", "updates before the norm"
-CLIPPED_STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -154,16 +143,6 @@ def _fit(
         strategy={"replan": False, "profile_budget_s": 5.0, **strategy},
         **options,
     )
-
-
-class Clips(Callback):
-    """Clips each step by its own norm."""
-
-    def __init__(self, norms: tuple[float, ...]) -> None:
-        self.norms = norms
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
-        trainer.gradient_clip_val = self.norms[index % len(self.norms)]
 
 
 class Blocking(Callback):
@@ -273,69 +252,6 @@ def _row(batch: int, problem: Problem, name: str, plan: Plan, is_early: bool) ->
         part.host_bytes + part.state_host_bytes,
         held[fullest].host_bytes,
     )
-
-
-def clipped_plans(problem: Problem) -> tuple[Problem, dict[str, Plan]]:
-    """Return the problem of a training that clips by norm, and plans whose hosts update all."""
-    case = replace(_late(problem), sends_gradients=True, may_speculate=True)
-    base = solve(replace(problem, optimizer_offload=False))
-    plans = {}
-    for name, ahead in ((WAITS, 0.0), (AHEAD, 1.0)):
-        moved = {"resident_fraction": 0.0, "host_update_fraction": 1.0}
-        ranks = [replace(rank, **moved, speculated_fraction=ahead) for rank in base.ranks]
-        plans[name] = replace(base, ranks=tuple(ranks), early_update=None)
-    return case, plans
-
-
-def _clipped_lines(batch: int, problem: Problem, plans: dict[str, Plan]) -> list[str]:
-    """Return a line for each kind of steps and plan, which train one after the other."""
-    lines = []
-    for steps, norms in CLIPPED.items():
-        waits_s = 0.0
-        for name, plan in plans.items():
-            bare = replace(plan, ranks=tuple(replace(r, memory_bytes=None) for r in plan.ranks))
-            strategy = _fit(
-                batch,
-                len(plan.ranks),
-                CLIPPED_STEPS,
-                {"plan": bare},
-                callbacks=[Clips(norms)],
-                gradient_clip_val=1.0,
-            ).strategy
-            predicted, measured_s = predict(problem, plan), strategy.measured_step_s
-            waits_s = waits_s or measured_s
-            # a step that is clipped is one that waits
-            holds = name == WAITS or steps == next(iter(CLIPPED))
-            step = _beside(predicted.step_s * 1e3, measured_s * 1e3, "{:.2f}")
-            host = [part.state_host_bytes / 2**20 for part in predicted.ranks]
-            held = [rank.host_bytes / 2**20 for rank in strategy.measured_memory]
-            cells = [str(len(plan.ranks)), str(batch), steps, name]
-            cells += step if holds else ["–", step[1], "–"]
-            cells += [f"{measured_s / waits_s:.2f}", f"{max(host):.3f}", f"{max(held):.3f}"]
-            lines.append(f"| {' | '.join(cells)} |")
-            if int(os.environ["RANK"]) == 0:
-                print(lines[-1], file=sys.stderr, flush=True)
-    return lines
-
-
-def clipped_lines(ranks: int, batch: int) -> list[str]:
-    """Return the lines of the table of steps that clip by norm."""
-    problem = in_ranks(ranks, _profiled, batch, ranks, timeout_s=_PATIENCE_S)[0]
-    case, plans = in_ranks(1, clipped_plans, problem, timeout_s=_PATIENCE_S)[0]
-    return in_ranks(ranks, _clipped_lines, batch, case, plans, timeout_s=_PATIENCE_S)[0]
-
-
-def clipped_table() -> list[str]:
-    """Return the lines of a table in Markdown, of the two smallest batches."""
-    lines = [
-        "| ranks | batch | steps | the host | step, ms | measured | error | to waiting"
-        " | host, MiB | measured |",
-        "|---" * 10 + "|",
-    ]
-    for ranks, batches in BATCHES.items():
-        for batch in batches[:2]:
-            lines += clipped_lines(ranks, batch)
-    return lines
 
 
 def _all_rows(batch: int, problem: Problem, plans: dict[str, tuple[Plan, bool]]) -> list[Row]:
@@ -475,9 +391,7 @@ def main() -> None:
     arguments.add_argument("--record", type=Path)
     arguments.add_argument("--figure", type=Path)
     arguments.add_argument("--logs", type=Path, help="a copy of the logs of update_logs.py")
-    arguments.add_argument(
-        "--only", choices=("policies", "clipped", "depths"), help="one of the tables"
-    )
+    arguments.add_argument("--only", choices=("policies", "depths"), help="one of the tables")
     given = arguments.parse_args()
     logged = lines_of_logs(given.logs) if given.logs else []
     lines = [f"# Optimizer state in host memory, {datetime.date.today().isoformat()}", ""]
@@ -487,8 +401,6 @@ def main() -> None:
             for batch in batches:
                 rows += rows_of(ranks, batch)
         lines += [*table(rows), ""]
-    if given.only in (None, "clipped"):
-        lines += [*clipped_table(), ""]
     if given.only in (None, "depths"):
         lines += [
             "| optimizer_offload | deepest model that trains on 3:1 | its parameters and moments"

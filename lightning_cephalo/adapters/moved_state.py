@@ -10,7 +10,6 @@ optimizer has made them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -160,8 +159,6 @@ class MovedState:
         accelerator: This rank's device.
         capacity_bytes: Host memory that it may take.
         homes: Where the state of each unit lives.
-        speculated: By unit, whether the host may update it before the norm that clips gradients is
-            known; empty: none.
     """
 
     def __init__(
@@ -170,10 +167,9 @@ class MovedState:
         accelerator: Accelerator,
         capacity_bytes: float,
         homes: Sequence[StateHome],
-        speculated: Sequence[bool] = (),
     ) -> None:
         self._units, self._accelerator = list(units), accelerator
-        self._homes, self._speculated = tuple(homes), tuple(speculated)
+        self._homes = tuple(homes)
         self._in, self._out = told(accelerator, to_host=False), told(accelerator, to_host=True)
         self._capacity_bytes = capacity_bytes
         self._room = HostRoom(accelerator, capacity_bytes)
@@ -192,8 +188,7 @@ class MovedState:
         self.staged: dict[Key, Tensor] = {}
 
     def _host_updates(self) -> HostUpdates:
-        accelerator, speculated = self._accelerator, self._speculated
-        return HostUpdates(accelerator, self._in, self._out, self._room, speculated)
+        return HostUpdates(self._accelerator, self._in, self._out, self._room)
 
     # -- sizes --------------------------------------------------------------------------------
 
@@ -233,9 +228,6 @@ class MovedState:
                     needed[unit] += aligned_bytes(rows.numel() * each[group])
                     if self._homes[unit] is StateHome.HOST:
                         needed[unit] += 2 * aligned_bytes(rows.nbytes)
-                    if self._speculated and self._speculated[unit]:
-                        entries = math.ceil(each[group] / max(rows.element_size(), 1))
-                        needed[unit] += entries * aligned_bytes(rows.nbytes)
         self._room.reserve(needed)
 
     # -- a step -------------------------------------------------------------------------------
@@ -297,33 +289,21 @@ class MovedState:
         """Update a unit's parameters by the gradients that they hold."""
         assert self._optimizer is not None
         chosen = self._with_gradients(self._parameters(unit))
-        if on_host:
-            ahead = self._host.confirm(unit, self._optimizer, chosen)
-            if ahead:  # the others, of which a rank has learned since, are left
-                self._updated |= ahead
-                return
         self.update_chosen(chosen, on_host=on_host)
         self._updated.update(id(parameter) for group in chosen for parameter in group)
 
     def send_gradients(self, parameters: Sequence[nn.Parameter]) -> list[SentGradient | None]:
         """Start to copy gradients to the host, which will use them; None: there is none.
 
-        The host may begin to update, as if nothing will be clipped.
-
         Args:
             parameters: Parameters of one unit.
         """
         assert self._optimizer is not None
-        groups = self._with_gradients(parameters)
-        chosen = [p for group in groups for p in group]
+        chosen = [p for group in self._with_gradients(parameters) for p in group]
         if not chosen:
             return [None] * len(parameters)
         unit = self._unit_of[id(chosen[0])]
         sent = self._host.send(unit, chosen)
-        if self._host.may_guess(unit, self._optimizer):
-            self._settle(unit)  # loaded state, or what code has put in its place
-            if not self._leaving:
-                self._host.guess(unit, self._optimizer, groups)
         found = dict(zip(map(id, chosen), sent, strict=True))
         return [found.get(id(parameter)) for parameter in parameters]
 
@@ -388,23 +368,17 @@ class MovedState:
 
     # -- changes of plan, and loading -----------------------------------------------------------
 
-    def follow(
-        self,
-        homes: Sequence[StateHome],
-        optimizers: Sequence[Optimizer],
-        speculated: Sequence[bool] = (),
-    ) -> None:
+    def follow(self, homes: Sequence[StateHome], optimizers: Sequence[Optimizer]) -> None:
         """Let state live elsewhere from now on, or where rows have moved.
 
         Args:
             homes: Where the state of each unit lives.
             optimizers: The optimizers that hold it.
-            speculated: By unit, whether the host may update it before the norm is known.
 
         Raises:
             HostMemoryError: If the host has less memory than that takes.
         """
-        self._homes, self._speculated = tuple(homes), tuple(speculated)
+        self._homes = tuple(homes)
         self._host.drop()
         self._host.close()
         before, self._room = self._room, HostRoom(self._accelerator, self._capacity_bytes)

@@ -1,4 +1,4 @@
-"""Tells whether options of parameter groups, or entries of state, are what they were before.
+"""Tells whether options of parameter groups are what they were before.
 
 Values may be of any kind that users put into a parameter group. What cannot be compared counts as
 changed, and raises nothing.
@@ -47,7 +47,7 @@ def kept(value: Any) -> Any:
     False
 
     Args:
-        value: An option, or an entry of state. Of a sharded tensor, this rank's rows count.
+        value: An option. Of a sharded tensor, this rank's rows count.
     """
     if isinstance(value, Tensor):
         own = local_part(value)
@@ -111,15 +111,3 @@ def changed_option(group: Mapping[str, Any], before: Mapping[str, Any]) -> str:
         if name != "params" and (name not in before or not is_unchanged(value, before[name])):
             return name
     return next((name for name in before if name not in group), "")
-
-
-def entries_unchanged(entries: Mapping[str, Any], before: Mapping[str, Any]) -> bool:
-    """Return whether a parameter's state is that of before.
-
-    Args:
-        entries: The state now.
-        before: By name, what :func:`kept` has returned.
-    """
-    if entries.keys() != before.keys():
-        return False
-    return all(is_unchanged(value, before[name]) for name, value in entries.items())

@@ -12,9 +12,7 @@ What the host updates is awaited when ``step`` ends.
 
 Late updates wait for the norm by which gradients are clipped. Gradients that the host will use need
 not: they leave the device behind their unit's reduce, where nobody else reads gradients. Their part
-of the norm is computed before. The host multiplies them by the factor. Where the plan says so it
-updates with them as they arrive, which counts only if the factor is 1: see
-``adapters/speculation.py``.
+of the norm is computed before. The host multiplies them by the factor.
 """
 
 from __future__ import annotations

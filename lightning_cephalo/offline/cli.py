@@ -410,8 +410,7 @@ def _command(commands: Any, name: str, run: Any, summary: str) -> argparse.Argum
     what.add_argument(
         "--clip-by-norm",
         action="store_true",
-        help="gradients are clipped by norm: updates follow the backward, and with "
-        "--optimizer-offload hosts may update before the norm is known",
+        help="gradients are clipped by norm: updates follow the backward",
     )
     times = command.add_argument_group("times")
     times.add_argument(

@@ -93,7 +93,6 @@ def simulate(problem: Problem, plan: Plan, *, steps: int = 1) -> Simulation:
     for rank, (profile, part) in enumerate(zip(problem.ranks, plan.ranks, strict=True)):
         doing: tuple[object, ...] = (part.microbatch_sizes, part.recompute, part.offload)
         doing += part.state_fraction, part.resident_fraction, part.host_update_fraction
-        doing += (part.speculated_fraction,)
         kinds.setdefault((profile, *doing), []).append(rank)
     programs = programs_of(problem, plan)
     check([programs[ranks[0]] for ranks in kinds.values()])

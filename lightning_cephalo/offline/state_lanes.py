@@ -3,8 +3,7 @@
 A rank has a link in each direction and the host's processors, which work beside its device. Copies
 of one direction run one after the other. Streamed state passes through two buffers of the device:
 one is filled only when what it held before has left. Parameters come back as soon as the host has
-updated them and the link is idle. What the host has updated before the norm that clips gradients is
-known waits for that.
+updated them and the link is idle.
 
 All of them read and write the host's memory, which serves one of them at a time, so many bytes per
 second: a piece of work is done when its own lane and the memory have done it.
@@ -59,8 +58,6 @@ class StateLanes:
             for unit, at in enumerate(_units(problem, moved))
         ]
         self._homes = homes_of(problem, rank)
-        speculated = moved.speculated or (False,) * len(moved.sizes)
-        self._speculated = [speculated[at] for at in _units(problem, moved)]
         self._problem, self._profile, self._record = problem, profile, record
         streams = (Stream.TO_DEVICE, Stream.TO_HOST, Stream.HOST)
         self._lanes = {stream: Lane() for stream in streams}
@@ -69,7 +66,6 @@ class StateLanes:
         self._next = 0
         self._fetched: dict[int, tuple[float, int]] = {}
         self._sent_s: dict[int, float] = {}
-        self._updated_s: dict[int, float] = {}
 
     def run(self, instruction: Instruction, now_s: float) -> None:
         """Do an instruction, whose unit is ready at ``now_s``."""
@@ -86,21 +82,14 @@ class StateLanes:
                 self._buffers_s[buffer] = self._copy(instruction, Stream.TO_HOST, now_s)
             case Operation.SEND_GRADIENT:
                 self._sent_s[unit] = self._copy(instruction, Stream.TO_HOST, now_s)
-                if self._speculated[unit]:
-                    by_host = Instruction(Operation.HOST_UPDATE, unit)
-                    self._updated_s[unit] = self._update(by_host, self._sent_s[unit], is_ahead=True)
             case Operation.HOST_UPDATE:
                 sent_s = self._sent_s.pop(unit, None)
                 if sent_s is None:
                     arrived_s = self._copy(instruction, Stream.TO_HOST, now_s)
                 else:
                     arrived_s = max(now_s, sent_s)
-                updated_s = self._updated_s.pop(unit, None)
-                if updated_s is None:
-                    updated_s = self._update(instruction, arrived_s)
-                updated_s = max(now_s, updated_s)
                 back = Instruction(Operation.STORE_STATE, unit)
-                self._copy(back, Stream.TO_DEVICE, updated_s)
+                self._copy(back, Stream.TO_DEVICE, self._update(instruction, arrived_s))
 
     def arrival_s(self, unit: int) -> float:
         """Return when a unit's state is on the device; 0 if it has not left."""
@@ -111,15 +100,11 @@ class StateLanes:
         """When all work is done."""
         return max(0.0, *(lane.done_s for lane in self._lanes.values()))
 
-    def _update(self, instruction: Instruction, start_s: float, is_ahead: bool = False) -> float:
-        size, traffic = self._sizes[instruction.unit], self._traffic
+    def _update(self, instruction: Instruction, start_s: float) -> float:
+        size = self._sizes[instruction.unit]
         took_s = size / self._profile.host_updated_parameters_per_s
-        touched = traffic.updated
-        if is_ahead:  # old state stays; the memory is not used before the processors are
-            start_s = max(start_s, self._lanes[Stream.HOST].done_s)
-            took_s *= traffic.slowdown
-            touched += traffic.copied
-        return self._work(instruction, Stream.HOST, start_s, took_s, touched * size)
+        touched_bytes = self._traffic.updated * size
+        return self._work(instruction, Stream.HOST, start_s, took_s, touched_bytes)
 
     def _copy(self, instruction: Instruction, stream: Stream, start_s: float) -> float:
         unit, problem, profile = instruction.unit, self._problem, self._profile

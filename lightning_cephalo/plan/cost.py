@@ -388,13 +388,6 @@ def predict(problem: Problem, ranks: Plan | Sequence[RankPlan]) -> StepPredictio
                 f"the problem has no unit_parameters, which say how much that is. Profile it, or "
                 f"leave resident_fraction out of the plan."
             )
-        if rank.speculated_fraction and not problem.speculates:
-            raise PlanError(
-                f"{where}: the plan lets the host update before a norm is known "
-                f"(speculated_fraction), but the problem does not (may_speculate): gradient "
-                f"clipping by norm has to be all that makes updates late. Leave "
-                f"speculated_fraction out of the plan."
-            )
         if rank.host_update_fraction and not profile.host_updated_parameters_per_s:
             raise PlanError(
                 f"{where}: the plan lets the host update (host_update_fraction), but the profile "

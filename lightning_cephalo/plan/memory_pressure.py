@@ -176,7 +176,6 @@ def _best(
                 rank,
                 resident_fraction=moved.resident_fraction,
                 host_update_fraction=moved.host_update_fraction,
-                speculated_fraction=moved.speculated_fraction,
             )
         ranks.append(rank)
     # even shares are not padded, which would take memory that is not counted here

@@ -27,16 +27,6 @@ behind the backward the pace is 0, and the root unit is one like the others::
 
     max(link, host, memory) + last
 
-Where clipping by norm makes them late, the host may speculate: it updates units behind their reduce
-into a second set of state, as if nothing were clipped, and waits for the norm only to send
-parameters back. Then ``link`` has one way of them, and some of it hides::
-
-    max(link, arrived - (U - 1) pace, host - (U - 2) pace, served + link - (U - 2) pace) + last
-
-``arrived`` are the ways of gradients to the host, ``host`` is longer by the copies of old state,
-and the memory has ``served`` all of that before it serves what follows the norm. If the host only
-updates a part ahead, the rest of ``host`` hides nowhere.
-
 What the device updates takes its time, too (``plan/updates.py``).
 """
 
@@ -52,13 +42,7 @@ from lightning_cephalo.plan.pinned import most_taken
 from lightning_cephalo.plan.plan import RankPlan
 from lightning_cephalo.plan.problem import Problem, RankProfile
 from lightning_cephalo.plan.program import ROOT
-from lightning_cephalo.plan.state_homes import (
-    STAGED_UNITS,
-    StateHome,
-    speculated_part,
-    speculated_units,
-    state_homes,
-)
+from lightning_cephalo.plan.state_homes import STAGED_UNITS, StateHome, state_homes
 from lightning_cephalo.plan.updates import update_exposure
 from lightning_cephalo.plan.windows import backward_collectives_s
 
@@ -68,8 +52,6 @@ _BETWEEN = 0.25
 _LEAVING_UNITS, _COPIED_UNITS = 3, 2
 # Numbers of units and of parts for the host that a plan chooses among.
 _LEVELS, _PARTS = 32, 4
-# Parts of what the host updates that it may update before the norm is known.
-_AHEAD = (0.5, 1.0)
 
 
 @dataclass(frozen=True)
@@ -86,16 +68,12 @@ class MovedState:
         host_update_fraction: As in a :class:`RankPlan`.
         sizes: Parameters of every unit, the root unit first.
         homes: Where the state of every unit lives.
-        speculated_fraction: As in a :class:`RankPlan`.
-        speculated: By unit, whether the host updates it before the norm is known.
     """
 
     resident_fraction: float
     host_update_fraction: float
     sizes: tuple[int, ...]
     homes: tuple[StateHome, ...]
-    speculated_fraction: float = 0.0
-    speculated: tuple[bool, ...] = ()
 
     def count(self, home: StateHome) -> int:
         """Return the parameters whose state lives there."""
@@ -147,14 +125,12 @@ class MovedState:
         """Return what a rank with all of the state takes of host memory, pinned memory at most."""
         on_host = self.count(StateHome.HOST)
         away = self.count(StateHome.STREAMED) + on_host
-        # old parameters are on the device: only state needs a second set
-        needed = problem.moment_bytes * (away + self.ahead) + 2 * problem.element_bytes * on_host
+        needed = problem.moment_bytes * away + 2 * problem.element_bytes * on_host
         if not (problem.pins_host_memory and needed):
             return needed
         largest = max(
             problem.moment_bytes * self.largest(StateHome.STREAMED),
             (problem.moment_bytes + 2 * problem.element_bytes) * self.largest(StateHome.HOST),
-            (2 * problem.moment_bytes + 2 * problem.element_bytes) * self._largest_ahead,
         )
         return needed * most_taken(needed / largest)
 
@@ -162,19 +138,6 @@ class MovedState:
     def root_on_host(self) -> int:
         """Parameters of the root unit, if the host updates it."""
         return self.sizes[ROOT] if self.homes and self.homes[ROOT] is StateHome.HOST else 0
-
-    @functools.cached_property
-    def ahead(self) -> int:
-        """Parameters that the host updates before the norm is known."""
-        return sum(size for size, is_ahead in self._with_ahead if is_ahead)
-
-    @functools.cached_property
-    def _largest_ahead(self) -> int:
-        return max((size for size, is_ahead in self._with_ahead if is_ahead), default=0)
-
-    @property
-    def _with_ahead(self) -> Iterator[tuple[int, bool]]:
-        return zip(self.sizes, self.speculated, strict=False)  # none where nothing is speculated
 
     @functools.cached_property
     def _counts(self) -> dict[StateHome, int]:
@@ -190,10 +153,7 @@ class MovedState:
 
 @functools.lru_cache(maxsize=4096)
 def moved_state(
-    sizes: tuple[int, ...],
-    resident_fraction: float,
-    host_update_fraction: float,
-    speculated_fraction: float = 0.0,
+    sizes: tuple[int, ...], resident_fraction: float, host_update_fraction: float
 ) -> MovedState:
     """Return which units' state is where.
 
@@ -201,21 +161,14 @@ def moved_state(
         sizes: Parameters of every unit, the root unit first.
         resident_fraction: As in a :class:`RankPlan`.
         host_update_fraction: As in a :class:`RankPlan`.
-        speculated_fraction: As in a :class:`RankPlan`.
     """
     homes = state_homes(sizes, resident_fraction, host_update_fraction)
-    fractions = (resident_fraction, host_update_fraction)
-    part = speculated_part(speculated_fraction, host_update_fraction)
-    if not part:
-        return MovedState(*fractions, sizes, homes)
-    speculated = speculated_units(sizes, homes, part)
-    return MovedState(*fractions, sizes, homes, speculated_fraction, speculated)
+    return MovedState(resident_fraction, host_update_fraction, sizes, homes)
 
 
 def moved_by(problem: Problem, rank: RankPlan) -> MovedState:
     """Return which units' state is where under a rank's part of a plan."""
-    resident, on_host = rank.resident_fraction, rank.host_update_fraction
-    return moved_state(problem.unit_parameters, resident, on_host, rank.speculated_fraction)
+    return moved_state(problem.unit_parameters, rank.resident_fraction, rank.host_update_fraction)
 
 
 def choices(problem: Problem, profile: RankProfile) -> list[MovedState]:
@@ -238,7 +191,6 @@ def choices(problem: Problem, profile: RankProfile) -> list[MovedState]:
     if problem.optimizer_offload is True:
         counts = [len(trained)]
     parts = range(_PARTS + 1) if profile.host_updated_parameters_per_s > 0 else (0,)
-    ahead = _AHEAD if problem.speculates else ()
     for count in counts:
         away = [sizes[unit] for unit in trained[-count:]]
         between = 0.0 if count == len(trained) else _BETWEEN * min(away)
@@ -249,9 +201,6 @@ def choices(problem: Problem, profile: RankProfile) -> list[MovedState]:
             if moved.homes not in known:
                 known.add(moved.homes)
                 found.append(moved)
-                on_host = moved.host_update_fraction
-                for share in ahead if moved.count(StateHome.HOST) else ():
-                    found.append(moved_state(sizes, resident, on_host, share * on_host))
     return found
 
 
@@ -270,8 +219,6 @@ class HostTraffic:
         arrived: The gradient of what the host updates.
         updated: The host's update itself.
         returned: The parameter that comes back.
-        copied: Old state that an update before the norm leaves as it is: it is read, and its copy
-            is read and written.
     """
 
     fetched: float
@@ -279,7 +226,6 @@ class HostTraffic:
     arrived: float
     updated: float
     returned: float
-    copied: float = 0.0
 
     @classmethod
     def of(cls, problem: Problem) -> HostTraffic:
@@ -288,12 +234,7 @@ class HostTraffic:
         An update reads parameter, gradient and moments, and writes all of them but the gradient.
         """
         state, element = problem.moment_bytes, problem.element_bytes
-        return cls(state, state, element, 2 * state + 3 * element, element, 3 * state)
-
-    @property
-    def slowdown(self) -> float:
-        """How many times as long an update takes that copies its old state first, at most."""
-        return 1 + self.copied / self.updated
+        return cls(state, state, element, 2 * state + 3 * element, element)
 
     def of_streamed(self) -> float:
         """Return the bytes for one streamed parameter."""
@@ -365,10 +306,9 @@ def moving_exposure(
         backward_s: As for :func:`exposure`.
     """
     backward_s = paced_backward_s(problem, backward_s)
-    speculated = moved.speculated or (False,) * len(moved.sizes)
     ways = [
-        _way_s(problem, profile, size, home, is_ahead)
-        for size, home, is_ahead in zip(moved.sizes, moved.homes, speculated, strict=True)
+        _way_s(problem, profile, size, home)
+        for size, home in zip(moved.sizes, moved.homes, strict=True)
     ]
     is_early = problem.early_update
     streamed, on_host = moved.count(StateHome.STREAMED), moved.count(StateHome.HOST)
@@ -382,9 +322,6 @@ def moving_exposure(
     memory_s = HostTraffic.of(problem).memory_s(streamed, on_host, profile.host_memory_bytes_per_s)
     link_s = state_s + (2 if streamed else 1) * copies_s
     last_s = max(ways[1:], default=0.0)
-    if moved.ahead:
-        speculated_s = _speculated(problem, profile, moved, backward_s)
-        return Exposure((speculated_s, ((last_s, 0.0),)), ways[0])
     if not is_early:  # a root unit of another size fits no gap
         longest = ((link_s, 0.0), (host_s, 0.0), (memory_s, 0.0))
         return Exposure((longest, ((last_s, 0.0),)), ways[0])
@@ -418,49 +355,7 @@ def paced_backward_s(problem: Problem, backward_s: float) -> float:
     return max(backward_collectives_s(problem), backward_s) + update_s
 
 
-def _speculated(
-    problem: Problem, profile: RankProfile, moved: MovedState, backward_s: float
-) -> tuple[tuple[float, float], ...]:
-    """Return the seconds of what the host updates before the norm, and of all ways behind it.
-
-    These are pairs of an :class:`Exposure`. The root unit's gradient stays: it counts apart.
-    """
-    ahead, streamed = moved.ahead, moved.count(StateHome.STREAMED)
-    on_host = moved.count(StateHome.HOST) - moved.root_on_host
-    behind = on_host - ahead
-    pace_s = backward_s * problem.units / max(moved.units, 1)
-    traffic, memory = HostTraffic.of(problem), profile.host_memory_bytes_per_s
-    # copies of two kinds leave gaps that hold none of the others
-    copies = problem.element_bytes * on_host * (2 if streamed else 1)
-    to_device = problem.moment_bytes * streamed + copies
-    # one update at a time, each no faster than the memory serves it
-    each_s = max(1 / profile.host_updated_parameters_per_s, traffic.updated / memory)
-    ahead_s, behind_s = ahead * traffic.slowdown * each_s, behind * each_s
-    before_bytes = traffic.arrived * on_host + (traffic.updated + traffic.copied) * ahead
-    behind_bytes = traffic.returned * on_host + traffic.updated * behind
-    behind_bytes += traffic.of_streamed() * streamed
-
-    def hidden_s(units: int) -> float:
-        return units * pace_s if units > 0 else 0.0  # the pace may be infinite
-
-    there_s = (to_device if streamed else 0.0) / profile.to_host_bytes_per_s
-    link_s = max(to_device / profile.to_device_bytes_per_s, there_s)
-    arrived_s = problem.element_bytes * on_host / profile.to_host_bytes_per_s
-    served_s = behind_bytes / memory
-    return (
-        (link_s, 0.0),
-        (arrived_s, hidden_s(moved.units - 1)),
-        (ahead_s + behind_s, hidden_s(moved.units - 2)),
-        (behind_s, 0.0),
-        # while the memory is busy with what came before, it serves no copies
-        (before_bytes / memory + max(link_s, served_s), hidden_s(moved.units - 2)),
-        (served_s, 0.0),
-    )
-
-
-def _way_s(
-    problem: Problem, profile: RankProfile, size: int, home: StateHome, is_ahead: bool
-) -> float:
+def _way_s(problem: Problem, profile: RankProfile, size: int, home: StateHome) -> float:
     """Return the seconds in which one unit's state goes its way and back, for all of the state."""
     if home is StateHome.RESIDENT or not size:
         return 0.0
@@ -473,4 +368,4 @@ def _way_s(
     if is_streamed:
         return size * (there + back)
     update = max(1 / profile.host_updated_parameters_per_s, traffic.updated / memory)
-    return size * (there + back + update * (traffic.slowdown if is_ahead else 1.0))
+    return size * (there + back + update)

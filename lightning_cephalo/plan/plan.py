@@ -47,6 +47,11 @@ def _fraction(field: str, value: Any) -> float:
     return fraction
 
 
+_REMOVED_OF_RANKS = {
+    "speculated_fraction": (0.0, "Leave it out: hosts update once the norm is known.")
+}
+
+
 @dataclass(frozen=True)
 class RankPlan(Record):
     """One rank's part of a step.
@@ -70,9 +75,6 @@ class RankPlan(Record):
             (:func:`~lightning_cephalo.plan.state_homes.state_homes`).
         host_update_fraction: share of it that the host's processors update; what is left is copied
             to the device for its update, and back.
-        speculated_fraction: share of it that the host updates before the norm that clips gradients
-            is known, into a second set of state; a part of ``host_update_fraction``. Only where
-            clipping by norm is all that makes updates late.
         state_host_bytes: predicted host memory of the optimizer state.
         columns_s: where the vocabulary stays cut, predicted time of this rank's columns of logits.
 
@@ -83,6 +85,7 @@ class RankPlan(Record):
     kind = "rank plan"
     named_by = "name"
     leaves_out_defaults = True
+    removed = _REMOVED_OF_RANKS
 
     microbatch_sizes: Annotated[tuple[int, ...], _sizes]
     state_fraction: Annotated[float, _fraction]
@@ -97,7 +100,6 @@ class RankPlan(Record):
     host_bytes: Amount | None = None
     resident_fraction: Annotated[float, _fraction] = 1.0
     host_update_fraction: Annotated[float, _fraction] = 0.0
-    speculated_fraction: Annotated[float, _fraction] = 0.0
     state_host_bytes: Amount | None = None
     columns_s: Amount | None = None
 
@@ -108,12 +110,6 @@ class RankPlan(Record):
                 f"{self._where()}resident_fraction {self.resident_fraction:g} and"
                 f" host_update_fraction {self.host_update_fraction:g} sum to more than 1: they are"
                 " parts of the same optimizer state."
-            )
-        if self.speculated_fraction > self.host_update_fraction + _FRACTION_TOLERANCE:
-            raise PlanError(
-                f"{self._where()}speculated_fraction: expected no more than host_update_fraction,"
-                f" {self.host_update_fraction:g}, of which it is a part, but got"
-                f" {self.speculated_fraction:g}. Lower it, or raise the other."
             )
         if self.offload and self.recompute is False:
             raise PlanError(

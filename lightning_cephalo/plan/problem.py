@@ -60,6 +60,7 @@ _REMOVED = {
     "disturbance": ("", ""),
     **dict.fromkeys(("turn_s", "turn_state_bytes"), _IN_TURNS),
     "one_microbatch_reason": ("", ""),
+    "may_speculate": (False, ""),
 }
 _REDUCING_CURVES = ("reducing_compute_bytes", "kept_reducing_compute_bytes")
 
@@ -244,8 +245,6 @@ class Problem(FileRecord):
         element_bytes: bytes of a parameter, and of its gradient.
         sends_gradients: whether, with late updates, gradients of units that the host updates leave
             the device as soon as they are reduced.
-        may_speculate: whether the host may update with such gradients before the norm is known,
-            into a second set of state.
         offloads_boundaries: whether boundaries may live in host memory, too.
         pins_host_memory: whether host memory comes in powers of two, as pinned memory does. Each
             unit's state lies in one piece, so that it takes more than it needs.
@@ -325,7 +324,6 @@ class Problem(FileRecord):
     moment_bytes: Amount = 0.0
     element_bytes: Amount = 4.0
     sends_gradients: Annotated[bool, OneOf((True, False), "True or False")] = False
-    may_speculate: Annotated[bool, OneOf((True, False), "True or False")] = False
     offloads_boundaries: Annotated[bool, OneOf((True, False), "True or False")] = True
     pins_host_memory: Annotated[bool, OneOf((True, False), "True or False")] = False
     vocabulary_sharding: Annotated[bool, OneOf((True, False), "True or False")] = False
@@ -508,11 +506,6 @@ class Problem(FileRecord):
         """Whether a plan may keep optimizer state in host memory."""
         movable = self.moment_bytes * self.parameters
         return self.optimizer_offload is not False and movable > 0 and not self.has_even_state
-
-    @property
-    def speculates(self) -> bool:
-        """Whether the host may update before the norm that clips gradients is known."""
-        return self.may_speculate and self.sends_gradients and not self.early_update
 
     @property
     def meeting_s(self) -> float:

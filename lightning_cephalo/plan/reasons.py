@@ -92,9 +92,7 @@ def _moving(problem: Problem, plan: Plan) -> list[str]:
             units = [unit for unit, size in enumerate(moved.sizes) if size]
             away = [unit for unit in units if moved.is_away(unit)]
             on_host = sum(moved.homes[unit] is StateHome.HOST for unit in away)
-            ahead = sum(moved.speculated)
             how = f", which updates {on_host} of them" if on_host else ""
-            how += f" ({ahead} before the norm is known that clips gradients)" if ahead else ""
             text = f"optimizer state of {len(away)} of {len(units)} units in host memory{how}"
             kinds.setdefault(text, []).append(index)
     said = [f"{_named(own)} {_verb(own, 'keeps', 'keep')} {text}" for text, own in kinds.items()]
@@ -102,8 +100,6 @@ def _moving(problem: Problem, plan: Plan) -> list[str]:
     cost = "hides behind the backward"
     if exposed_s > _HIDDEN * (plan.step_s or math.inf):
         cost = f"adds {format_seconds(exposed_s)} to the step"
-    if any(moved_by(problem, rank).ahead for rank in plan.ranks):
-        cost += ", and more to one whose gradients are clipped"
     asked = problem.optimizer_offload is True
     why = "as optimizer_offload=True says" if asked else "whose devices need the room"
     return [f"{'; '.join(said)}, {why}. It {cost}."]

@@ -67,37 +67,6 @@ def state_homes(
     return tuple(homes)
 
 
-def speculated_units(
-    sizes: Sequence[int], homes: Sequence[StateHome], part: float
-) -> tuple[bool, ...]:
-    """Return which units the host updates before the norm that clips gradients is known.
-
-    These are the first of the backward: they have the most to hide behind. The root unit's
-    gradient is the last one, so that nothing is gained there.
-
-    >>> homes = state_homes([4, 3, 3, 3, 3], resident=0.25, host_updated=0.75)
-    >>> speculated_units([4, 3, 3, 3, 3], homes, 0.5)
-    (False, False, False, True, True)
-
-    Args:
-        sizes: As for :func:`state_homes`.
-        homes: What it has returned.
-        part: The part of what the host updates, 0 to 1.
-    """
-    of_host = [u for u in range(1, len(sizes)) if homes[u] is StateHome.HOST and sizes[u]]
-    wanted, seen, chosen = part * sum(sizes[unit] for unit in of_host), 0.0, set()
-    for unit in reversed(of_host):
-        if seen + sizes[unit] / 2 < wanted:
-            chosen.add(unit)
-        seen += sizes[unit]
-    return tuple(unit in chosen for unit in range(len(sizes)))
-
-
-def speculated_part(speculated_fraction: float, host_update_fraction: float) -> float:
-    """Return the part of what the host updates that it updates before the norm is known."""
-    return min(1.0, speculated_fraction / host_update_fraction) if host_update_fraction else 0.0
-
-
 @dataclass(frozen=True)
 class HomeBytes:
     """Bytes of a rank's optimizer state.
@@ -116,7 +85,6 @@ def home_bytes(
     homes: Sequence[StateHome],
     state: float,
     parameter: float = 4.0,
-    speculated: Sequence[bool] = (),
 ) -> HomeBytes:
     """Return the bytes that a rank's optimizer state takes on the device and on the host.
 
@@ -128,9 +96,7 @@ def home_bytes(
         homes: What :func:`state_homes` has returned.
         state: Bytes of state per element: 8 for Adam in fp32.
         parameter: Bytes of a parameter's element, and of its gradient's.
-        speculated: By unit, whether its state has a second set on the host; empty: none has.
     """
-    second = sum(size for size, has in zip(sizes, speculated, strict=False) if has)
     held = dict.fromkeys(StateHome, 0.0)
     largest = 0.0
     for size, home in zip(sizes, homes, strict=True):
@@ -139,5 +105,5 @@ def home_bytes(
     away = held[StateHome.STREAMED] + held[StateHome.HOST]
     return HomeBytes(
         device=state * (held[StateHome.RESIDENT] + STAGED_UNITS * largest),
-        host=state * (away + second) + 2 * parameter * held[StateHome.HOST],
+        host=state * away + 2 * parameter * held[StateHome.HOST],
     )

@@ -19,13 +19,7 @@ from lightning_cephalo.execution.host_room import taken_bytes
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.observe.memory import RankMemory
 from lightning_cephalo.plan import Plan, PlanError, RankPlan
-from lightning_cephalo.plan.state_homes import (
-    StateHome,
-    home_bytes,
-    speculated_part,
-    speculated_units,
-    state_homes,
-)
+from lightning_cephalo.plan.state_homes import StateHome, home_bytes, state_homes
 from lightning_cephalo.profiling.state_rates import MOMENTS, trained_sizes
 from lightning_cephalo.ranks.control import ControlGroup
 
@@ -135,8 +129,7 @@ class HostState:
         whole = trained_sizes(self._model)
         homes = state_homes(whole, own.resident_fraction, own.host_update_fraction)
         rows = [own.state_fraction * size for size in whole]
-        held, ahead = self._held(optimizers), _speculated(own, whole, homes)
-        needed = self._taken_bytes(rows, homes, held, ahead) + (own.host_bytes or 0.0)
+        needed = self._taken_bytes(rows, homes, self._held(optimizers)) + (own.host_bytes or 0.0)
         if needed > self._capacity_bytes:
             raise HostMemoryError(
                 f"The plan keeps {format_mib(needed)} of optimizer state and boundaries in host"
@@ -155,15 +148,14 @@ class HostState:
         if not optimizers or not self._has_begun or self._needs_device:
             return
         executor, homes = self._model.executor, self._homes(plan, self._control.rank)
-        ahead = self._ahead(plan, self._control.rank)
         executor.state_moves.planned = homes
         if self.moved is not None:
-            self.moved.follow(homes, optimizers, ahead)
+            self.moved.follow(homes, optimizers)
         elif any(home is not StateHome.RESIDENT for home in homes):
             arena = executor.arena
             capacity_bytes = self._capacity_bytes - (0 if arena is None else arena.held_bytes)
             units, accelerator = self._model.units, self._model.accelerator
-            self.moved = MovedState(units, accelerator, capacity_bytes, homes, ahead)
+            self.moved = MovedState(units, accelerator, capacity_bytes, homes)
             self._at_end.callback(self.moved.close)
             self.moved.reserve(optimizers)
             for optimizer in optimizers:
@@ -185,8 +177,7 @@ class HostState:
         found, held = [], self._held(optimizers)
         for index, (rank, kinds) in enumerate(zip(plan.ranks, memory, strict=True)):
             homes = self._homes(plan, index)
-            ahead = self._ahead(plan, index)
-            taken = self._taken_bytes(self._sizes(index), homes, held, ahead)
+            taken = self._taken_bytes(self._sizes(index), homes, held)
             found.append(replace(kinds, host_bytes=taken + (rank.host_bytes or 0.0)))
         return tuple(found)
 
@@ -217,10 +208,6 @@ class HostState:
             for home, held in zip(homes, self._sizes(rank), strict=True)
         )
 
-    def _ahead(self, plan: Plan, rank: int) -> tuple[bool, ...]:
-        """Return which units a rank's host may update before the norm is known."""
-        return _speculated(plan.ranks[rank], trained_sizes(self._model), self._homes(plan, rank))
-
     def _held(self, optimizers: Sequence[Optimizer]) -> tuple[UnitState, ...]:
         """Return what each unit's state takes: as of Adam, where small copies cannot tell."""
         try:
@@ -230,16 +217,12 @@ class HostState:
             return held_by_unit((), self._model, untrained_moments=MOMENTS)
 
     def _taken_bytes(
-        self,
-        rows: Sequence[float],
-        homes: Sequence[StateHome],
-        held: Sequence[UnitState],
-        ahead: Sequence[bool],
+        self, rows: Sequence[float], homes: Sequence[StateHome], held: Sequence[UnitState]
     ) -> float:
         """Return the bytes of the host that rows of each unit take, with the ends of pieces."""
         needed = [
-            home_bytes([size], [home], own.each_state_bytes, own.each_parameter_bytes, [twice]).host
-            for size, home, own, twice in zip(rows, homes, held, ahead, strict=True)
+            home_bytes([size], [home], own.each_state_bytes, own.each_parameter_bytes).host
+            for size, home, own in zip(rows, homes, held, strict=True)
         ]
         return taken_bytes(needed, self._model.accelerator.pins_host_memory)
 
@@ -249,11 +232,3 @@ class HostState:
             sum(flat.sizes[rank] for flat in unit.flats if flat.trainable and flat.layout)
             for unit in self._model.units
         ]
-
-
-def _speculated(
-    part: RankPlan, sizes: Sequence[int], homes: Sequence[StateHome]
-) -> tuple[bool, ...]:
-    """Return which units the host of a rank may update before the norm is known; as planned."""
-    own = speculated_part(part.speculated_fraction, part.host_update_fraction)
-    return speculated_units(sizes, homes, own)

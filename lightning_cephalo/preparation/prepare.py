@@ -495,7 +495,6 @@ def measure_or_load(
         with_unit_parameters(problem, model),
         optimizer_offload=offload,
         sends_gradients=gradients_leave(job.late, trainer),
-        may_speculate=gradients_leave(job.late, trainer),
     )
     if _gives_moved_state(job) and not _gives_host_updates(job):
         problem = without_host_updates(problem)

@@ -24,7 +24,6 @@ from lightning_cephalo.adapters.early_update import (
     late_by_optimizer,
     may_send_gradients,
 )
-from lightning_cephalo.adapters.host_update import updates_ahead
 from lightning_cephalo.adapters.logging import StepLogs
 from lightning_cephalo.adapters.module_copies import ModuleCopies
 from lightning_cephalo.adapters.moved_state import MovedState, StateAway
@@ -245,7 +244,6 @@ class Session:
         if self.late:
             self._may_send = lambda own: may_send_gradients(self.late, own, trainer)
             self._warn_of_gradients_that_stay(optimizers, trainer)
-            self._warn_of_updates_that_wait(optimizers)
             if is_planned:
                 self._count_on_late_updates(more_bytes)
             return
@@ -265,17 +263,6 @@ class Session:
                 "Gradients of units that the host updates stay on the devices until the step ends:"
                 f" {why}. A plan that is made here counts on their memory. Leave room for them with"
                 " memory_cap=."
-            )
-
-    def _warn_of_updates_that_wait(self, optimizers: Sequence[Optimizer]) -> None:
-        """Say that the plan counts on updates before the norm, where the host makes none."""
-        names = [type(own).__name__ for own in optimizers if not updates_ahead(own)]
-        if names and any(rank.speculated_fraction for rank in self.plan.ranks):
-            rank_zero_warn(
-                "The plan lets hosts update before the norm is known that clips gradients"
-                f" (speculated_fraction), but {names[0]} has no fused kernel for them: they wait"
-                " for the norm, and steps take longer than the plan says. Leave"
-                " speculated_fraction out of the plan, or use AdamW, Adam, SGD or Adagrad."
             )
 
     def _predict_host_memory(self) -> None:

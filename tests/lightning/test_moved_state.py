@@ -18,6 +18,7 @@ from profiled import loader as profiled_loader
 from torch import Tensor, nn
 
 from lightning_cephalo import CephaloStrategy, Plan
+from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.emulation import active_device
 from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.plan.program import Instruction, Operation
@@ -334,6 +335,28 @@ class Poisoned(Partly):
     def __init__(self) -> None:
         super().__init__(fused=True)  # as the host updates
         self.head.weight.data[0] = torch.nan
+
+
+class ByValue(Partly):
+    """Clips the third step by value, which is said behind its forward."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.trainer.gradient_clip_algorithm = "value" if batch_idx == 2 else "norm"
+        return loss
+
+
+def _by_value() -> str:
+    runs = trainer(moved("3:1", 0.0, 1.0), "auto", **DOES_NOT)
+    with pytest.raises(UnsupportedError) as refused:
+        runs.fit(ByValue(), loader(46), loader(8))
+    return str(refused.value)
+
+
+def test_gradients_that_have_left_are_not_clipped_by_value_in_silence():
+    for said in in_ranks(2, _by_value):
+        assert "clipped by value, but those of the parameters 'blocks.0.up.weight'" in said
+        assert "are on the host already: the step began with clipping by norm" in said
 
 
 def _poisoned() -> None:

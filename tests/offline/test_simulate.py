@@ -692,67 +692,6 @@ def test_a_slow_memory_of_the_host_is_in_the_closed_form(seed, units, is_early, 
         assert steps_s[2] <= steps_s[0] * (1 + 1e-12)
 
 
-@fixed
-@given(seeds, st.integers(1, 24), st.floats(-1, 2), st.sampled_from([0.5, 1.0]))
-def test_updates_before_the_norm_take_no_longer_than_the_closed_form(seed, units, magnitude, part):
-    case, plan = moving(seed, units, False)
-    rate = max(rank.to_device_bytes_per_s for rank in case.ranks) * 10**magnitude
-    ranks = tuple(dataclasses.replace(r, host_memory_bytes_per_s=rate) for r in case.ranks)
-    sends = dataclasses.replace(case, ranks=ranks, sends_gradients=True, may_speculate=True)
-    parts = [
-        dataclasses.replace(rank, speculated_fraction=part * rank.host_update_fraction)
-        for rank in plan.ranks
-    ]
-    ahead = dataclasses.replace(plan, ranks=tuple(parts))
-    planned = cost.as_planned(sends, ahead)
-    simulation = simulate(sends, ahead)
-    fill_s = planned.gather_s + planned.reduce_s
-    predicted = predict(sends, ahead)
-    assert simulation.step_s <= (predicted.step_s + fill_s) * (1 + 1e-12)
-    for rank, own in enumerate(predicted.ranks):
-        memory = simulation.timeline(rank).host_memory
-        assert own.state_host_bytes <= max(size for _, size in memory)
-
-
-def test_an_update_before_the_norm_by_hand():
-    ranks = [
-        dataclasses.replace(
-            FAST,
-            to_device_bytes_per_s=4,
-            to_host_bytes_per_s=4,
-            host_updated_parameters_per_s=2 * (1 + 24 / 28),
-        )
-    ]
-    case = problem(0, 0, ranks=ranks, global_batch_size=1, root_gather_s=0, root_reduce_s=0)
-    case = dataclasses.replace(
-        case,
-        units=4,
-        unit_parameters=(0, 1, 1, 1, 1),
-        moment_bytes=8.0,
-        sends_gradients=True,
-        may_speculate=True,
-    )
-    parts = {"resident_fraction": 0.0, "host_update_fraction": 1.0}
-    late, ahead = (
-        simulate(case, Plan([RankPlan((1,), 1.0, **parts, speculated_fraction=each)]))
-        for each in (0.0, 1.0)
-    )
-    # backwards end at 8, 11, 14 and 17; a gradient leaves behind the next unit's reduce
-    sent = [
-        ("send gradient", unit, start_s, start_s + 1)
-        for unit, start_s in ((4, 11), (3, 14), (2, 17), (1, 18))
-    ]
-    assert spans(ahead, 0, Stream.TO_HOST) == spans(late, 0, Stream.TO_HOST) == sent
-    # old state stays, which takes longer; the norm is known at 17
-    by_host = [(unit, end_s, end_s + 0.5) for _, unit, _, end_s in sent]
-    assert [each[1:] for each in spans(ahead, 0, Stream.HOST)] == by_host
-    back = [("store state", 4 - at, 17 + at, 18 + at) for at in range(4)]
-    assert spans(ahead, 0, Stream.TO_DEVICE) == back
-    assert ahead.step_s == 21 + case.step_overhead_s
-    begun = [start_s for _, _, start_s, _ in spans(late, 0, Stream.HOST)]
-    assert begun[0] == 17 and late.step_s == pytest.approx(ahead.step_s + 0.5 / (1 + 24 / 28))
-
-
 def test_the_ways_of_state_by_hand():
     ranks = [
         dataclasses.replace(rank, to_device_bytes_per_s=8, to_host_bytes_per_s=4)

@@ -65,8 +65,7 @@ def random_problem(seed: int) -> Problem:
     )
     if draw.random() < 0.7:
         return problem.with_early_update()
-    leaves = draw.random() < 0.7
-    return replace(problem, sends_gradients=leaves, may_speculate=leaves)
+    return replace(problem, sends_gradients=draw.random() < 0.7)
 
 
 def least_moving_step(problem: Problem) -> float | None:

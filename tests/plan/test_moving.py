@@ -125,47 +125,6 @@ def test_gradients_that_leave_behind_their_reduce_take_no_room_but_three_units()
     assert early[0] == early[1]
 
 
-def test_what_the_host_updates_before_the_norm_hides_and_takes_a_second_set_of_state():
-    case = replace(PROBLEM, sends_gradients=True, may_speculate=True)
-    parts = {"resident_fraction": 0.0, "host_update_fraction": 1.0}
-    late, half, ahead = (
-        predict(case, halves(**parts, speculated_fraction=each)).ranks[0] for each in (0, 0.5, 1)
-    )
-    # two of the four units, and all of them; never the root unit
-    assert late.state_host_bytes == 0.5 * 16 * 110
-    assert half.state_host_bytes == late.state_host_bytes + 0.5 * 8 * 50
-    assert ahead.state_host_bytes == late.state_host_bytes + 0.5 * 8 * 100
-    assert late.memory_bytes == half.memory_bytes == ahead.memory_bytes
-    # 28 bytes of memory for an update; 24 more, as old state stays
-    slower = 1 + 24 / 28
-    there_s, back_s, update_s = 0.5 * 25 * 4 / 50, 0.5 * 25 * 4 / 100, 0.5 * 25 / 10
-    root_s = 0.5 * 10 * (4 / 50 + 4 / 100 + 1 / 10)
-    last_s = there_s + back_s + slower * update_s
-    assert ahead.exposed_s == pytest.approx(4 * slower * update_s - 2 * 2 + last_s + root_s)
-    # copies of old state cost more than a short backward hides
-    both_s = 2 * slower * update_s + 2 * update_s
-    assert half.exposed_s == pytest.approx(both_s - 2 * 2 + last_s + root_s)
-    # all that is left behind a long backward: parameters that come back
-    long = replace(case, ranks=[replace(RANK, backward_s=[100.0])] * 2)
-    late, half, ahead = (
-        predict(long, halves(**parts, speculated_fraction=each)).ranks[0] for each in (0, 0.5, 1)
-    )
-    assert ahead.exposed_s == pytest.approx(4 * back_s + last_s + root_s)
-    assert half.exposed_s == pytest.approx(2 * update_s + last_s + root_s)
-    assert ahead.exposed_s < half.exposed_s < late.exposed_s
-
-
-@pytest.mark.parametrize(
-    "fields", [{"may_speculate": False}, {"sends_gradients": False}, {"early_update": True}]
-)
-def test_a_plan_that_speculates_where_nothing_waits_for_a_norm_alone_is_refused(fields):
-    case = replace(PROBLEM, **{"sends_gradients": True, "may_speculate": True} | fields)
-    plan = halves(resident_fraction=0.5, host_update_fraction=0.5, speculated_fraction=0.5)
-    with pytest.raises(PlanError, match=r"rank 0 .*speculated_fraction.*Leave"):
-        predict(case, plan)
-    assert not any(own.ahead for own in moving.choices(case, RANK))
-
-
 def test_copies_and_updates_wait_for_the_memory_of_their_host():
     ranks = [replace(RANK, host_memory_bytes_per_s=100.0)] * 2
     case = replace(PROBLEM, ranks=ranks)

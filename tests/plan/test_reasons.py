@@ -54,30 +54,6 @@ def test_an_even_split_is_priced_as_the_cost_function_prices_it() -> None:
     assert even_step_s(asked) == pytest.approx(predict(asked, even).step_s)
 
 
-def test_updates_before_the_norm_are_said_with_what_they_cost() -> None:
-    rank = replace(
-        profile("one", 1e-3),
-        host_capacity_bytes=1e6,
-        host_updated_parameters_per_s=1e3,
-        to_device_bytes_per_s=1e4,
-        to_host_bytes_per_s=1e4,
-    )
-    asked = problem(
-        rank,
-        optimizer_offload=True,
-        unit_parameters=(0, 5, 5, 5, 5),
-        moment_bytes=8.0,
-        sends_gradients=True,
-        may_speculate=True,
-    )
-    parts = {"resident_fraction": 0.0, "host_update_fraction": 1.0}
-    for ahead, how in ((0.0, "4 of them"), (0.5, "4 of them (2 before the norm is known")):
-        plan = Plan((RankPlan((16,), 1.0, **parts, speculated_fraction=ahead),), step_s=1.0)
-        said = reasons(asked, plan)[-1]
-        assert f"which updates {how}" in said
-        assert ("to the step, and more to one whose gradients are clipped." in said) is bool(ahead)
-
-
 def test_equal_ranks_hear_that_nothing_is_gained() -> None:
     gain, why = told(problem(profile("one", 1e-3), profile("other", 1e-3)))
     assert gain.startswith("As fast as even batches") and "gain nothing" in gain

@@ -115,7 +115,7 @@ def build_problem(
         early_update: whether units are updated inside the backward, as the trainer does unless
             something needs all gradients at once, such as clipping by norm.
         clip_by_norm: whether clipping by norm is what makes updates late. Gradients that the host
-            needs then leave early, and the plan may let it update before the norm is known.
+            needs then leave early.
         hybrid_sharding: whether each node holds the whole state. Its optimizer state stays on the
             devices.
         largest_microbatch_size: larger sizes are not considered.
@@ -200,7 +200,6 @@ def build_problem(
         early_updating_state_bytes=GRADIENT_BYTES * _held_in_updates(work) + received,
         optimizer_offload=False if hybrid_sharding else optimizer_offload,
         sends_gradients=clip_by_norm,
-        may_speculate=clip_by_norm,
         unit_parameters=(
             round(work.root_parameters),
             *(round(work.unit_parameters) for _ in range(work.units)),

@@ -213,7 +213,7 @@ class _Variant:
         wide_s, long_s = most - least, units * (slowest - slow)
         # nothing else hides behind the backward, or behind its collectives
         takes_time = self.problem.can_move_state or self.problem.shares_take_time
-        hides = takes_time and (self.problem.early_update or self.problem.speculates)
+        hides = takes_time and self.problem.early_update
         if hides and long_s > 0 and long_s >= wide_s:
             paced_s = backward_collectives_s(self.problem)
             middle = self._middle(slow, slowest, units)
@@ -317,7 +317,6 @@ def with_moved_state(plan: MovingPlan, runs: Sequence[RankPlan]) -> list[RankPla
                 state_fraction=share,
                 resident_fraction=moved.resident_fraction,
                 host_update_fraction=moved.host_update_fraction,
-                speculated_fraction=moved.speculated_fraction,
             )
         )
     return found
