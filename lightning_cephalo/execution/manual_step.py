@@ -293,16 +293,20 @@ class ManualSteps:
         executor.failure.guarded(executor.state.show_gradients)
         failed = executor.failure.error is not None
         samples = math.fsum(call.samples for call in step.calls)
-        said = executor.exchange([float(failed), samples, step.written_buffers, *note()])
+        has_numbers = float(executor.state.has_numbers())
+        own = [float(failed), samples, step.written_buffers, has_numbers]
+        said = executor.exchange([*own, *note()])
         if any(row[0] for row in said):
             executor.give_up(_DOING)
         executor.combine_buffers([row[2] for row in said], _DOING)
+        if any(row[3] for row in said):
+            executor.numbers.combine()
         self.reshard()
         self._expected, self._is_checked = self._places, True
         results = tuple(microbatch.result for microbatch in step.microbatches)
         executor.end_phases(self._order)
         total = math.fsum(row[1] for row in said)
-        notes = tuple(tuple(row[3:]) for row in said)
+        notes = tuple(tuple(row[4:]) for row in said)
         weights = tuple(float(call.samples) for call in step.calls)
         return ForwardOutcome(results, weights, total, notes)
 

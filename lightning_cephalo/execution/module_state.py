@@ -187,23 +187,20 @@ class ModuleState:
         self._is_behind = False
         self._running = 0
         self._nothing: Sequence[Stored] = [Stored(0, {})]
-        self._exchanges_numbers = False
         self._in_places = SharedValues(several_ranks)
         self.differing: list[str] = []
         self._retained: list[_Retained] = []
 
     # -- a step -------------------------------------------------------------------------------
 
-    def begin(self, sizes: Sequence[int], exchanges_numbers: bool = False) -> None:
+    def begin(self, sizes: Sequence[int], finds_numbers: bool = False) -> None:
         """Begin a step with microbatches of these numbers of samples.
 
         Args:
             sizes: Of this rank.
-            exchanges_numbers: Whether :meth:`take_numbers` ends the step, so that each microbatch
-                has its own Python numbers, too.
+            finds_numbers: As for :class:`SharedValues`.
         """
         self._sizes = tuple(sizes)
-        self._exchanges_numbers = exchanges_numbers
         self.differing, self._retained = [], []
         self._undo, self._is_behind = None, False
         if not sizes:  # this rank's values stay as they are
@@ -213,7 +210,7 @@ class ModuleState:
         self._before = [_Before.of(names) for names in self._places]
         self._looked_at = self._before if self._looks_everywhere else self._before[:1]
         self._nothing = [Stored(index, {}) for index in range(len(sizes))]
-        self._in_places.begin(self._places, self._paths, len(sizes), exchanges_numbers)
+        self._in_places.begin(self._places, self._paths, len(sizes), finds_numbers)
         for attribute in self._known.values():
             attribute.begun = attribute.read()
             attribute.values = self._first_values(attribute)
@@ -255,12 +252,10 @@ class ModuleState:
             first = before.values.get(name, _MISSING)
             if value is first or (id(names), name) in self._known:
                 continue
-            if not _holds_tensors(value) and not _is_empty(value):
-                is_own = self._exchanges_numbers and is_number(value) and name not in OF_TORCH
-                if not is_own:
-                    continue
-            self._learn(names, name, first)
-            found = True
+            is_stored = _holds_tensors(value) or _is_empty(value)
+            if is_stored or (is_number(value) and name not in OF_TORCH):
+                self._learn(names, name, first)
+                found = True
         return found
 
     def _find_late(self) -> bool:
@@ -371,7 +366,7 @@ class ModuleState:
 
     @property
     def _new_numbers(self) -> dict[str, _Attribute]:
-        if not self._exchanges_numbers or not self._sizes:
+        if not self._sizes:
             return {}
         return {
             self._name_of(one): one

@@ -87,8 +87,8 @@ class SharedValues:
             places: The attributes of each module.
             paths: Of the modules, by the ids of these.
             microbatches: Of this rank.
-            finds_numbers: Whether numbers in containers are found, too. Those of steps with manual
-                optimization are combined, or each rank's own.
+            finds_numbers: Whether numbers in containers are found, too. With manual optimization
+                most are those of all ranks, such as norms of gradients.
         """
         self._before = []
         is_cut = microbatches > 1 or (microbatches and self._several_ranks)

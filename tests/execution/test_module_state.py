@@ -120,7 +120,7 @@ def test_numbers_start_from_the_steps_values_in_each_microbatch():
     module.kept = 5
     state = ModuleState(module)
     for count in (5, 6):
-        state.begin((3, 2), True)
+        state.begin((3, 2))
         for index in (0, 1):
             state.resume(index)
             assert module.kept == count
@@ -142,7 +142,7 @@ def test_floats_are_means_over_samples_and_other_integers_are_named():
 
 
 def _step_of_numbers(state, module, stores):
-    state.begin((3, 2), True)
+    state.begin((3, 2))
     for index, value in enumerate(stores):
         state.resume(index)
         module.kept = value
@@ -154,7 +154,7 @@ def test_a_rank_without_samples_takes_the_numbers_of_the_others():
     module = _Top()
     module.part = _Top()
     state = ModuleState(module)
-    state.begin((), True)
+    state.begin(())
     state.finish()
     assert not state.has_numbers()
     state.take_numbers({"kept": 7, "part.kept": 2, "gone.kept": 1})

@@ -223,6 +223,40 @@ class AddsUp(Gan):
         self.losses.append(float(self.trainer.callback_metrics["norm"]))
 
 
+class KeepsNumbers(Gan):
+    """Numbers on the module, which the losses of later steps read, and a mode that changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running, self.average, self.taken = 0.0, torch.tensor(1.0), 0
+        self.dropout = nn.Dropout(0.5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, _ = batch
+        generating, discriminating = self.optimizers()
+        scale = 1.0 + self.running + 0.1 * self.taken + float(self.average)
+        self.taken += 1
+        fake = self.generator(x.flip(1))
+        self.dropout.eval()
+        loss = _is(True, self.discriminator(x)) + scale * _is(False, self.dropout(fake.detach()))
+        self.dropout.train()
+        self.running = 0.9 * self.running + 0.1 * float(x.square().mean())
+        self.average = 0.8 * self.average + 0.2 * x.mean()
+        discriminating.zero_grad()
+        self.manual_backward(loss + _is(False, self.discriminator(fake.detach())))
+        discriminating.step()
+        loss_g = mse_loss(self.generator(x), x) * scale
+        generating.zero_grad()
+        self.manual_backward(loss_g)
+        generating.step()
+        values = {"d_loss": loss, "loss": loss_g}
+        self.log_dict(values, on_step=True, on_epoch=True, sync_dist=True)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.losses += [self.running, float(self.average), float(self.taken)]
+
+
 class ChangesPlans(AddsUp):
     """While gradients add up; a plan with several microbatches is refused, and nothing changes."""
 
@@ -304,7 +338,10 @@ def fit(
     return model.losses, getattr(model, "seen", []), values_of(model), fitting.global_step
 
 
-KINDS = (Gan, LooksOnOneRank, WithClosures, OwnBackward, ByFlags, AddsUp, ActorCritic)
+KINDS = (
+    *(Gan, LooksOnOneRank, WithClosures, OwnBackward, ByFlags, AddsUp, ActorCritic),
+    KeepsNumbers,
+)
 WAYS = ({"recompute": False}, {"unit_types": ["Stack"]})
 FITS = Cases(
     {
