@@ -5,11 +5,15 @@ from __future__ import annotations
 import ast
 import io
 import re
+import shlex
 import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from lightning_cephalo import run
+from lightning_cephalo.offline import cli
 from lightning_cephalo.plan.__main__ import example
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -165,6 +169,35 @@ def test_pages_name_files_and_tests_that_exist():
             if not exists:
                 faults.append(f"{_id(path)}: {name}")
     assert not faults
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """The page and the words of every command in a block of the pages."""
+    for path in PAGES:
+        for block in re.findall(r"```bash\n(.*?)```", path.read_text(), re.DOTALL):
+            for line in block.replace("\\\n", " ").splitlines():
+                if words := shlex.split(line, comments=True):
+                    yield _id(path), words
+
+
+def test_commands_of_pages_have_the_arguments_of_the_programs(tmp_path, monkeypatch):
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    programs = Counter[str]()
+    for page, words in commands():
+        match words:
+            case ["cephalo", *arguments]:
+                cli._parser().parse_args(arguments)
+            case ["python", "-m", "lightning_cephalo.run", *arguments]:
+                run.parse(arguments)
+            case ["python", script, *_]:
+                assert is_file(script), page
+            case ["make", target]:
+                assert f"\n{target}:" in (ROOT / "Makefile").read_text(), page
+            case _:
+                continue
+        programs[words[0]] += 1
+    assert programs.keys() == {"cephalo", "make", "python"}
 
 
 def test_the_page_shows_the_programs_that_the_command_prints():

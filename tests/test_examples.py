@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import re
+import subprocess
 import sys
 import traceback
 from pathlib import Path
@@ -17,6 +19,7 @@ from plans import QUIET, plan_of
 from lightning_cephalo import CephaloStrategy
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+README = EXAMPLES.with_name("README.md")
 
 # for each: options, microbatches of both ranks, and the tolerance that its optimizer needs
 CASES: dict[str, tuple[dict[str, Any], list[tuple[int, ...]], float]] = {
@@ -67,6 +70,18 @@ def test_an_example_trains_as_on_one_device(name):
         assert not isinstance(values, str), values
     for own in found:
         assert_same_tensors(own[name], wanted[name], CASES[name][2])
+
+
+def test_the_script_of_the_readme_plans_and_trains(tmp_path):
+    (script,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    (tmp_path / "train.py").write_text(script)
+    environment = {**os.environ, "LIGHTNING_CEPHALO_CACHE": str(tmp_path / "cache")}
+    found = subprocess.run(
+        [sys.executable, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stderr
+    assert "global batch 64, units: 8 × Sequential" in found.stdout
+    assert "Predicted and measured" in found.stdout
 
 
 def by_command_line(folder: Path, *options: str) -> Any:
