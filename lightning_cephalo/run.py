@@ -72,23 +72,14 @@ _FIRST_WAIT_S = 60.0
 
 @dataclass(frozen=True)
 class Nodes:
-    """How many nodes may take part.
-
-    Attributes:
-        least: Without these, those that are there wait.
-        most: More are not taken in.
-    """
+    """How many nodes may take part."""
 
     least: int
     most: int
 
     @classmethod
     def parse(cls, text: str) -> Nodes:
-        """Read ``"2"`` or ``"2:4"``.
-
-        Raises:
-            argparse.ArgumentTypeError: If the text is neither.
-        """
+        """Read ``"2"`` or ``"2:4"``."""
         match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
         if match is not None:
             found = cls(int(match[1]), int(match[2] or match[1]))
@@ -143,16 +134,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def run_script(script: str, arguments: Sequence[str], launches: int = 0) -> None:
-    """Run a script in a rank, as the interpreter would.
-
-    Args:
-        script: Its path.
-        arguments: Its arguments.
-        launches: How many times this host's agent has begun anew.
-
-    Raises:
-        SystemExit: If the script ends with an error of its own.
-    """
+    """Run a script in a rank, as the interpreter would."""
     os.environ[LAUNCHES] = str(launches)
     sys.argv = [script, *arguments]
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
@@ -190,11 +172,7 @@ def preload() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the agent until all ranks have ended well; return the exit status.
-
-    Args:
-        arguments: The command line, without the program; None: this process's.
-    """
+    """Run the agent until all ranks have ended well; return the exit status."""
     given = parse(sys.argv[1:] if arguments is None else arguments)
     if _IS_QUIET:
         del os.environ[_LOG_LEVEL]  # ranks print what they ever print
@@ -288,13 +266,7 @@ def _run_agents(given: argparse.Namespace) -> int:
 def _launch(
     given: argparse.Namespace, launches: int, met: Callable[[Callable[[], None]], None]
 ) -> None:
-    """Run torch's agent until all ranks have ended well.
-
-    Args:
-        given: The command line.
-        launches: How many agents were before it.
-        met: Called where it has found the place in which hosts meet, with what ends its watch.
-    """
+    """Run torch's agent until all ranks have ended well."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 

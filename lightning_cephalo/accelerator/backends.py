@@ -15,20 +15,7 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class Backend:
-    """Properties of one backend's collectives.
-
-    Attributes:
-        runs_on_device: Whether collectives run on a stream of the device. Then waiting for one
-            makes the current stream wait, not the host, and a reduce adds up during the transfer.
-            Otherwise host threads move the data, and a reduce receives the summands of all ranks.
-        environment: Variables that must be set before the backend makes its first communicator,
-            unless the user has set them.
-        barrier_names_device: Whether a barrier needs the device on which it runs as an argument.
-        must_be_aborted: Whether groups must be aborted if a single rank fails. Destroying them
-            would wait for kernels that wait for that rank.
-        changes_timeout: Whether the timeout of a group's collectives can be changed later.
-        signs_of_loss: Parts of the error messages on the remaining ranks after a rank is lost.
-    """
+    """Properties of one backend's collectives."""
 
     runs_on_device: bool = False
     environment: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))

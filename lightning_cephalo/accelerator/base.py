@@ -104,26 +104,13 @@ class TransferListener(Protocol):
         """Return when work begins that is submitted now, in seconds of the host's clock."""
 
     def copied(self, nbytes: int, to_host: bool | None, start_s: float, end_s: float) -> None:
-        """Learn of a copy.
-
-        Args:
-            nbytes: Its bytes.
-            to_host: Whether it leaves the device; None: the instruction says so.
-            start_s: When it begins.
-            end_s: When it is done.
-        """
+        """Learn of a copy."""
 
     def running(self) -> Any:
         """Return what runs now, for :meth:`updated`."""
 
     def updated(self, by: Any, start_s: float, end_s: float) -> None:
-        """Learn of an update by the host; may be called in another thread.
-
-        Args:
-            by: What :meth:`running` returned when the update was submitted.
-            start_s: When it begins.
-            end_s: When it is done.
-        """
+        """Learn of an update by the host; may be called in another thread."""
 
 
 class HostWorker(Protocol):
@@ -136,26 +123,14 @@ class HostWorker(Protocol):
         after: Sequence[Any],
         then: Callable[[Sequence[Any]], list[Any]],
     ) -> Future[list[Any]]:
-        """Do some work behind all that was submitted before; the caller does not wait.
-
-        Args:
-            work: Updates parameters.
-            elements: Their elements.
-            after: Copies that come before, as :meth:`Copies.start` returns them.
-            then: Called behind the work with the copies that the next ones wait for; its result is
-                that of the future.
-        """
+        """Do some work behind all that was submitted before; the caller does not wait."""
 
     def close(self) -> None:
         """End the thread, when its work is done."""
 
 
 class ThreadWorker:
-    """A thread of this process, begun with its first work.
-
-    Args:
-        copies: Waits for copies, of whatever object.
-    """
+    """A thread of this process, begun with its first work."""
 
     def __init__(self, copies: Copies) -> None:
         self._copies = copies

@@ -20,14 +20,7 @@ _NO_LIMIT_BYTES = 2.0**60
 
 @dataclass(frozen=True)
 class MemoryLimit:
-    """The tightest limit on the memory of this process.
-
-    Attributes:
-        total_bytes: The limit.
-        free_bytes: What may still be taken below it, and below all limits around it. File pages
-            that the kernel drops at need count as free.
-        file: The file that says it.
-    """
+    """The tightest limit on the memory of this process."""
 
     total_bytes: float
     free_bytes: float
@@ -53,10 +46,6 @@ def memory_limit(groups: Path = _GROUPS, mount: Path = _MOUNT) -> MemoryLimit | 
     ::
 
         memory_limit()      # MemoryLimit(17179869184.0, 12884901888.0, '/sys/fs/cgroup/memory.max')
-
-    Args:
-        groups: The file that names the groups of this process.
-        mount: Where the trees of groups are mounted.
     """
     limits = [
         limit

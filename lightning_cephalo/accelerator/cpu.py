@@ -48,11 +48,7 @@ class HostReadback:
 
 
 class Cpu(Accelerator):
-    """The processors of this host. The ranks of a host share its memory.
-
-    Args:
-        device: ``torch.device("cpu")``.
-    """
+    """The processors of this host. The ranks of a host share its memory."""
 
     computes_on_host = True
     host_is_apart = False

@@ -51,14 +51,7 @@ def tasks_per_node() -> list[int] | None:
 
 @dataclass(frozen=True)
 class HostShare:
-    """A rank's part of its host's memory.
-
-    Attributes:
-        free_bytes: What a plan may fill.
-        total_bytes: All of it.
-        limited_by: What allows less than the host has, such as "its control group (FILE: 16.0
-            GiB)"; empty: nothing does.
-    """
+    """A rank's part of its host's memory."""
 
     free_bytes: float
     total_bytes: float

@@ -92,13 +92,7 @@ class HostMarks:
 
 
 class StreamMarks:
-    """Marks that are events on the current stream.
-
-    Args:
-        device: The device.
-        collectives_on_device: Whether collectives run on a stream of the device, not on the host.
-        now_s: Seconds of the host's clock.
-    """
+    """Marks that are events on the current stream."""
 
     def __init__(
         self,

@@ -31,13 +31,7 @@ from lightning_cephalo.common.quantities import USABLE_SHARE
 
 @dataclass(frozen=True)
 class Traits:
-    """Properties of one type of device.
-
-    Attributes:
-        maker: Prefix of the devices' names, which tables leave out.
-        sleeping_event: Arguments for the ``Event`` of the device's module that make waiting sleep
-            instead of spin. ``torch.Event`` accepts ``blocking`` and ignores it (torch 2.13).
-    """
+    """Properties of one type of device."""
 
     maker: str = ""
     sleeping_event: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
@@ -52,11 +46,7 @@ OUT_OF_MEMORY_SIGNS = ("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"
 
 
 class TorchDevice(Accelerator):
-    """A device with a queue of kernels, which the host fills.
-
-    Args:
-        device: The device, with its index.
-    """
+    """A device with a queue of kernels, which the host fills."""
 
     computes_on_host = False
     host_is_apart = True
@@ -159,11 +149,7 @@ class TorchDevice(Accelerator):
 
 
 class StreamCopies:
-    """Copies on a separate stream.
-
-    Args:
-        device: The device.
-    """
+    """Copies on a separate stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -191,11 +177,7 @@ class StreamCopies:
 
 
 class StreamReadback:
-    """Numbers that are copied in the order of the device's work.
-
-    Args:
-        end_of_work: As :meth:`TorchDevice.end_of_work`.
-    """
+    """Numbers that are copied in the order of the device's work."""
 
     def __init__(self, end_of_work: Callable[[], EndOfWork | None]) -> None:
         self._end_of_work = end_of_work
@@ -215,11 +197,7 @@ class StreamReadback:
 
 
 class AllocatorFigures:
-    """Figures of a device's caching allocator.
-
-    Args:
-        device: The device.
-    """
+    """Figures of a device's caching allocator."""
 
     def __init__(self, device: TorchDevice) -> None:
         self._device = device

@@ -16,12 +16,7 @@ from lightning_cephalo.accelerator.base import Accelerator, Copies, HostWorker
 
 
 class Told:
-    """Copies that a listener is told of.
-
-    Args:
-        accelerator: The device, which has the listener.
-        to_host: Whether all of them leave the device; None: the listener knows.
-    """
+    """Copies that a listener is told of."""
 
     def __init__(self, accelerator: Accelerator, to_host: bool | None = None) -> None:
         self._accelerator, self._to_host = accelerator, to_host

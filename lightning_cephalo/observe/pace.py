@@ -25,12 +25,7 @@ _GIVEN = "the given plan was made for another speed. Leave plan= out, to measure
 
 @dataclass(frozen=True)
 class Drift:
-    """A slowdown of one rank.
-
-    Attributes:
-        factor: How many times longer its work took at the end than at the beginning.
-        step: Approximate number of the first slow step, counted from 1.
-    """
+    """A slowdown of one rank."""
 
     factor: float
     step: int
@@ -91,11 +86,6 @@ def drift_of(busy_s: Sequence[float], step_s: float, steps_before: int = 0) -> D
     """Return the slowdown if the last quarter of the steps took far longer than the first.
 
     None if it did not, or if there are too few steps.
-
-    Args:
-        busy_s: Seconds of own work in every step from the first on, warm-up steps included.
-        step_s: Seconds of a whole step.
-        steps_before: Steps before the first of these, for the number of the first slow step.
     """
     values = counted(busy_s)
     if len(busy_s) <= WARM_UP_STEPS or len(values) < _FEWEST_STEPS:

@@ -32,13 +32,7 @@ class _Span:
 
 @dataclass(frozen=True)
 class Look:
-    """What a rank held before an instruction, and the most until the next one.
-
-    Attributes:
-        instruction: The instruction.
-        sizes: Bytes by :data:`~lightning_cephalo.plan.timeline.MEASURED_KINDS`.
-        host_bytes: Bytes of host memory.
-    """
+    """What a rank held before an instruction, and the most until the next one."""
 
     instruction: Instruction
     sizes: tuple[float, ...]
@@ -55,13 +49,6 @@ class Recorder(Observer):
     Compute is timed on the host, or on the device where the host queues kernels for one. A
     collective lasts from its issue until the backend reports that it is done. It is left out if
     the backend does not report this.
-
-    Args:
-        marks: The device's marks.
-        now: Marks the present once the device has done all issued work; None: the marks' own
-            ``now``, which is enough for a real device.
-        records_copies: Whether copies to and from the host are done when their instruction ends.
-        bytes_of: Returns the bytes that an instruction moves to or from this rank's device.
     """
 
     def __init__(
@@ -186,14 +173,7 @@ class Recorder(Observer):
         return tuple(sorted(found, key=lambda event: event.start_s))
 
     def recording(self, rank: int, name: str, looks: Sequence[Look] = ()) -> Recording:
-        """Return the last finished step with its phases, and with what the rank held.
-
-        Args:
-            rank: Index of the rank.
-            name: Name of its device.
-            looks: What it held in another step. They are left out if the instructions of that step
-                were others.
-        """
+        """Return the last finished step with its phases, and with what the rank held."""
         host_s, order, end_s = self._marks.host_s, self._finished_order, 0.0
         if self._ended is not None:
             end_s = host_s(self._ended)

@@ -13,12 +13,7 @@ from lightning_cephalo.plan.program import Instruction, Operation
 
 @dataclass(frozen=True)
 class Share:
-    """How this rank spent the forward and the backward of one step.
-
-    Attributes:
-        busy_s: Seconds of own work: computing, copying its slices, summing gradients.
-        waiting_s: Seconds of waiting for gathers, reduces, and messages between ranks.
-    """
+    """How this rank spent the forward and the backward of one step."""
 
     busy_s: float
     waiting_s: float
@@ -31,9 +26,6 @@ class Timing(Observer):
     """Times this rank's work and waiting, step by step.
 
     It costs two marks for each collective that is waited for, and two for each pass.
-
-    Args:
-        marks: The device's marks; None: the host's.
     """
 
     def __init__(self, marks: Marks | None = None) -> None:

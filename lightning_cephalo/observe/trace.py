@@ -72,13 +72,6 @@ def write_recording(recordings: Sequence[Recording], path: str | PathLike[str]) 
 
     Events that overlap on one stream (two gathers) appear below each other. Memory by kind and the
     traffic each way are counters.
-
-    Args:
-        recordings: recordings of the ranks; only the first 64 are written.
-        path: path of the file, ending in ``.json``.
-
-    Raises:
-        PlanError: if the suffix is another one, or the file cannot be written.
     """
     shown = recordings[:RANKS_IN_FULL]
     _write((entry for recording in shown for entry in _recorded(recording)), json_path(path))

@@ -345,9 +345,6 @@ def aligned(said: list[tuple[str, float | None, Recording]]) -> list[Recording]:
 
     Ranks of one host share a clock. Recordings of other hosts are shifted such that all ranks left
     their last exchange of the step at the same time.
-
-    Args:
-        said: For every rank its host, when it last met all others by its clock, and its recording.
     """
     host, met_s, _ = said[0]
     moved = []

@@ -93,13 +93,6 @@ def limit_silence(port: int, silent_s: float) -> int:
     A host that loses its power or its network closes no connection. torch's store gives up a wait
     after its timeout, and then waits for an answer to that, without a limit but the kernel's, a
     quarter of an hour. Nobody else has the connection, so it is found among all.
-
-    Args:
-        port: Where the connections lead to.
-        silent_s: Seconds that what was sent may stay unacknowledged.
-
-    Returns:
-        The number of connections. It is 0 on systems other than Linux.
     """
     count = 0
     for connection in _connections_to(port):
@@ -231,14 +224,7 @@ def _place(endpoint: str) -> tuple[str, int]:
 
 
 class OwnClock(RendezvousBackend):
-    """Gives each time of the common state as this host's clock has seen it change.
-
-    Args:
-        backend: Holds the common state.
-        last_call_s: Seconds from the moment when enough agents are there to the deadline.
-        clock_s: Seconds that pass on this host, from any moment.
-        now: This host's time of day, which torch compares with.
-    """
+    """Gives each time of the common state as this host's clock has seen it change."""
 
     def __init__(
         self,
@@ -265,12 +251,7 @@ class OwnClock(RendezvousBackend):
         return None if found is None else (self._read(found[0]), found[1])
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        """Write the common state, unless another agent has; return it as :meth:`get_state` does.
-
-        Args:
-            state: The state, with times of this host.
-            token: Of the state that was changed.
-        """
+        """Write the common state, unless another agent has; return it as :meth:`get_state` does."""
         found = self._backend.set_state(self._written(state), token)
         return None if found is None else (self._read(found[0]), *found[1:])
 

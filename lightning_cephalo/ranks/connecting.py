@@ -44,11 +44,7 @@ _Answer = TypeVar("_Answer")
 
 
 class Lookout:
-    """Looks, each time it is called, whether another rank is gone or has failed.
-
-    Args:
-        switchboard: Knows where the other ranks answer.
-    """
+    """Looks, each time it is called, whether another rank is gone or has failed."""
 
     def __init__(self, switchboard: Switchboard) -> None:
         self._switchboard = switchboard
@@ -56,14 +52,7 @@ class Lookout:
         self._reachable: set[int] = set()
 
     def __call__(self, ranks: Sequence[int] | None = None) -> None:
-        """Look.
-
-        Args:
-            ranks: The ranks that may be gone; None: the next one.
-
-        Raises:
-            DistNetworkError: If a rank is gone or has failed.
-        """
+        """Look."""
         board = self._switchboard
         if board.knows_of_this_run():
             raise dist.DistNetworkError("another rank has failed while all connected")
@@ -119,11 +108,7 @@ class Watch:
             raise RemoteRankError(heard[0] if heard else seen(self.own, self.own.look())) from None
 
     def that_answer(self, come: Mapping[int, Process]) -> list[int]:
-        """Return which of the ranks that have come answer now.
-
-        Args:
-            come: As for :meth:`look`.
-        """
+        """Return which of the ranks that have come answer now."""
         self._note(come)
         answers = self.own.look(list(come))
         return [rank for rank, answer in answers.items() if not isinstance(answer, OSError)]
@@ -136,17 +121,7 @@ class Watch:
 def within(
     limit_s: float, ask: Callable[[], _Answer], watch: Callable[[], None] | None = None
 ) -> _Answer:
-    """Return what a function returns that may never return.
-
-    Args:
-        limit_s: How long it may take, in seconds.
-        ask: The function. It runs in a thread, which stays where it does not return.
-        watch: Called every second meanwhile; ends the wait if it raises.
-
-    Raises:
-        DistStoreError: If it takes longer.
-        BaseException: What the function raises.
-    """
+    """Return what a function returns that may never return."""
     answers: list[_Answer] = []
     failures: list[BaseException] = []
 
@@ -180,19 +155,7 @@ def connect_watched(
     wait: timedelta,
     remedy: str,
 ) -> _Answer:
-    """Connect to the other ranks; if that fails, let all ranks know which one is the cause.
-
-    Args:
-        switchboard: Reaches the other ranks.
-        backend: Of the group that is made.
-        connect: Makes a process group.
-        wait: How long torch waits in it, where it has a limit.
-        remedy: A sentence with the way out.
-
-    Raises:
-        RemoteRankError: If another rank is lost or has failed; it names the rank.
-        BaseException: This rank's own failure.
-    """
+    """Connect to the other ranks; if that fails, let all ranks know which one is the cause."""
     try:
         if backend_named(backend).runs_on_device:
             connect = _on_this_device(connect)

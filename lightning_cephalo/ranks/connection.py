@@ -70,13 +70,7 @@ class Ranks:
     def create(
         cls, timeout: timedelta, node_rank: int, switchboard: Switchboard | None = None
     ) -> Ranks:
-        """Create the groups over connected processes; collective.
-
-        Args:
-            timeout: Timeout of collectives.
-            node_rank: This rank's node as the launcher counts them.
-            switchboard: Reaches the other ranks already; None: one is made.
-        """
+        """Create the groups over connected processes; collective."""
         groups = Groups.create(timeout, node_rank, patience(timeout), switchboard)
         return cls(groups, CrashReport(groups.control, groups.meeting.switchboard))
 
@@ -91,24 +85,14 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Met:
-    """What ranks have that met in a store.
-
-    Attributes:
-        store: The store; rank 0's process serves it as long as this object lives.
-        switchboard: Reaches the other ranks; None if there are none.
-    """
+    """What ranks have that met in a store."""
 
     store: dist.Store
     switchboard: Switchboard | None
 
 
 class Connection:
-    """The connection over one default group, for all runs of this process.
-
-    Args:
-        met: How the ranks have met; None: another's code has made the default group.
-        earlier: The connection that this one replaces.
-    """
+    """The connection over one default group, for all runs of this process."""
 
     def __init__(self, met: Met | None, earlier: Connection | None = None) -> None:
         self._met = met
@@ -122,13 +106,7 @@ class Connection:
         self._holders.add(holder)
 
     def ranks_for(self, holder: HoldsGroups, timeout: timedelta, node_rank: int) -> Ranks:
-        """Return the groups of all runs; collective where this is the first.
-
-        Args:
-            holder: Refers to them from now on.
-            timeout: Timeout of collectives.
-            node_rank: This rank's node as the launcher counts them.
-        """
+        """Return the groups of all runs; collective where this is the first."""
         self.hold(holder)
         if self._ranks is None:
             self._ranks = self._connected(timeout, node_rank)
@@ -167,11 +145,7 @@ class Connection:
             self._ranks.close()
 
     def watch_for(self, own: Switchboard) -> Watch:
-        """Return a watch for ranks of an earlier run, while this one waits for all to come anew.
-
-        Args:
-            own: Reaches those that have come.
-        """
+        """Return a watch for ranks of an earlier run, while this one waits for all to come anew."""
         ranks = self._ranks
         if ranks is None or ranks.crash_report.switchboard is None:
             return Watch(own)
@@ -194,11 +168,7 @@ class Connection:
         return Watch(own, look, report.where_are, switchboard.name_of)
 
     def begin_run(self) -> bool:
-        """Return whether another run can use these groups; collective.
-
-        Raises:
-            RemoteRankError: If a rank has ended, or fails at this moment: it names the rank.
-        """
+        """Return whether another run can use these groups; collective."""
         ranks, switchboard = self._ranks, None
         if ranks is not None:
             switchboard = ranks.groups.meeting.switchboard

@@ -37,12 +37,7 @@ _PATIENCE_S, _LOOK_S = 5.0, 0.1
 
 @dataclass(frozen=True)
 class CrashReport:
-    """Tells other ranks why this one fails, and finds out why another one has.
-
-    Attributes:
-        control: Knows the failure that all ranks have raised together.
-        switchboard: Reaches other ranks; None if there is one rank.
-    """
+    """Tells other ranks why this one fails, and finds out why another one has."""
 
     control: ControlGroup
     switchboard: Switchboard | None
@@ -57,9 +52,6 @@ class CrashReport:
         So it is where each rank raises the same error in a hook. All ranks have then begun equally
         many collectives. A rank that has begun more waits for this one in vain: then this rank
         does not wait for it. The ranks agree on the answer.
-
-        Args:
-            exception: This rank's error. Others have been told of it.
         """
         switchboard = self.switchboard
         if switchboard is None:
@@ -98,11 +90,7 @@ class CrashReport:
         return True
 
     def where_are(self, ranks: Sequence[int]) -> str:
-        """Return a sentence about where ranks are that have not come; empty if none is known.
-
-        Args:
-            ranks: The ranks.
-        """
+        """Return a sentence about where ranks are that have not come; empty if none is known."""
         if self.switchboard is None:
             return ""
         answers = self.switchboard.look(ranks)
@@ -124,15 +112,7 @@ class CrashReport:
 
 
 def tell_why(switchboard: Switchboard, exception: BaseException) -> str | None:
-    """Tell other ranks why this one ends.
-
-    Args:
-        switchboard: Reaches them.
-        exception: What ends this rank.
-
-    Returns:
-        What has ended another rank, if this one has lost its connection to it; else None.
-    """
+    """Tell other ranks why this one ends."""
     if not is_lost_connection(exception):
         own = switchboard.name_of(switchboard.rank)
         switchboard.tell(f"{own} failed: {_short(exception)}")

@@ -27,23 +27,12 @@ from lightning_cephalo.ranks.switchboard import Switchboard
 def while_connecting(
     backend: str, wait: datetime.timedelta, timeout: datetime.timedelta
 ) -> datetime.timedelta:
-    """Return how long a group may be made, whose collectives wait for ``timeout`` later.
-
-    Args:
-        backend: The group's backend.
-        wait: How long it should take at most.
-        timeout: Timeout of its collectives.
-    """
+    """Return how long a group may be made, whose collectives wait for ``timeout`` later."""
     return wait if backend_named(backend).changes_timeout else timeout
 
 
 def set_timeout(group: dist.ProcessGroup | None, timeout: datetime.timedelta) -> None:
-    """Set how long a group's collectives wait, now that it is made.
-
-    Args:
-        group: The group; None: the default one.
-        timeout: Timeout of its collectives.
-    """
+    """Set how long a group's collectives wait, now that it is made."""
     if backend_of(group).changes_timeout:
         change = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
         change(timeout, group)
@@ -51,13 +40,7 @@ def set_timeout(group: dist.ProcessGroup | None, timeout: datetime.timedelta) ->
 
 @dataclass(frozen=True)
 class GroupsOfState:
-    """The process groups of ranks that hold the whole state together.
-
-    Attributes:
-        gather: Gathers parameters.
-        reduce: Reduces gradients.
-        rows: Serves operators on sharded tensors.
-    """
+    """The process groups of ranks that hold the whole state together."""
 
     gather: dist.ProcessGroup
     reduce: dist.ProcessGroup
@@ -113,15 +96,7 @@ class Groups:
         wait: datetime.timedelta | None = None,
         switchboard: Switchboard | None = None,
     ) -> Groups:
-        """Create the groups; collective.
-
-        Args:
-            timeout: Timeout of collectives.
-            node_rank: This rank's node as the launcher counts them. Ranks of one number are on
-                several nodes if their hosts or network namespaces differ.
-            wait: How long ranks wait for each other here; None: as long as in collectives.
-            switchboard: Reaches the other ranks already; None: one is made.
-        """
+        """Create the groups; collective."""
         wait = timeout if wait is None else wait
         of_default = while_connecting(dist.get_backend(), wait, timeout)
         messages = dist.new_group(backend="gloo", timeout=wait)

@@ -93,13 +93,7 @@ def tell(error: BaseException | None) -> None:
 
 
 class UnlessRefused(RendezvousHandler):
-    """Lets the agent start ranks, unless all of them have refused to train.
-
-    Args:
-        handler: Lets agents meet.
-        folder: In which ranks tell; what they have told is removed before they start again.
-        most_hosts: How many hosts may take part.
-    """
+    """Lets the agent start ranks, unless all of them have refused to train."""
 
     def __init__(self, handler: RendezvousHandler, folder: Path, most_hosts: int) -> None:
         self._handler, self._folder, self._most_hosts = handler, folder, most_hosts
@@ -113,11 +107,7 @@ class UnlessRefused(RendezvousHandler):
         return found
 
     def _refuse(self) -> None:
-        """Raise what ranks have told since the last start.
-
-        Raises:
-            RefusedError: All of them have refused.
-        """
+        """Raise what ranks have told since the last start."""
         told = None
         with suppress(OSError, ValueError):  # no file, or a rank has died while it wrote
             told = json.loads((self._folder / _FILE).read_text())

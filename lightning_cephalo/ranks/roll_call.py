@@ -43,12 +43,7 @@ _WELL, _ABSENT, _DIFFERENT = "w", "a", "d"
 
 @dataclass(frozen=True)
 class RollCall:
-    """What ranks know of each other when all have come.
-
-    Attributes:
-        name: Of this start, equal on all ranks; no other start has it.
-        processes: Of all ranks, in rank order.
-    """
+    """What ranks know of each other when all have come."""
 
     name: str
     processes: tuple[Process, ...]
@@ -76,9 +71,6 @@ def patience(timeout: timedelta) -> timedelta:
     Only the ranks notice a host that is lost meanwhile. The agents of the other hosts start the
     ranks again once these have ended. An agent notices the ranks of its own host: on a single host,
     a rank may work for long before it connects.
-
-    Args:
-        timeout: The longest wait.
     """
     hosts = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     return min(timeout, RESTARTING) if restarts_left() and hosts > 1 else timeout
@@ -94,23 +86,7 @@ def store_of_all(
     wait: timedelta,
     watch: Watch | None = None,
 ) -> tuple[dist.Store, RollCall]:
-    """Return a store that all ranks have come to, and who has come; collective.
-
-    Args:
-        rank: This rank.
-        process: This rank's process.
-        world_size: The number of ranks.
-        address: The host of rank 0.
-        port: The port of the store.
-        backend: This rank's backend of collectives.
-        wait: How long to wait for the others.
-        watch: Watches ranks that this one has heard from; None: nobody does.
-
-    Raises:
-        RemoteRankError: If ranks have not come, or are gone; it names them, on each that has come.
-        UnsupportedError: On every rank, if ranks would use different backends; on rank 0, if
-            another process has the port.
-    """
+    """Return a store that all ranks have come to, and who has come; collective."""
     holds = rank == 0 and not shares_agents_store()
 
     def connect() -> dist.Store:
@@ -164,21 +140,7 @@ def answer_the_call(
     wait: timedelta,
     watch: Watch | None = None,
 ) -> RollCall:
-    """Say that this rank is there, and wait for all others; collective.
-
-    Args:
-        store: A store that all ranks can reach.
-        rank: This rank.
-        process: This rank's process.
-        world_size: The number of ranks.
-        backend: This rank's backend of collectives.
-        wait: How long to wait for the others.
-        watch: As for :func:`store_of_all`.
-
-    Raises:
-        RemoteRankError: As :func:`store_of_all`.
-        UnsupportedError: As :func:`store_of_all`.
-    """
+    """Say that this rank is there, and wait for all others; collective."""
     answer = secrets.token_hex(4)
     said = json.dumps(asdict(_Answer(answer, backend, process)))
     if rank == 0:

@@ -39,15 +39,7 @@ def named_to_ranks() -> Iterator[None]:
 
 
 def look_for_starter(first: int, host: str) -> None:
-    """Look whether the process that has started this rank goes on, if a rank's process has.
-
-    Args:
-        first: The rank of that process.
-        host: The name of this host.
-
-    Raises:
-        RemoteRankError: If it has ended.
-    """
+    """Look whether the process that has started this rank goes on, if a rank's process has."""
     started_by = os.environ.get(STARTER)
     if started_by is None:
         return
@@ -63,16 +55,7 @@ def look_for_starter(first: int, host: str) -> None:
 
 
 def look_for_started(started: Sequence[Popen[bytes]], first: int, host: str) -> None:
-    """Look whether the processes go on that this rank has started, while it waits for them.
-
-    Args:
-        started: The processes of the ranks behind this one, in their order.
-        first: This rank.
-        host: The name of this host.
-
-    Raises:
-        RemoteRankError: If one has ended.
-    """
+    """Look whether the processes go on that this rank has started, while it waits for them."""
     for rank, process in enumerate(started, first + 1):
         status = process.poll()
         if status is not None:
@@ -93,14 +76,7 @@ def tell_ended() -> None:
 
 
 def look_for_ended(host: str) -> None:
-    """Look whether a rank of this host has ended well, while this one waits for all to come.
-
-    Args:
-        host: The name of this host.
-
-    Raises:
-        RemoteRankError: If one has.
-    """
+    """Look whether a rank of this host has ended well, while this one waits for all to come."""
     for path in sorted(Path(os.environ[TOLD]).glob(f"{_ENDED}*")):
         rank, process = path.name.removeprefix(_ENDED), ""
         with suppress(OSError):  # the agent removes them when the ranks end

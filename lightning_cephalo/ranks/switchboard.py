@@ -53,12 +53,7 @@ class Process:
 
     @classmethod
     def here(cls, place: str, port: int = 0) -> Process:
-        """Return this process.
-
-        Args:
-            place: As the attribute.
-            port: As the attribute.
-        """
+        """Return this process."""
         return cls(socket.gethostname(), _own_host(), port, os.getpid(), place)
 
     def __str__(self) -> str:
@@ -68,19 +63,7 @@ class Process:
 
 
 class Switchboard:
-    """Knows the servers of all ranks, and runs this rank's.
-
-    Args:
-        rank: This rank.
-        world_size: Number of ranks.
-
-    Attributes:
-        close: Stops this rank's server.
-        begun: Returns how many collectives this rank has begun, in each group. Nobody counts them
-            where this, or what it returns, is None.
-        on_news: Called in a thread when another rank has left a message, or a rank that stays with
-            this one has ended; None: nobody listens.
-    """
+    """Knows the servers of all ranks, and runs this rank's."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
@@ -102,12 +85,7 @@ class Switchboard:
 
     @classmethod
     def create(cls, control: ControlGroup, nodes: Sequence[int]) -> Switchboard | None:
-        """Start the servers of all ranks; collective; None if there is one rank.
-
-        Args:
-            control: Messages between ranks.
-            nodes: The node of every rank.
-        """
+        """Start the servers of all ranks; collective; None if there is one rank."""
         if control.world_size == 1:
             return None
         made = cls(control.rank, control.world_size)
@@ -115,11 +93,7 @@ class Switchboard:
         return made
 
     def process(self, place: str) -> Process:
-        """Return this process, with the port of this rank's server.
-
-        Args:
-            place: As of :class:`Process`.
-        """
+        """Return this process, with the port of this rank's server."""
         return Process.here(place, int(self._server.server_address[1]))
 
     def know(self, processes: Sequence[Process]) -> None:
@@ -146,26 +120,14 @@ class Switchboard:
         return self._processes[rank].place == self._processes[self.rank].place
 
     def where_is(self, rank: int) -> Whereabouts | None:
-        """Return where a rank is; None if it is stopped.
-
-        Raises:
-            ConnectionError: If it has ended.
-        """
+        """Return where a rank is; None if it is stopped."""
         try:
             return Whereabouts(**self._ask(rank, {"ask": "whereabouts"}, _ANSWER_S))
         except TimeoutError:
             return None
 
     def look(self, ranks: Iterable[int] | None = None) -> dict[int, Whereabouts | OSError]:
-        """Ask other ranks at the same time where they are.
-
-        Args:
-            ranks: The ranks; None: all whose processes are noted.
-
-        Returns:
-            Where each one is. A ConnectionError stands for a rank that has ended, another OSError
-            for one that does not answer.
-        """
+        """Ask other ranks at the same time where they are."""
 
         def ask(rank: int) -> Whereabouts | OSError:
             try:
@@ -178,12 +140,7 @@ class Switchboard:
         return dict(zip(others, _at_the_same_time([partial(ask, r) for r in others]), strict=True))
 
     def tell(self, message: str, ranks: Sequence[int] | None = None) -> None:
-        """Leave a message with other ranks, those that can be reached, and end all meetings.
-
-        Args:
-            message: Why this run has ended, for :meth:`heard`.
-            ranks: The ranks; None: all whose processes are noted.
-        """
+        """Leave a message with other ranks, those that can be reached, and end all meetings."""
         self._meetings.end()
 
         def tell(rank: int) -> bool:
@@ -224,9 +181,6 @@ class Switchboard:
         """Return a connection to another rank that lasts; each end learns when the other one ends.
 
         Both say goodbye by :meth:`say_goodbye`, where their end is no loss: a line comes.
-
-        Raises:
-            OSError: If that rank has ended or does not answer.
         """
         connection = socket.create_connection(self._address_of(rank), _ANSWER_S)
         try:
@@ -254,16 +208,6 @@ class Switchboard:
         """Say that this rank has come to a meeting; return who has come, and for what.
 
         It returns as soon as all have come, or after some seconds. Call it again to wait longer.
-
-        Args:
-            number: Counts the meetings of this run; equal on all ranks.
-            purpose: What this rank has come for, from where, and what the user may do if others
-                have not.
-            wait_s: The most seconds to wait for the others.
-
-        Raises:
-            ConnectionError: If rank 0, which counts the ranks, has ended, or a rank has failed.
-            TimeoutError: If rank 0 does not answer.
         """
         self._met = number
         of_all_runs = self._run * _MOST_MEETINGS + number
@@ -279,17 +223,6 @@ class Switchboard:
         """Say that this rank has failed; return whether all have, at equal positions.
 
         All ranks get the same answer.
-
-        Args:
-            position: This rank's, as of :meth:`position`.
-            wait_s: The most seconds to wait for the others.
-            gives_up: Whether the answer is no, if there is none yet.
-
-        Returns:
-            The answer, or None if some rank has not failed so far; and the ranks that have.
-
-        Raises:
-            OSError: If rank 0, which counts the ranks, has ended or does not answer.
         """
         asked = {"ask": "fail", "of": [self._run, self.rank, list(position), wait_s, gives_up]}
         answer = self._ask(0, asked, wait_s + _ANSWER_S)
@@ -304,11 +237,7 @@ class Switchboard:
         return None if begun is None else [*begun, self._met]
 
     def position_of(self, rank: int) -> list[int] | None:
-        """Return the position of another rank.
-
-        Raises:
-            OSError: If it has ended or does not answer.
-        """
+        """Return the position of another rank."""
         return self._ask(rank, {"ask": "position"}, _ANSWER_S)["position"]
 
     def _answer(self, asked: dict[str, Any]) -> dict[str, Any]:

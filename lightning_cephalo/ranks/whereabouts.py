@@ -22,14 +22,7 @@ _WAITS = ("wait", "_wait", "wait_for", "_ask")
 
 @dataclass(frozen=True)
 class Whereabouts:
-    """Where a rank is.
-
-    Attributes:
-        hook: The hook of Lightning that it runs, such as "on_train_epoch_end"; None: it runs none.
-        line: The innermost line of the user's code, such as "sample in train.py, line 12"; None:
-            it runs no code of the user's.
-        waits: Whether it waits in a collective.
-    """
+    """Where a rank is."""
 
     hook: str | None
     line: str | None
@@ -47,11 +40,7 @@ class Whereabouts:
 
 
 def whereabouts(thread: int) -> Whereabouts:
-    """Return where a thread of this process is.
-
-    Args:
-        thread: Its number, as of ``threading.get_ident()``.
-    """
+    """Return where a thread of this process is."""
     frames = list(_outwards(sys._current_frames().get(thread)))
     hooks = (_hook_of(frame) for frame in frames)
     lines = (_line_of(frame) for frame in frames if _is_users(frame))

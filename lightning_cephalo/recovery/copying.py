@@ -27,16 +27,7 @@ def slots_of_rank(has_storage: bool) -> int:
 
 
 class Copying:
-    """Sends each kept step to other hosts, in a thread.
-
-    Args:
-        copies: Copies of each piece.
-        store: Where this rank keeps pieces.
-        control: Messages between ranks.
-
-    Attributes:
-        took_s: Seconds that the last copies have taken.
-    """
+    """Sends each kept step to other hosts, in a thread."""
 
     def __init__(self, copies: int, store: Store, control: ControlGroup) -> None:
         self._copies, self._store, self._control = copies, store, control
@@ -46,12 +37,7 @@ class Copying:
         self.took_s = 0.0
 
     def place(self, needed_bytes: float, others_bytes: float) -> Placement:
-        """Choose who holds copies of whose pieces; collective.
-
-        Args:
-            needed_bytes: Bytes of this rank's slots.
-            others_bytes: Bytes that the ranks of this host will keep themselves.
-        """
+        """Choose who holds copies of whose pieces; collective."""
         if self._copies:
             own = Holder(own_domain(), needed_bytes, self._store.free_bytes - others_bytes)
             rows = self._control.gather(own)
@@ -87,13 +73,7 @@ class Copying:
     # -- a round ----------------------------------------------------------------------------------
 
     def start(self, piece: Piece, slot: Slot | None, spared: Piece | None) -> None:
-        """Begin to copy a step; every rank does.
-
-        Args:
-            piece: This rank's piece.
-            slot: Its file; None: it is void.
-            spared: This rank's piece of the newest step that all ranks have.
-        """
+        """Begin to copy a step; every rank does."""
         if self._peers is not None:
             exchange = partial(self._peers.exchange, self._placement, piece, slot, spared)
             self._task = Task("copying a step", partial(self._timed, exchange))
@@ -109,16 +89,7 @@ class Copying:
         return self._task is not None and not self._task.is_done
 
     def finish(self, timeout_s: float | None = None) -> bool:
-        """Wait for the copies, and return whether they are whole.
-
-        Args:
-            timeout_s: The longest wait; None: none.
-
-        Raises:
-            OSError: There is no room for a copy of another rank's.
-            RuntimeError: Another rank is lost.
-            TimeoutError: They are not done in time.
-        """
+        """Wait for the copies, and return whether they are whole."""
         task = self._task
         if task is None:
             return True
@@ -140,12 +111,6 @@ class Copying:
 
         The pieces of hosts that are about to leave go to hosts that stay, whether copies are
         wanted or not.
-
-        Args:
-            is_leaving: Whether this rank's host is about to leave.
-            piece: This rank's piece of the newest step; None: there is none.
-            slot: Its file; None: it is void.
-            spared: As for :meth:`start`.
         """
         nbytes = 0 if slot is None else slot.path.stat().st_size
         room = self._store.free_bytes - self._store.held_bytes

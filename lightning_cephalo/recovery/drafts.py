@@ -20,12 +20,7 @@ from lightning_cephalo.recovery.store import Piece, Slot
 
 
 class Task:
-    """Runs a function in a thread.
-
-    Args:
-        name: Name of the thread.
-        function: The function.
-    """
+    """Runs a function in a thread."""
 
     def __init__(self, name: str, function: Callable[[], Any]) -> None:
         self._function = function
@@ -46,15 +41,7 @@ class Task:
         return not self._thread.is_alive()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until the function has returned.
-
-        Args:
-            timeout_s: The longest wait; None: none.
-
-        Raises:
-            BaseException: What the function has raised.
-            TimeoutError: It has not returned in time.
-        """
+        """Wait until the function has returned."""
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise TimeoutError(f"{self._thread.name} has not ended within {timeout_s:g} s")
@@ -70,16 +57,6 @@ class Draft:
         draft = Draft(slot, piece, meta, tensors, accelerator)
         ...                                  # the forward
         is_whole = draft.finish()
-
-    Args:
-        slot: The file.
-        piece: Which piece it is.
-        meta: Bytes that describe the tensors.
-        tensors: The tensors, which nobody writes to meanwhile.
-        accelerator: The device of the tensors.
-
-    Attributes:
-        took_s: Seconds of a processor that the copy has taken.
     """
 
     def __init__(
@@ -107,11 +84,7 @@ class Draft:
         self._task = Task("keeping a step", copy)
 
     def finish(self) -> bool:
-        """Wait for the copy, and return whether it is whole: no tensor has changed meanwhile.
-
-        Raises:
-            OSError: There is no room. The file is void.
-        """
+        """Wait for the copy, and return whether it is whole: no tensor has changed meanwhile."""
         self._task.wait()
         is_whole = versions_of(self._tensors) == self._versions
         self._tensors = ()
@@ -126,11 +99,7 @@ def versions_of(tensors: Sequence[Tensor]) -> list[int]:
 
 
 class Probe:
-    """Tells whether tensors are written to.
-
-    Args:
-        tensors: The tensors.
-    """
+    """Tells whether tensors are written to."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors, self._versions = tensors, versions_of(tensors)

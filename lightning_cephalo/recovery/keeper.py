@@ -51,23 +51,7 @@ _ENDING_S = 10.0
 
 
 class Keeper:
-    """Keeps steps while a training runs.
-
-    Args:
-        trainer: The trainer that trains.
-        control: Messages between ranks.
-        accelerator: This rank's device.
-        store: Where to keep.
-        wish: The user's option.
-        inventory: What lay there at the start.
-        found: The pieces that training goes on from; None: it begins.
-        global_batch_size: Samples of a step over all ranks.
-        fits: Calls of fit() that have ended in the process.
-        uploading: Sends kept steps to the storage; None: there is none.
-
-    Attributes:
-        is_dumping: Whether the strategy is asked for rows in place of whole tensors.
-    """
+    """Keeps steps while a training runs."""
 
     def __init__(
         self,
@@ -123,15 +107,7 @@ class Keeper:
     # -- while training runs ----------------------------------------------------------------------
 
     def begin(self, resumed_batches: int | None) -> None:
-        """Keep the state at the beginning, and from now on that of steps; collective.
-
-        Args:
-            resumed_batches: Batches that are trained if training is resumed; None: it begins.
-
-        Raises:
-            RecoveryError: On every rank, if there is too little room.
-            BaseException: If the state cannot be kept.
-        """
+        """Keep the state at the beginning, and from now on that of steps; collective."""
         # not of the generators that training draws from
         self._run = self._control.broadcast(secrets.randbits(63))
         snapshot = self._snapshot(Kind.BETWEEN)
@@ -266,11 +242,7 @@ class Keeper:
         self.learn(self._control.gather(list(self.note())))
 
     def leave(self, is_noticed: bool) -> None:
-        """Let what was kept last survive the hosts that are about to leave; collective.
-
-        Args:
-            is_noticed: Whether this rank's host was told that it will be taken away.
-        """
+        """Let what was kept last survive the hosts that are about to leave; collective."""
         self.settle()
         self._finish_copies()
         newest = self._fresh or self._spared

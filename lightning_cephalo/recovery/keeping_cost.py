@@ -11,11 +11,7 @@ _LINK_SHARE = 0.05
 
 
 class Cost:
-    """Compares the time that keeping takes with that of the updates in between.
-
-    Args:
-        now_s: The time.
-    """
+    """Compares the time that keeping takes with that of the updates in between."""
 
     def __init__(self, now_s: float) -> None:
         self._ended_s = self._began_s = now_s
@@ -45,12 +41,7 @@ class Cost:
         self._keeping_s += seconds
 
     def fitting_every(self, every: float, copies_s: float) -> float:
-        """Return how many updates should lie between two kept steps.
-
-        Args:
-            every: The answer where nothing is known.
-            copies_s: Seconds that copies to other hosts take, beside training.
-        """
+        """Return how many updates should lie between two kept steps."""
         if not self._update_s:
             return every
         own = fitting_every(self._keeping_s, self._update_s)

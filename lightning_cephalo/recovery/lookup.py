@@ -16,14 +16,7 @@ from lightning_cephalo.recovery.store import Piece, Slot, Store, age
 
 @dataclass(frozen=True)
 class Inventory:
-    """What the ranks see of the kept steps; equal on every rank.
-
-    Attributes:
-        seen: Pieces that each rank sees.
-        places: Which files each rank sees; equal where two ranks see the same.
-        last_sent: The number of the last start of the ranks that has sent anything to the storage;
-            -1 if none has.
-    """
+    """What the ranks see of the kept steps; equal on every rank."""
 
     seen: tuple[frozenset[Piece], ...]
     places: tuple[Any, ...]
@@ -75,12 +68,6 @@ def assembled(
 
     Where all ranks see all files, each reads for itself. Else the first rank that sees a piece
     sends from it, and every rank must read the same tensors in the same order.
-
-    Args:
-        pieces: The pieces of the step, in rank order.
-        inventory: What the ranks see.
-        store: The files that this rank sees.
-        control: Messages between ranks.
     """
     own: Mapping[Piece, Slot] = store.pieces()
     holders = [

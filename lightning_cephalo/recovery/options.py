@@ -146,12 +146,7 @@ class Wish:
 
 
 def fitting_every(keeping_s: float, update_s: float) -> int:
-    """Return how many updates lie between two kept steps, if keeping is to take a fiftieth.
-
-    Args:
-        keeping_s: Seconds that keeping a step takes.
-        update_s: Seconds from one update to the next, without keeping.
-    """
+    """Return how many updates lie between two kept steps, if keeping is to take a fiftieth."""
     return max(1, math.ceil(keeping_s / (SHARE * max(update_s, 1e-6))))
 
 

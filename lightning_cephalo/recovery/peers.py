@@ -34,15 +34,7 @@ def own_domain() -> Hashable:
 
 
 class _Coming(NamedTuple):
-    """A piece that arrives.
-
-    Attributes:
-        sender: The rank that sends it.
-        piece: Which piece it is.
-        sizes: Its sizes.
-        slot: Where its copy goes; None: there is no room.
-        chunks: Where its bytes go.
-    """
+    """A piece that arrives."""
 
     sender: int
     piece: Piece
@@ -52,12 +44,7 @@ class _Coming(NamedTuple):
 
 
 class Peers:
-    """Exchanges pieces between hosts.
-
-    Args:
-        group: A group of all ranks that takes CPU tensors, and that nothing else uses.
-        store: Where this rank keeps pieces, and copies of others'.
-    """
+    """Exchanges pieces between hosts."""
 
     def __init__(self, group: dist.ProcessGroup, store: Store) -> None:
         self._group, self._store = group, store
@@ -66,20 +53,7 @@ class Peers:
     def exchange(
         self, placement: Placement, piece: Piece, slot: Slot | None, spared: Piece | None
     ) -> None:
-        """Send this rank's piece, and receive the others' that it is to hold; collective.
-
-        Args:
-            placement: Who holds copies of whose pieces.
-            piece: This rank's piece.
-            slot: Its file; None: the piece is void, and nothing is sent.
-            spared: This rank's piece of the newest step that all ranks have; copies of that step
-                stay.
-
-        Raises:
-            OSError: There is no room for a copy; the others have arrived.
-            RecoveryError: The file of this rank's piece is gone; the others know, and have theirs.
-            RuntimeError: Another rank is lost.
-        """
+        """Send this rank's piece, and receive the others' that it is to hold; collective."""
         receivers, senders = placement.receivers[self._rank], placement.senders(self._rank)
         sizes = Sizes(0, 0, 0)
         content: Tensor | None = None

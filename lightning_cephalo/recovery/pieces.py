@@ -28,26 +28,14 @@ from lightning_cephalo.sharding.placement import Rows, local_part, rows_of
 
 @dataclass(frozen=True)
 class _Place:
-    """Stands for a tensor in the tree that is kept.
-
-    Attributes:
-        number: Its number among the tensors of the rank.
-    """
+    """Stands for a tensor in the tree that is kept."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A tensor of a rank.
-
-    Attributes:
-        start: Where it begins in the payload, in bytes.
-        shape: Its shape; of a sharded tensor, that of this rank's rows.
-        dtype: Its dtype.
-        whole: Shape of the whole tensor, if it is sharded in rows.
-        rows: First row of this rank, and one past its last.
-    """
+    """A tensor of a rank."""
 
     start: int
     shape: tuple[int, ...]
@@ -59,14 +47,7 @@ class _Part:
 def taken_apart(
     tree: Any, rank: int, updated: Container[int] | None = None
 ) -> tuple[bytes, list[Tensor]]:
-    """Return what describes a tree of values, and the tensors in it.
-
-    Args:
-        tree: Dicts, lists and tuples of tensors and of values that can be pickled.
-        rank: This rank, whose rows of sharded tensors are taken.
-        updated: Ids of tensors that change in an update only. They and sharded tensors are not
-            copied, all others are. None: nothing is copied.
-    """
+    """Return what describes a tree of values, and the tensors in it."""
     found: dict[int, int] = {}
     tensors: list[Tensor] = []
     wholes: list[tuple[tuple[int, ...] | None, tuple[int, int]]] = []
@@ -97,11 +78,7 @@ def taken_apart(
 
 
 class _RanksOfMeshes:
-    """Knows this rank's number among those that hold the rows of a tensor.
-
-    Args:
-        rank: This rank.
-    """
+    """Knows this rank's number among those that hold the rows of a tensor."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -120,12 +97,7 @@ class _RanksOfMeshes:
 
 @dataclass(frozen=True)
 class RankState:
-    """What one rank has kept, without its payload.
-
-    Attributes:
-        tree: The tree of values, with places for tensors.
-        parts: The tensors of the rank.
-    """
+    """What one rank has kept, without its payload."""
 
     tree: Any
     parts: tuple[_Part, ...]
@@ -137,16 +109,7 @@ class RankState:
 
 
 class Assembly:
-    """Puts whole tensors together.
-
-    Args:
-        states: What each rank has kept.
-        fetch: ``fetch(rank, bytes)`` returns a range of a rank's payload, given as a slice. Where
-            ranks see different files it is collective.
-
-    Raises:
-        RecoveryError: The ranks have kept different tensors.
-    """
+    """Puts whole tensors together."""
 
     def __init__(self, states: Sequence[RankState], fetch: Callable[[int, slice], Tensor]) -> None:
         self.states, self._fetch = states, fetch

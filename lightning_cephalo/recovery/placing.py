@@ -8,13 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Holder:
-    """What a rank's host offers.
-
-    Attributes:
-        domain: What is lost together: equal for ranks of one host.
-        nbytes: Bytes that a copy of this rank's piece takes.
-        room_bytes: Room of the rank's host for copies; equal for ranks of one host.
-    """
+    """What a rank's host offers."""
 
     domain: Hashable
     nbytes: float
@@ -48,12 +42,6 @@ def placed(
 
     No two copies of a piece, nor the piece and its copy, are in one domain. On a host the rank
     receives that has the fewest bytes to receive.
-
-    Args:
-        ranks: What each rank's host offers.
-        copies: Copies of each piece.
-        sources: The ranks whose pieces are copied; None: all.
-        leaving: Ranks whose hosts take no copies, as they are about to leave.
     """
     chosen = range(len(ranks)) if sources is None else sources
     members: dict[Hashable, list[int]] = {}
@@ -83,15 +71,7 @@ def placed(
 
 @dataclass(frozen=True)
 class Needed:
-    """What a rank needs of its host's room.
-
-    Attributes:
-        place: Equal for ranks that see the same files.
-        slots_bytes: All its slots.
-        first_bytes: Its slots when it has kept the first step.
-        left_bytes: Files of none of the host's ranks, which stay until all ranks have that step,
-            such as copies that were read back; equal for the ranks of a host.
-    """
+    """What a rank needs of its host's room."""
 
     place: Hashable
     slots_bytes: float

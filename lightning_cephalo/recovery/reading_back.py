@@ -18,31 +18,14 @@ from lightning_cephalo.recovery.store import Piece, Store, age
 
 
 class ReadingBack:
-    """What the storage has for a start of the ranks; all methods are collective.
-
-    Args:
-        storage: The storage.
-        store: Where this rank keeps pieces.
-        control: Messages between ranks.
-
-    Attributes:
-        steps: The whole steps in the storage, newest first.
-    """
+    """What the storage has for a start of the ranks; all methods are collective."""
 
     def __init__(self, storage: Storage, store: Store, control: ControlGroup) -> None:
         self._storage, self._store, self._control = storage, store, control
         self.steps: Sequence[Committed] = ()
 
     def look(self, inventory: Inventory) -> Inventory:
-        """Read back what the newest step lacks in memory; return what the ranks see then.
-
-        Args:
-            inventory: What they see before.
-
-        Raises:
-            RecoveryError: On every rank: no step is whole in memory, and the storage cannot be
-                used, or has only damaged ones.
-        """
+        """Read back what the newest step lacks in memory; return what the ranks see then."""
         whole, last = inventory.whole(), -1
         try:
             self.steps, last = self._ask(is_whole=bool(whole))
@@ -103,13 +86,7 @@ class ReadingBack:
         return inventory
 
     def _read(self, step: Committed, inventory: Inventory, newest: Piece | None) -> float:
-        """Read this rank's part of the pieces that no rank sees, and return its bytes.
-
-        Args:
-            step: The step.
-            inventory: What the ranks see.
-            newest: A piece of the newest step that is whole in memory, and stays.
-        """
+        """Read this rank's part of the pieces that no rank sees, and return its bytes."""
         known = frozenset().union(*inventory.seen)
         missing = [piece for piece in step.pieces if piece not in known]
         own = missing[self._control.rank :: self._control.world_size]

@@ -61,15 +61,7 @@ _KEPT_BYTES = 12
 
 @dataclass(frozen=True)
 class _Found:
-    """A kept step that training goes on from.
-
-    Attributes:
-        pieces: Its pieces, in the order of the ranks that have kept it.
-        facts: Its numbers.
-        checkpoint: What Lightning resumes from; tensors are put together when they are read.
-        metrics: Values that callbacks monitor.
-        random: The states of this rank's generators; None: another number of ranks has kept it.
-    """
+    """A kept step that training goes on from."""
 
     pieces: tuple[Piece, ...]
     facts: Facts
@@ -160,11 +152,7 @@ class Recovering:
         self._sent = reading.steps
 
     def _newest_of(self, steps: Sequence[tuple[Piece, ...]]) -> _Found | None:
-        """Return the newest step that can be read; None if there is none, and a warning will do.
-
-        Args:
-            steps: The pieces of each step, newest first.
-        """
+        """Return the newest step that can be read; None if there is none, and a warning will do."""
         assert self._control is not None
         fault: Exception | None = None
         for pieces in steps[:-1]:
@@ -183,13 +171,7 @@ class Recovering:
         return found
 
     def _try(self, doing: str, function: Callable[[], Any], result: str) -> Any:
-        """Call a function on all ranks; where recovery is automatic, warn if any cannot.
-
-        Args:
-            doing: Description of the function.
-            function: The function. It may communicate if it fails on all ranks alike.
-            result: What it means if any rank cannot.
-        """
+        """Call a function on all ranks; where recovery is automatic, warn if any cannot."""
         assert self._control is not None
         try:
             return self._control.together(doing, function)

@@ -21,16 +21,7 @@ class Kind(Enum):
 
 
 class Facts(NamedTuple):
-    """Numbers of a kept step.
-
-    Attributes:
-        kind: Where in the loops it was kept.
-        steps: Updates that are done.
-        batches: Batches that are trained, over all epochs.
-        global_batch_size: Samples of a step over all ranks, as at the first start.
-        fits: Calls of fit() that had ended in the process.
-        should_stop: Whether training was to stop.
-    """
+    """Numbers of a kept step."""
 
     kind: Kind
     steps: int
@@ -41,14 +32,7 @@ class Facts(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """What a rank keeps of a step.
-
-    Attributes:
-        checkpoint: What Lightning would save, of rank 0's order of samples.
-        metrics: Values that callbacks monitor.
-        random: States of the rank's generators.
-        facts: Numbers of the step.
-    """
+    """What a rank keeps of a step."""
 
     checkpoint: dict[str, Any]
     metrics: dict[str, Tensor]

@@ -35,15 +35,7 @@ _WITHOUT_FOLDERS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "mem
 
 @dataclass(frozen=True)
 class Sent:
-    """What lies in the storage of a piece.
-
-    Attributes:
-        payload_bytes: Bytes of the tensors.
-        meta_bytes: Bytes of their description, which follow.
-        checksum: Of the description.
-        chunk_bytes: Bytes of each object; the last one has the rest.
-        chunk_checksums: Of each object.
-    """
+    """What lies in the storage of a piece."""
 
     payload_bytes: int
     meta_bytes: int
@@ -57,11 +49,7 @@ class Sent:
         return Sizes(self.payload_bytes, self.meta_bytes, self.checksum)
 
     def lengths(self) -> list[int]:
-        """Return the bytes of each object.
-
-        Raises:
-            ValueError: The numbers do not fit together.
-        """
+        """Return the bytes of each object."""
         total = self.payload_bytes + self.meta_bytes
         lengths = [
             min(self.chunk_bytes, total - at) for at in range(0, total, max(1, self.chunk_bytes))
@@ -73,12 +61,7 @@ class Sent:
 
 @dataclass(frozen=True)
 class Committed:
-    """A step that lies in the storage whole.
-
-    Attributes:
-        piece: Rank 0's piece.
-        sent: What lies there of each rank's.
-    """
+    """A step that lies in the storage whole."""
 
     piece: Piece
     sent: tuple[Sent, ...]
@@ -99,12 +82,6 @@ class Storage:
         storage.commit(piece)                           # on one, when all have sent
         newest = storage.committed()[0]
         storage.read(newest, 1, whole)                  # the bytes of rank 1's piece
-
-    Args:
-        url: Path or URL of the folder.
-
-    Raises:
-        RecoveryError: fsspec cannot open the URL.
     """
 
     def __init__(self, url: str) -> None:
@@ -138,11 +115,7 @@ class Storage:
     # -- writing ----------------------------------------------------------------------------------
 
     def check_writable(self) -> None:
-        """Write a small object, so that a wrong name or lacking rights are told before training.
-
-        Raises:
-            RecoveryError: That is not possible.
-        """
+        """Write a small object, so that a wrong name or lacking rights are told before training."""
         with self._named("writing to it"):
             self._make_folder(self._root)
             self._files.pipe_file(f"{self._root}/WRITABLE", b"lightning-cephalo\n")
@@ -154,20 +127,7 @@ class Storage:
         content: Tensor,
         is_cancelled: Callable[[], bool] = lambda: False,
     ) -> Sent | None:
-        """Write this rank's piece, and then a list of what was written.
-
-        Args:
-            piece: Which piece it is.
-            sizes: Its sizes.
-            content: The bytes of its payload and its meta.
-            is_cancelled: Returns whether to stop in between.
-
-        Returns:
-            What lies there; None: it was cancelled.
-
-        Raises:
-            RecoveryError: The storage is away, or denies it.
-        """
+        """Write this rank's piece, and then a list of what was written."""
         folder = self._folder(piece)
         checksums = []
         with self._named("writing a step to it"):
@@ -185,16 +145,7 @@ class Storage:
         return sent
 
     def commit(self, piece: Piece, is_cancelled: Callable[[], bool] = lambda: False) -> None:
-        """Declare a step whole that all ranks have sent, and remove older ones.
-
-        Args:
-            piece: A piece of the step.
-            is_cancelled: Returns whether to declare nothing any more.
-
-        Raises:
-            RecoveryError: The storage is away or denies it, an object is not there as it was sent,
-                or another training writes to the same place.
-        """
+        """Declare a step whole that all ranks have sent, and remove older ones."""
         folder = self._folder(piece)
         with self._named("committing a step"):
             newer = [other for other in self._steps() if age(other) > age(piece)]
@@ -237,11 +188,7 @@ class Storage:
     # -- reading ----------------------------------------------------------------------------------
 
     def committed(self) -> list[Committed]:
-        """Return the whole steps, newest first; those whose ``COMMIT`` is damaged are left out.
-
-        Raises:
-            RecoveryError: The storage is away or denies it.
-        """
+        """Return the whole steps, newest first; those whose ``COMMIT`` is damaged are left out."""
         found = []
         with self._named("looking for steps in it"):
             for piece in sorted(self._steps(), key=age, reverse=True):
@@ -256,25 +203,12 @@ class Storage:
         return found
 
     def last_attempt(self) -> int:
-        """Return the number of the last start that has sent anything, whole or not; -1 if none.
-
-        Raises:
-            RecoveryError: The storage is away or denies it.
-        """
+        """Return the number of the last start that has sent anything, whole or not; -1 if none."""
         with self._named("looking for steps in it"):
             return max((piece.attempt for piece in self._steps()), default=-1)
 
     def read(self, step: Committed, rank: int, whole: Tensor) -> None:
-        """Read the bytes of one rank's piece, and no others.
-
-        Args:
-            step: The step.
-            rank: The rank.
-            whole: Where its payload and its meta go, ``uint8``.
-
-        Raises:
-            RecoveryError: The storage is away or denies it, or the piece is damaged.
-        """
+        """Read the bytes of one rank's piece, and no others."""
         import torch
 
         sent, folder = step.sent[rank], self._folder(step.piece)
@@ -318,11 +252,7 @@ class Storage:
                 self._remove(piece)
 
     def remove(self) -> None:
-        """Remove all steps.
-
-        Raises:
-            RecoveryError: The storage is away or denies it.
-        """
+        """Remove all steps."""
         with self._named("removing steps from it"):
             for piece in self._steps():
                 self._remove(piece)
@@ -352,11 +282,7 @@ def _packed(data: Any) -> bytes:
 
 
 def _unpacked(raw: bytes) -> Any:
-    """Return what :func:`_packed` has packed.
-
-    Raises:
-        ValueError: It is damaged.
-    """
+    """Return what :func:`_packed` has packed."""
     outer = json.loads(raw)
     text = outer["text"]
     if zlib.crc32(text.encode()) != outer["checksum"]:

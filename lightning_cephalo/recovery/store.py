@@ -44,15 +44,7 @@ _SLACK = 1.25
 
 @dataclass(frozen=True, order=True)
 class Piece:
-    """One rank's part of a kept step.
-
-    Attributes:
-        serial: Number of the step among those that are kept.
-        attempt: Number of the start of the ranks that has kept it.
-        rank: Rank that has kept it.
-        world_size: Number of ranks then.
-        run: A number drawn at that start, so that pieces of two jobs are never taken for one step.
-    """
+    """One rank's part of a kept step."""
 
     serial: int
     attempt: int
@@ -76,13 +68,7 @@ def age(piece: Piece) -> tuple[int, int]:
 
 
 class Sizes(NamedTuple):
-    """What the file of a piece holds.
-
-    Attributes:
-        payload_bytes: Bytes of the tensors.
-        meta_bytes: Bytes of their description, which follow.
-        checksum: Of the description.
-    """
+    """What the file of a piece holds."""
 
     payload_bytes: int
     meta_bytes: int
@@ -93,13 +79,7 @@ class Sizes(NamedTuple):
 
 
 class Slot:
-    """A file that holds one piece, or nothing.
-
-    Args:
-        path: Its path.
-        is_synced: Whether each part is on the disk before the next is written, so that a power
-            failure voids the file at most.
-    """
+    """A file that holds one piece, or nothing."""
 
     def __init__(self, path: Path, is_synced: bool = False) -> None:
         self.path, self._is_synced = path, is_synced
@@ -110,30 +90,12 @@ class Slot:
         self._opened: tuple[int, int] | None = None
 
     def write(self, piece: Piece, meta: bytes, tensors: Sequence[Tensor]) -> None:
-        """Replace what the file holds.
-
-        Args:
-            piece: Which piece it is.
-            meta: Bytes that describe the tensors.
-            tensors: Tensors on any device; they lie behind each other, at the places that
-                :func:`places` gives.
-
-        Raises:
-            OSError: There is no room. The file is void.
-        """
+        """Replace what the file holds."""
         self.fill(meta, tensors)
         self.finish(piece)
 
     def fill(self, meta: bytes, tensors: Sequence[Tensor]) -> None:
-        """Write all but the header: the file is void until :meth:`finish`.
-
-        Args:
-            meta: As for :meth:`write`.
-            tensors: As for :meth:`write`.
-
-        Raises:
-            OSError: There is no room. The file is void.
-        """
+        """Write all but the header: the file is void until :meth:`finish`."""
         starts, end = places(tensors)
         whole = self.make_room(Sizes(end, len(meta), zlib.crc32(meta)))
         if tensors:
@@ -157,14 +119,7 @@ class Slot:
         return self._known[1]
 
     def make_room(self, sizes: Sizes) -> Tensor:
-        """Void the file, and return the bytes of a payload and a meta behind it, to be written.
-
-        Args:
-            sizes: What will be written.
-
-        Raises:
-            OSError: There is no room. The file is void.
-        """
+        """Void the file, and return the bytes of a payload and a meta behind it, to be written."""
         end = _PAGE + sizes.payload_bytes + sizes.meta_bytes
         whole = self._room(end)
         whole[:_PAGE].zero_()
@@ -173,11 +128,7 @@ class Slot:
         return whole[_PAGE:end]
 
     def finish(self, piece: Piece) -> None:
-        """Write the header: the file is whole.
-
-        Args:
-            piece: Which piece it is.
-        """
+        """Write the header: the file is whole."""
         assert self._map is not None and self._sizes is not None
         sizes, self._sizes = self._sizes, None
         self._sync()
@@ -191,11 +142,7 @@ class Slot:
         self._sync(_PAGE)
 
     def content(self) -> tuple[Sizes, Tensor]:
-        """Return the sizes and the bytes of a file that this process has written.
-
-        Raises:
-            RecoveryError: The file is not there any more, or void.
-        """
+        """Return the sizes and the bytes of a file that this process has written."""
         head = _read_head(self.path)
         if self._bytes is None or head is None:
             raise RecoveryError(
@@ -256,11 +203,7 @@ class Slot:
         return None if head is None else Piece(*head[1:6])
 
     def read(self) -> tuple[bytes, Tensor]:
-        """Return the meta, and the payload as bytes; changes of the payload stay in this process.
-
-        Raises:
-            RecoveryError: The file is void or damaged.
-        """
+        """Return the meta and the payload; changes of the payload stay in this process."""
         head = _read_head(self.path)
         if head is not None:
             *_, payload, payload_bytes, meta_at, meta_bytes, checksum = head
@@ -368,14 +311,7 @@ class Store:
     # -- pieces -----------------------------------------------------------------------------------
 
     def slot(self, rank: int, *spared: Piece | None, is_copy: bool = False) -> Slot:
-        """Return a slot of a rank that holds no spared piece; there is one more than of these.
-
-        Args:
-            rank: The rank.
-            spared: Its piece of the newest step that all ranks have, and others that must stay;
-                None: there is none.
-            is_copy: Whether the rank is on another host.
-        """
+        """Return a slot of a rank that holds no spared piece; there is one more than of these."""
         kind = "copy" if is_copy else "rank"
         kept = set(spared) - {None}
         slots = (self._slot(f"{kind}{rank}.{number}") for number in range(len(spared) + 1))
@@ -401,11 +337,7 @@ class Store:
         return {piece: slot for slot in slots if (piece := slot.piece()) is not None}
 
     def renew(self) -> bool:
-        """Make ready to write what somebody has removed; return whether anything was missing.
-
-        Raises:
-            RecoveryError: The folder cannot be made anew.
-        """
+        """Make ready to write what somebody has removed; return whether anything was missing."""
         removed = [slot for slot in self._slots.values() if slot.is_removed]
         for slot in removed:
             slot.close()

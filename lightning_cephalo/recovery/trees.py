@@ -16,12 +16,7 @@ _PLAIN = frozenset((int, float, bool, str, bytes, complex, type(None)))
 
 
 def with_tensors(tree: Any, made: Callable[[Tensor], Any]) -> Any:
-    """Return a tree with other values in place of its tensors.
-
-    Args:
-        tree: Dicts, lists and tuples, and other containers that torch's pytree knows.
-        made: Returns what takes the place of a tensor.
-    """
+    """Return a tree with other values in place of its tensors."""
     kind = type(tree)
     if kind in _PLAIN:
         return tree
@@ -40,11 +35,7 @@ def with_tensors(tree: Any, made: Callable[[Tensor], Any]) -> Any:
 
 
 def tensors_of(tree: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a tree.
-
-    Args:
-        tree: As for :func:`with_tensors`.
-    """
+    """Yield the tensors of a tree."""
     kind = type(tree)
     if kind in _PLAIN:
         return

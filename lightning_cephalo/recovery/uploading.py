@@ -36,20 +36,7 @@ class _Phase(Enum):
 
 
 class Uploading:
-    """Sends a kept step now and then.
-
-    Args:
-        storage: Where to.
-        every_s: Seconds from the beginning of one upload to that of the next.
-        control: Messages between ranks.
-        pinned: This rank's piece of the newest step in the storage; None: there is none.
-        now_s: Returns the time.
-
-    Attributes:
-        pinned: The piece that is under way, or was last: it stays in memory, so that a restart
-            reads from the storage only what was lost.
-        uploads: Steps that were committed.
-    """
+    """Sends a kept step now and then."""
 
     def __init__(
         self,
@@ -137,12 +124,7 @@ class Uploading:
             )
 
     def offer(self, piece: Piece | None, slot_of: Callable[[Piece], Slot | None]) -> None:
-        """Begin to send a step if it is time to; every rank does, with the same step.
-
-        Args:
-            piece: This rank's piece of a step that all ranks have.
-            slot_of: Returns the file of a piece.
-        """
+        """Begin to send a step if it is time to; every rank does, with the same step."""
         if not self._is_due or piece is None:
             return
         self._is_due = False
@@ -168,11 +150,7 @@ class Uploading:
         self._task = Task(name, lambda: function(*args))
 
     def cancel(self, timeout_s: float) -> bool:
-        """Send no more; wait until what is under way has stopped, and return whether it has.
-
-        Args:
-            timeout_s: The longest wait.
-        """
+        """Send no more; wait until what is under way has stopped, and return whether it has."""
         self._is_cancelled = True
         if self._task is None:
             return True

@@ -27,10 +27,6 @@ class Emulated(Cpu):
     """The CPU at the pace and in the memory of another device.
 
     Tensors made while the emulated device is paused are host memory.
-
-    Args:
-        device: ``torch.device("cpu")``.
-        emulated: The emulated device. This rank runs inside its ``with`` block.
     """
 
     host_is_apart = True

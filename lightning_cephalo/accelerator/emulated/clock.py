@@ -21,11 +21,6 @@ class ThreadActivity:
     The rest of the elapsed time is time that the thread spent blocked: in a collective, in a sleep,
     on a file. Without ``/proc`` (macOS) waiting for a processor looks like being blocked. A starved
     rank then does not catch up.
-
-    Args:
-        ran: Returns the seconds for which this thread ran.
-        statistics: The kernel's scheduler statistics of this thread, a file of three numbers. The
-            second is the wait for a processor in nanoseconds.
     """
 
     def __init__(
@@ -66,12 +61,6 @@ class VirtualClock:
     this credit. While the thread is *blocked*, the device finishes its work but earns no credit.
     Otherwise a fast rank that waits for a slow rank in every collective would run its next step at
     the machine's full speed.
-
-    Args:
-        now: Returns the host's monotonic time in seconds.
-        active: Returns the seconds for which this thread ran or waited for a processor; by default
-            a :class:`ThreadActivity` of the calling thread.
-        sleep: Blocks for a number of seconds.
 
     Source: the credit rule and its limits were measured on two cores with two to six ranks.
     """

@@ -53,13 +53,7 @@ class Lane:
         return self._jobs.busy_s
 
     def issue(self, amount: float, start_s: float, now_s: float = -math.inf) -> float:
-        """Return when a job is done that may begin at ``start_s``.
-
-        Args:
-            amount: Bytes, or elements.
-            start_s: When what it waits for is done.
-            now_s: The present time; no later job can begin before it.
-        """
+        """Return when a job is done that may begin at ``start_s``."""
         self._jobs.forget(now_s)
         took_s = amount / self._rate
         if self._memory is not None:
@@ -74,14 +68,7 @@ def _start_s(device: EmulatedDevice, after: Sequence[float | None] | None) -> fl
 
 
 class LaneCopies:
-    """Copies of an emulated device over its link, which has a lane for each direction.
-
-    Args:
-        device: The device.
-        to_device: The lane of copies to the device.
-        to_host: The lane of copies to the host.
-        is_on_device: Returns whether a tensor counts as the device's memory.
-    """
+    """Copies of an emulated device over its link, which has a lane for each direction."""
 
     def __init__(
         self,
@@ -113,12 +100,7 @@ class LaneCopies:
 
 
 class LaneWorker:
-    """The host's threads of an emulated device.
-
-    Args:
-        device: The device.
-        lane: Does elements of parameters.
-    """
+    """The host's threads of an emulated device."""
 
     def __init__(self, device: EmulatedDevice, lane: Lane) -> None:
         self._device, self._lane = device, lane

@@ -28,15 +28,6 @@ def emulated_flops_per_s(
     The sum of the rates is at most half of the real rate of all processors. The fastest is at most
     0.8 of one processor. Above these limits the ranks disturb each other and the ratios break
     (20:10:10:5 GFLOP/s held on two cores of 50, 40:20:20:10 did not).
-
-    Args:
-        speeds: Relative speed of every rank on this machine.
-        core_flops_per_s: Real rate of one processor on work like that of the ranks, while the
-            others are busy too.
-        processors: Number of processors.
-
-    Returns:
-        Floating-point operations per second of every rank.
     """
     total = min(
         _LARGEST_SHARE_OF_MACHINE * processors * core_flops_per_s,
@@ -56,11 +47,6 @@ def measure_flops_per_s(
 
     Takes a fraction of a second, sets one torch thread per processor meanwhile, and does not change
     torch's random state.
-
-    Args:
-        busy_processors: Number of processors that run the block at the same time. Together each is
-            slower than alone, because they share the clock rate and the memory.
-        now: Returns monotonic seconds; called by several threads.
     """
     threads = torch.get_num_threads()
     start = threading.Barrier(busy_processors, timeout=60)  # a failed thread must not hang the rest
