@@ -69,10 +69,9 @@ from lightning_cephalo.observe.pace import MeasuredRank
 from lightning_cephalo.observe.watch import Watch
 from lightning_cephalo.plan import Plan, Problem
 from lightning_cephalo.plan.memory_timeline import MemoryTimeline
-from lightning_cephalo.plan.program import ROOT
 from lightning_cephalo.plan.reasons import left_out, reasons, surprises
 from lightning_cephalo.plan.replan import Replan
-from lightning_cephalo.preparation import hybrid_choice, replanning, vocabulary_choice
+from lightning_cephalo.preparation import hybrid_choice, replanning
 from lightning_cephalo.preparation.batch_size_change import begin_with_less, follow_batch_size
 from lightning_cephalo.preparation.limits import Cap
 from lightning_cephalo.preparation.loss_check import LossCheck
@@ -84,7 +83,6 @@ from lightning_cephalo.preparation.options import (
     parse_hybrid_sharding,
     parse_optimizer_offload,
     parse_reduce_dtype,
-    parse_vocabulary_sharding,
     refuse_removed,
     verbosity,
 )
@@ -168,18 +166,11 @@ class CephaloStrategy(ParallelStrategy):
         reduce_dtype: Dtype that gradients travel in between ranks: ``torch.bfloat16`` halves their
             bytes. Each rank's gradient is rounded once, and sums over gloo are in float32. None:
             their own dtype, as on one device.
-        vocabulary_sharding: Keep the token embedding and the head cut along the vocabulary in
-            steps, by the plan's shares of the state, in place of gathering them whole on every
-            rank. Tokens and hidden states travel instead. For large vocabularies and few tokens a
-            step. It is measured and planned as such: shares of the state then go by the time of
-            the head, too. The plan does not change by itself. "auto": both ways are measured, which
-            takes twice as long at the first start, and the shorter step wins.
         chunked_logits: Compute the logits of a language model's head, and their gradients, for a
             thousand tokens at a time, in place of those of a whole microbatch: for large
             vocabularies, whose logits may be most of a rank's memory. Losses and gradients are the
             same. Code that needs all logits gets them, with a warning. "auto": only where a
-            microbatch's logits are more than 256 MiB in single precision. Where the vocabulary
-            stays cut, logits are in chunks anyway.
+            microbatch's logits are more than 256 MiB in single precision.
         hybrid_sharding: Let each node hold the whole state, cut unevenly among its ranks, in place
             of all ranks together. Gathers then stay inside of a node, and gradients cross to
             another node once. For slow links between nodes that have the memory, over gloo. A plan
@@ -238,7 +229,6 @@ class CephaloStrategy(ParallelStrategy):
         optimizer_offload: bool | Literal["auto"] = False,
         optimizer_scope: str | Mapping[type | str, str] = "auto",
         reduce_dtype: torch.dtype | str | None = None,
-        vocabulary_sharding: bool | Literal["auto"] = False,
         chunked_logits: bool | Literal["auto"] = False,
         hybrid_sharding: bool | Literal["auto"] = False,
         profile_budget_s: float = 20.0,
@@ -281,7 +271,6 @@ class CephaloStrategy(ParallelStrategy):
             optimizer_offload=parse_optimizer_offload(optimizer_offload),
             optimizer_scope=optimizer_scope,
             reduce_dtype=parse_reduce_dtype(reduce_dtype),
-            vocabulary_sharding=parse_vocabulary_sharding(vocabulary_sharding),
             chunked_logits=parse_chunked_logits(chunked_logits),
             hybrid_sharding=parse_hybrid_sharding(hybrid_sharding),
             profile_budget_s=profile_budget_s,
@@ -539,11 +528,8 @@ class CephaloStrategy(ParallelStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._recovering.check_begin()
         self._refuse(When.TRAINING_SETUP if fitting else When.EVALUATION_SETUP)
-        if fitting:
-            if self._layer_sync is not None:
-                self._synchronised = batch_norm.SynchronisedLayers(self._module)
-            if self._options.vocabulary_sharding is True and self.world_size > 1:
-                supported.refuse_with_vocabulary_sharding(self._apart_from_vocabulary())
+        if fitting and self._layer_sync is not None:
+            self._synchronised = batch_norm.SynchronisedLayers(self._module)
         if precision.compute_dtype(self.precision_plugin) is None:
             self.precision_plugin.convert_module(self._module)
         # as FSDPStrategy does: sets `self.device` of a module that is never moved as a whole
@@ -552,8 +538,7 @@ class CephaloStrategy(ParallelStrategy):
             with self._waiting_for_hosts():
                 job, problem = self._shard_by_plan(trainer)
         else:
-            options = self._options.settled_vocabulary(can_be_cut=False)
-            self._shard(Job.of_evaluation(options, self.world_size))
+            self._shard(Job.of_evaluation(self._options, self.world_size))
         if batch_size_finders(trainer):
             self._search = BatchSearch(trainer, self.session.control)
         self.model = self._module
@@ -574,7 +559,7 @@ class CephaloStrategy(ParallelStrategy):
                 replans.count_on_late_updates()
             if self._options.verbose and self.is_global_zero:
                 self._show_plan()
-                if self.session.model.executor.hooks.vocabulary.forwards:
+                if self.session.model.executor.hooks.vocabulary.chunked:
                     report.show(self.session.model.executor.hooks.vocabulary.described())
         self.setup_precision_plugin()
         self._ending.set_up()
@@ -609,17 +594,6 @@ class CephaloStrategy(ParallelStrategy):
             partial(batch_norm.warn_of_microbatches, self._module, plan, self.global_rank),
         )
 
-    def _apart_from_vocabulary(self) -> dict[str, bool]:
-        """Return what does not go together with a cut vocabulary, and whether it is there."""
-        options = self._options
-        return {
-            "replan=True": options.replan is True,
-            "optimizer_offload": options.optimizer_offload is not False,
-            "reduce_dtype": options.reduce_dtype is not None,
-            "hybrid sharding": options.hybrid_sharding is True,
-            "manual optimization": not self._module.automatic_optimization,
-        }
-
     def _shard_by_plan(self, trainer: Trainer) -> tuple[Job, Problem | None]:
         """Prepare for training, in the stages of :mod:`~lightning_cephalo.preparation.prepare`.
 
@@ -636,8 +610,6 @@ class CephaloStrategy(ParallelStrategy):
         options = self._options.recovering(size, kept_bytes)
         if batch_norm.synchronised(self._module):
             options = options.without_recompute()
-        apart = [name for name, is_there in self._apart_from_vocabulary().items() if is_there]
-        options = options.settled_vocabulary(can_be_cut=self.world_size > 1 and not apart)
         job = read_job(trainer, control, options, self._connection.groups.nodes)
         if job.ready_samples is not None and batch_size_finders(trainer):
             raise UnsupportedError(supported.READY_BATCHES)
@@ -665,10 +637,7 @@ class CephaloStrategy(ParallelStrategy):
             session.notes = (*found, *chosen.notes)
             replans = replanning.wants(self._options.replan, job)
         else:
-            job = vocabulary_choice.as_planned(job, session.model)
             replans = replanning.wants(self._options.replan, job)
-            is_cut = bool(session.model.units[ROOT].cuts)
-            supported.check_planned_vocabulary(plan, is_cut, replans)
             problem = self._measured(job) if replans else None
         session.apply(plan, memory)
         session.shard_averages(trainer.callbacks)  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_cephalo.adapters.averaged_weights import lightnings_classes
 from lightning_cephalo.adapters.batch_search import batch_size_finders
-from lightning_cephalo.common.errors import PlanError, UnsupportedError
+from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.data.containers import known_length
 from lightning_cephalo.data.reading import original_of
 from lightning_cephalo.plan import Plan
@@ -91,63 +91,6 @@ def warn_of_combined_evaluation(loader: Any) -> None:
         " every sample once.",
         category=UserWarning,
     )
-
-
-_TOGETHER_WITH_VOCABULARY = {
-    "replan=True": "the pace of columns of logits is not watched: leave replan out",
-    "optimizer_offload": "leave optimizer_offload out",
-    "reduce_dtype": "leave reduce_dtype out",
-    "hybrid sharding": "leave hybrid_sharding, and state_groups of the plan, out",
-    "manual optimization": "ranks meet at backwards and updates only: use automatic optimization",
-}
-
-
-def refuse_with_vocabulary_sharding(given: Mapping[str, bool]) -> None:
-    """Raise for what does not go together with ``vocabulary_sharding=True``.
-
-    Args:
-        given: What there is, by name.
-
-    Raises:
-        UnsupportedError: The message names it and the way out.
-    """
-    for name, is_given in given.items():
-        if is_given:
-            raise UnsupportedError(
-                f"vocabulary_sharding=True does not work with {name} so far;"
-                f" {_TOGETHER_WITH_VOCABULARY[name]}, or use vocabulary_sharding=False."
-            )
-
-
-def check_planned_vocabulary(plan: Plan, is_cut: bool, replans: bool) -> None:
-    """Compare a plan that is given with whether a vocabulary stays cut here; equal on all ranks.
-
-    Warns if the plan's predictions are those of another training.
-
-    Args:
-        plan: The plan.
-        is_cut: Whether an embedding or a head stays cut.
-        replans: Whether the plan may change by itself, which measures this training.
-
-    Raises:
-        PlanError: If it may, and has to be compared with what it does not count on.
-    """
-    if plan.vocabulary_sharding and not is_cut:
-        said = "The plan says vocabulary_sharding: true, but no embedding or head stays cut here"
-        remedy = "Use CephaloStrategy(vocabulary_sharding=True) on several ranks, or another plan."
-        if replans:
-            raise PlanError(
-                f"{said}: replan=True cannot compare it with what is measured. {remedy}"
-            )
-        rank_zero_warn(
-            f"{said}: its predictions of time and memory are not those of this training. {remedy}"
-        )
-    elif is_cut and plan.step_s is not None and not plan.vocabulary_sharding:
-        rank_zero_warn(
-            "An embedding or a head stays cut here, but the plan does not say vocabulary_sharding:"
-            " true: its predictions of time and memory are not those of this training. Use a plan"
-            " that was solved with CephaloStrategy(vocabulary_sharding=True), or leave plan out."
-        )
 
 
 def warn_of_other_optimizers(saved: int, present: int) -> None:

@@ -55,7 +55,6 @@ from lightning_cephalo.execution.visits import (
     where,
     without_backward,
 )
-from lightning_cephalo.execution.vocabulary.rounds import VocabularyRounds
 from lightning_cephalo.plan.program import (
     FIRST_LAYERS,
     LAST_LAYERS,
@@ -111,7 +110,6 @@ class Executor:
         state: Gives each microbatch its own values of tensors that code stores on modules.
         buffers: Combines the buffers that microbatches write.
         parts: Warns of code that sees gradients in parts.
-        vocabulary: Answers what microbatches ask of layers that stay cut.
         early: Updates units inside the backward.
         state_moves: Moves optimizer state that lives in host memory.
         arena: Host memory for boundaries; None: they stay on the device.
@@ -140,12 +138,7 @@ class Executor:
         self.hooks = UnitHooks(units, meet, self.writes)
         self.failure = Failure(control.rank, names)
         self._meetings = Meetings(self.hooks.norms, self.failure, control, accelerator.device)
-        self.vocabulary = VocabularyRounds(
-            self.hooks.vocabulary, self.failure, control, accelerator.device
-        )
-        # whether the root unit keeps its vocabulary cut, and gradients may leave for the host: not
-        # with manual optimization
-        self._is_cut = self._sends_gradients = False
+        self._sends_gradients = False  # not with manual optimization
         self.state = ModuleState(units[ROOT].module, several_ranks=control.world_size > 1)
         self.stored = StoredOutputs(unit.module.modules() for unit in units)
         self.numbers = ModuleNumbers(self.state, control, accelerator)
@@ -240,10 +233,6 @@ class Executor:
         """
         self._whole_batch = float(total)
 
-    def forget_order(self) -> None:
-        """Forget the order of visits: the next step is traced."""
-        self._visits.forget()
-
     @property
     def visits(self) -> tuple[Visit, ...]:
         """The order of visits of the last training step."""
@@ -317,12 +306,11 @@ class Executor:
         Returns:
             The outcome. If no microbatch of any rank has a loss, there is no backward to call.
         """
-        self.gave_up, self._is_cut = False, True
+        self.gave_up = False
         self._sends_gradients = self.state_moves.begin_step()
         self._hide_held_gradients()  # of a step whose backward has not come
         for group in self.units[ROOT].ends.values():
             group.forget_landed()
-        self.vocabulary.forget()
         self._throttle.begin_step()
         trainable = tuple(unit.trainable for unit in self.units)
         visits = self._visits.known(trainable)
@@ -425,7 +413,7 @@ class Executor:
             microbatches: Its run.
             visits: The order of the step, which grows while the step runs.
         """
-        self.gave_up = self._is_cut = self._sends_gradients = False
+        self.gave_up = self._sends_gradients = False
         self.hooks.ends = frozenset()
         self._throttle.begin_step()
         step = self._step = self._new_step(calls, microbatches)
@@ -550,7 +538,7 @@ class Executor:
         Returns:
             The result, if this rank had a step, and the notes; the weights are empty.
         """
-        self._is_cut, self.hooks.ends = True, frozenset()
+        self.hooks.ends = frozenset()
         calls = [] if call is None else [call]
         steps = [self.hooks.vocabulary.with_whole_results(call.step) for call in calls]
         microbatches = [Microbatch(step, self.accelerator, recompute=False) for step in steps]
@@ -565,24 +553,19 @@ class Executor:
             if parked == [None]:
                 self.failure.guarded(self.writes.check, doing.removeprefix("running "))
             place = where(failed=self.failure.error is not None, parked=parked, choice=Choice(()))
-            own = (place[0], place[2])
-            rows = self.exchange([*own, *note()])
-            said = [(row[0], row[1]) for row in rows]
-            if any(unit == FAILED for unit, _ in said):
+            rows = self.exchange([place[0], *note()])
+            units = [row[0] for row in rows]
+            if FAILED in units:
                 self.give_up(doing)
-            wanted = [each for each in said if each[0] != FINISHED]
+            wanted = [unit for unit in units if unit != FINISHED]
             if not wanted:
                 break
-            unit, meeting = min(wanted)
-            takes_part = own == (unit, meeting)
-            if meeting != NONE:
-                # the one visit that there is: evaluation knows no order
-                step.visits = [Visit(int(unit), differentiable=False, meeting=int(meeting))]
-            self.run(evaluation_of(int(unit), takes_part, is_meeting=meeting != NONE))
+            unit = min(wanted)
+            self.run(evaluation_of(int(unit), takes_part=place[0] == unit))
         results = tuple(microbatch.result for microbatch in microbatches)
         microbatches.clear()
         self._step = self._new_step((), [])
-        return ForwardOutcome(results, (), 0.0, tuple(tuple(row[2:]) for row in rows))
+        return ForwardOutcome(results, (), 0.0, tuple(tuple(row[1:]) for row in rows))
 
     # -- running instructions -----------------------------------------------------------------
 
@@ -652,13 +635,10 @@ class Executor:
         part = self._part(instruction.unit)
         start = part.start_gather
         if isinstance(part, Unit):
-            is_cut = self._is_cut and bool(part.cuts)
-            if part.is_cut != is_cut:
-                part.free()
             apart = root_gathers_without(self._step.ends) if part.ends else ()
             for end in apart:  # evaluation has gathered all
                 part.ends[end].free(self._wait)
-            start = partial(part.start_gather, is_cut=is_cut, apart=apart)
+            start = partial(part.start_gather, apart)
         if part.state is not UnitState.SHARDED:
             return
         self.failure.with_memory(start)
@@ -788,20 +768,10 @@ class Executor:
 
     def _meet(self, instruction: Instruction) -> None:
         step, visit = self._step, self._step.visits[instruction.visit]
-        if self.hooks.vocabulary.has(visit.meeting):
-            meet = self.vocabulary.forward
-            if self.hooks.in_backward:
-                meet = self.vocabulary.backward
-            self.wait_for(self.units[ROOT])  # the bias of a head; a rank without data has not
-            meet(visit, instruction.visit, step.microbatches, self._waiting, self._answered)
-        elif self.hooks.in_backward:
+        if self.hooks.in_backward:
             self._meetings.backward(visit, instruction.visit, step.microbatches, self._waiting)
         else:
             self._meetings.forward(visit, step.microbatches, self._waiting)
-
-    def _answered(self) -> None:
-        for observer in self._observers:
-            observer.answered(self._now)
 
     def _reduce(self, instruction: Instruction) -> None:
         part, step = self._part(instruction.unit), self._step
@@ -1021,7 +991,6 @@ class Executor:
     def _release_all(self) -> None:
         self.failure.abandon()
         self.buffers.of_microbatches.abandon()
-        self.vocabulary.forget()
         self._reducing = None
         for unit in self.units:
             unit.wait_reduce()

@@ -64,8 +64,6 @@ from lightning_cephalo.execution.stored_outputs import StoredOutputs
 from lightning_cephalo.execution.tensor_hooks import refuse_hooks_inside
 from lightning_cephalo.execution.training_modes import Modes
 from lightning_cephalo.execution.visit_records import UnitRecord, VisitRecords
-from lightning_cephalo.execution.vocabulary.attendance import VocabularyAttendance
-from lightning_cephalo.execution.vocabulary.questions import Question
 from lightning_cephalo.plan.program import NONE, ROOT, Visit, visit_of
 
 BEHIND_THE_LAST = Visit(NONE)
@@ -143,7 +141,6 @@ class Microbatch:
         parked: The visit that it waits for; None: none.
         asking: What it asks for a loss over the whole batch.
         attendance: Its part in meetings.
-        vocabulary: Its part in meetings at layers that are cut along the vocabulary.
         captures: The tensors that hooks take out of its units.
         has_one_backward: Whether the step has one backward only.
         result: Return value of the step.
@@ -202,13 +199,6 @@ class Microbatch:
             accelerator,
             recompute=recompute,
             is_on=meets and outside is None,
-        )
-        self.vocabulary = VocabularyAttendance(
-            self._records,
-            self._boundaries,
-            self._park,
-            is_on=outside is None,
-            has_backward=meets,
         )
         # the scheduler's are equal during a step
         self._scheduler_modes: ThreadState | None = None
@@ -522,12 +512,6 @@ class Microbatch:
         self._park_behind_the_last()
         return output
 
-    def ask(self, question: Question, source: Tensor | None, *, differentiable: bool) -> Tensor:
-        """Ask all ranks; see :meth:`VocabularyAttendance.ask`."""
-        answer = self.vocabulary.ask(question, source, differentiable=differentiable)
-        self._park_behind_the_last()
-        return answer
-
     @property
     def has_hooks(self) -> bool:
         """Whether its code has registered hooks, which will run in its backward."""
@@ -602,8 +586,6 @@ class Microbatch:
             if record.record is not None and not record.record.is_passed:
                 self._through_body(record.record)
                 record.record.is_passed, record.record.outputs = True, None
-            return
-        if isinstance(record, Question):
             return
         if record is not None:
             is_passed = record.is_passed or self._through_body(record)

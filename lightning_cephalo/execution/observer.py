@@ -35,9 +35,6 @@ class Observer:
             works: Handles of torch.distributed; none where the world size is 1.
         """
 
-    def answered(self, instruction: Instruction) -> None:
-        """A meeting at a cut vocabulary is done; what follows is of this rank's samples only."""
-
     def before_wait(self, instruction: Instruction) -> None:
         """The rank is about to wait for other ranks on behalf of this instruction."""
 

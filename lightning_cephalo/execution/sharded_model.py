@@ -20,7 +20,7 @@ from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.execution.ends_policy import root_gathers_without
 from lightning_cephalo.execution.executor import Executor
 from lightning_cephalo.execution.unit_hooks import Meet
-from lightning_cephalo.execution.vocabulary.layers import chunked_heads_of, tables_of
+from lightning_cephalo.execution.vocabulary.layers import chunked_heads_of
 from lightning_cephalo.plan.program import FIRST_LAYERS, LAST_LAYERS, ROOT, WHOLE_ROOT
 from lightning_cephalo.plan.state_groups import members_of
 from lightning_cephalo.ranks.groups import Groups
@@ -39,7 +39,6 @@ from lightning_cephalo.sharding.routes import Routing
 from lightning_cephalo.sharding.staging import HostStage
 from lightning_cephalo.sharding.touched_rows import TouchedRows
 from lightning_cephalo.sharding.unit import Unit
-from lightning_cephalo.sharding.vocabulary import VocabularyParameter, with_heads_in_root
 
 
 @dataclass(frozen=True)
@@ -88,8 +87,6 @@ class ShardedModel:
         compute_dtype: Dtype of gathered floating-point parameters (None: their own).
         recompute: Whether the backward recomputes units.
         reduce_dtype: Dtype that gradients travel in (None: their own).
-        cuts_vocabulary: Whether embedding and head stay cut along the vocabulary in steps. "auto":
-            if the model allows it, until :meth:`cut_vocabulary` says otherwise.
         state_groups: Hybrid sharding: the group of every rank; each holds the whole state. Empty:
             all ranks hold it together.
         chunks_logits: Whether heads that are whole compute their logits in chunks of tokens.
@@ -114,7 +111,6 @@ class ShardedModel:
         compute_dtype: torch.dtype | None,
         recompute: bool,
         reduce_dtype: torch.dtype | None = None,
-        cuts_vocabulary: bool | Literal["auto"] = False,
         state_groups: Sequence[int] = (),
         chunks_logits: bool | Literal["auto"] = False,
     ) -> None:
@@ -145,12 +141,8 @@ class ShardedModel:
         members_of_units = find_units(module, units.types, units.names)
         self.fractions = tuple(fractions(members_of_units) if callable(fractions) else fractions)
         divider = self._divider(self.fractions)
-        if cuts_vocabulary is True and units == UnitOptions():
-            members_of_units = with_heads_in_root(members_of_units)
-        # a vocabulary that may stay cut has flats of its own, and code may read the dtype of what
-        # is away, which is that of the rows
-        is_whole = bool(cuts_vocabulary) or compute_dtype is not None
-        ends = NO_ENDS if is_whole else ends_of(module, members_of_units)
+        # code may read the dtype of what is away, which is that of the rows
+        ends = ends_of(module, members_of_units) if compute_dtype is None else NO_ENDS
         # weak: only what holds them already, such as an optimizer, keeps the originals alive
         self._originals: WeakIdKeyDictionary = WeakIdKeyDictionary()
         for members in members_of_units:
@@ -159,13 +151,11 @@ class ShardedModel:
             is_source = groups.control.rank == 0
             members = initialise_members(module, members, materialise=is_source)
             is_root = not self.units
-            cut = self._tables(members, cuts_vocabulary) if is_root else ()
             heads = self._chunked_heads(members, chunks_logits) if is_root else ()
             unit = Unit(
                 members,
                 divider,
                 context,
-                cut,
                 heads,
                 chunks_only_large=chunks_logits == "auto",
                 ends=ends if is_root else NO_ENDS,
@@ -179,18 +169,6 @@ class ShardedModel:
         self.executor = Executor(self.units, groups.control, accelerator, recompute, self.meet)
         self.executor.hooks.install()
 
-    def _tables(
-        self, root: UnitMembers, cuts_vocabulary: bool | Literal["auto"]
-    ) -> tuple[VocabularyParameter, ...]:
-        if not cuts_vocabulary:
-            return ()
-        try:
-            return tables_of(self.module, root)
-        except UnsupportedError:
-            if cuts_vocabulary == "auto":
-                return ()
-            raise
-
     def _chunked_heads(
         self, root: UnitMembers, chunks_logits: bool | Literal["auto"]
     ) -> tuple[tuple[str, nn.Linear], ...]:
@@ -202,22 +180,6 @@ class ShardedModel:
             if chunks_logits == "auto":
                 return ()
             raise
-
-    def cut_vocabulary(self, is_cut: bool) -> None:
-        """Choose whether steps leave the vocabulary cut; between two steps, on all ranks together.
-
-        Does nothing for a model that was sharded without tables that can stay cut.
-
-        Args:
-            is_cut: Whether they do; else the root unit is gathered whole.
-        """
-        root, layers = self.units[ROOT], self.executor.hooks.vocabulary
-        if not root.vocabulary or bool(root.cuts) == is_cut:
-            return
-        root.cut_vocabulary(is_cut)
-        layers.install()
-        self.executor.forget_order()
-        self.release_buffers()
 
     def group_state(self, state_groups: Sequence[int], fractions: Sequence[float]) -> None:
         """Choose which ranks hold the whole state together; collective, between two steps.
@@ -319,8 +281,7 @@ class ShardedModel:
         if unit < ROOT:
             return root.ends[unit].flats
         apart = root_gathers_without(self.executor.ends_policy.of_step())
-        of_ends = [flat for end in apart for flat in root.ends[end].flats]
-        away = {id(flat) for flat in (*self.units[unit].cuts, *of_ends)}
+        away = {id(flat) for end in apart for flat in root.ends[end].flats}
         return [flat for flat in self.units[unit].flats if id(flat) not in away]
 
     @property

@@ -24,7 +24,7 @@ from lightning_cephalo.execution.replay import ChangingBuffers
 from lightning_cephalo.execution.training_modes import Modes, TrainingModes
 from lightning_cephalo.execution.user_writes import UserWrites
 from lightning_cephalo.execution.vocabulary.chunked import ChunkedHead
-from lightning_cephalo.execution.vocabulary.layers import CutLayer, VocabularyLayers
+from lightning_cephalo.execution.vocabulary.layers import VocabularyLayers
 from lightning_cephalo.plan.program import LAST_LAYERS, ROOT
 from lightning_cephalo.sharding.flat_group import UnitState
 from lightning_cephalo.sharding.unit import Unit
@@ -64,8 +64,7 @@ class UnitHooks:
         self.running: Microbatch | None = None
         self._outside_depth = 0
         self.norms = SynchronisedNorms(units[ROOT].module, lambda: self.running)
-        first = len(self.norms.layers)
-        self.vocabulary = VocabularyLayers(units[ROOT], first, lambda: self.running)
+        self.vocabulary = VocabularyLayers(units[ROOT], lambda: self.running)
         self._hooks: list[RemovableHandle] = []
         self._forwards: list[_UnitForward] = []
         self._unwatched: set[int] = set()
@@ -104,14 +103,14 @@ class UnitHooks:
     @property
     def objects(self) -> list[object]:
         """The objects that the modules refer to; a copy of a module must not copy them."""
-        return [self, *self._forwards, *self.norms.forwards, *self.vocabulary.forwards]
+        return [self, *self._forwards, *self.norms.forwards, *self.vocabulary.chunked]
 
     def remove_from_copy(self, copied: nn.Module) -> None:
         """Undo :meth:`install` in a deep copy of a module, which refers to :attr:`objects`."""
         forward = copied.__dict__.get("forward")
         if isinstance(forward, _UnitForward):
             forward.leave(copied)
-        elif isinstance(forward, (NormForward, CutLayer, ChunkedHead)):
+        elif isinstance(forward, (NormForward, ChunkedHead)):
             del copied.__dict__["forward"]
         before, after = copied._forward_pre_hooks, copied._forward_hooks
         for hooks, flags in ((before, None), (after, copied._forward_hooks_always_called)):
@@ -216,8 +215,6 @@ class UnitHooks:
             return
         if not self._outside_depth and not self._is_kept(root):
             self._meet(f"calling {self._name_of(module)} outside of a step", _REMEDY)
-            if root.is_cut:  # of the step before; microbatches meet inside of steps only
-                root.free()
         root.wait_gather()
         self._outside_depth += 1
 

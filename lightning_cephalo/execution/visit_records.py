@@ -16,7 +16,6 @@ from lightning_cephalo.execution.normalisation import Meeting
 from lightning_cephalo.execution.offload import OffloadedTensor
 from lightning_cephalo.execution.replay import ThreadState
 from lightning_cephalo.execution.stored_outputs import Place
-from lightning_cephalo.execution.vocabulary.questions import Question
 from lightning_cephalo.plan.program import Visit
 
 _version_of = attrgetter("_version")
@@ -102,7 +101,7 @@ class UnitRecord:
         return [each for each in self.inputs if isinstance(each, Tensor) and each.requires_grad]
 
 
-class VisitRecords(list["UnitRecord | Meeting | Question | None"]):
+class VisitRecords(list["UnitRecord | Meeting | None"]):
     """The records of one microbatch: one place for each visit, also for those that others make.
 
     None: the visit retains nothing.
@@ -119,7 +118,7 @@ class VisitRecords(list["UnitRecord | Meeting | Question | None"]):
         self.entered: Visit | None = None
         self.entered_record: UnitRecord | None = None
 
-    def add(self, record: UnitRecord | Meeting | Question | None) -> None:
+    def add(self, record: UnitRecord | Meeting | None) -> None:
         """Add the microbatch's own next visit."""
         self.made.append(len(self))
         self.append(record)
@@ -132,9 +131,7 @@ class VisitRecords(list["UnitRecord | Meeting | Question | None"]):
     def unit_at(self, position: int) -> UnitRecord | None:
         """Return the record of the unit that is visited at a position, or that meets there."""
         record = self[position]
-        if record is None or isinstance(record, UnitRecord):
-            return record
-        return record.record if isinstance(record, Meeting) else None
+        return record.record if isinstance(record, Meeting) else record
 
     def units(self) -> Iterator[UnitRecord]:
         """Yield the records of units."""

@@ -200,11 +200,6 @@ class Visits:
                 stacklevel=2,
             )
 
-    def forget(self) -> None:
-        """Forget all orders: the next step is traced."""
-        self._known.clear()
-        self._programs.clear()  # else programs pile up where orders change often
-
     def program(
         self,
         visits: Sequence[Visit],

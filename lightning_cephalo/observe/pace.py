@@ -74,7 +74,7 @@ def predicted_busy_s(plan: RankPlan, units: int) -> float | None:
     """Return a rank's predicted seconds of work in a step of ``units`` units; None without one."""
     if plan.forward_s is None or plan.backward_s is None or plan.tail_s is None:
         return None
-    return units * (plan.forward_s + plan.backward_s) + plan.tail_s + (plan.columns_s or 0.0)
+    return units * (plan.forward_s + plan.backward_s) + plan.tail_s
 
 
 def counted(values: Sequence[float]) -> Sequence[float]:

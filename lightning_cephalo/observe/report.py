@@ -306,7 +306,7 @@ def _busy(rank: RankPlan, units: int | None, step_s: float | None) -> str:
     busy_s = rank.forward_s + rank.backward_s
     if units is None:
         return format_seconds(busy_s)
-    busy_s = units * busy_s + (rank.tail_s or 0.0) + (rank.columns_s or 0.0)
+    busy_s = units * busy_s + (rank.tail_s or 0.0)
     share = f" ({busy_s / step_s:.0%})" if step_s else ""
     return format_seconds(busy_s) + share
 
@@ -332,9 +332,6 @@ def _outcome(plan: Plan, details: bool) -> str | None:
     if plan.state_groups:
         count = len(set(plan.state_groups))
         parts.append(f"each of {count} groups of ranks holds the whole state")
-    if plan.vocabulary_sharding:
-        columns_s = max((rank.columns_s or 0.0 for rank in plan.ranks), default=0.0)
-        parts.append(f"the vocabulary stays cut, its columns take {format_seconds(columns_s)}")
     if plan.step_s is not None:
         rate = plan.global_batch_size / plan.step_s if plan.step_s else math.inf
         parts.append(

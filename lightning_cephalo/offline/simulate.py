@@ -20,10 +20,6 @@ update hides behind a gather of the unit before. As a part of the step, the diff
 1 / U: within 3 % from 24 units on for the problems of ``benchmarks/simulator.py``, and a tenth for
 two units. No step is longer than the closed form.
 
-Where the vocabulary stays cut, a meeting (MEET) follows the last unit's forward, and another one
-precedes its backward. All ranks begin it together. It ends on all when the slowest one's columns of
-logits and the communication are done. Look-ups of tokens count there, too.
-
 The exchange of weights between the passes (AGREE) is not simulated: it synchronises hosts, not
 devices. ``step_overhead_s`` is added as given. ``fill_s`` is not added, as the simulation replaces
 it.
@@ -64,9 +60,7 @@ from lightning_cephalo.plan.timeline import (
 
 # indices of Problem.states_bytes
 _FORWARD, _REDUCING, _UPDATING = range(3)
-_LINKED = frozenset({Operation.GATHER, Operation.REDUCE, Operation.MEET})
-# Part of a column's time that falls on the forward: one product of four.
-_FORWARD_PART = 0.25
+_LINKED = frozenset({Operation.GATHER, Operation.REDUCE})
 _NEEDS_GRADIENT = frozenset({Operation.HOST_UPDATE, Operation.SEND_GRADIENT})
 _OF_STATE = frozenset({Operation.FETCH_STATE, Operation.STORE_STATE, *_NEEDS_GRADIENT})
 
@@ -119,8 +113,6 @@ def programs_of(problem: Problem, plan: Plan) -> list[Program]:
     """
     problem = cost.as_planned(problem, plan)
     visits = [Visit(unit) for unit in range(1, problem.units + 1)]
-    if problem.vocabulary_sharding:
-        visits.append(Visit(ROOT, meeting=0))
     trainable = [True] * (problem.units + 1)
     return [
         compile_step(
@@ -154,12 +146,6 @@ def _play(problem: Problem, lanes: Sequence[_Lane]) -> float:
         if reached[0] is None:
             break
         collective = reached[0]
-        if collective.operation is Operation.MEET:
-            start_s = max(lane.free_s for lane in lanes)
-            end_s = start_s + max(lane.meeting_s for lane in lanes)
-            for lane in lanes:
-                lane.meet(collective, start_s, end_s)
-            continue
         start_s = max(link_free_s, max(lane.free_s for lane in lanes))
         operation, unit = collective.operation, collective.unit
         took_s = of_units[operation] if unit > ROOT else seconds[operation, unit]
@@ -230,8 +216,6 @@ class _Lane:
                 _Microbatch(size, forward_s, backward_s, tail_s, copy_s, *peaks_bytes)
             )
         self._problem = problem
-        self._columns_s = part.state_fraction * profile.columns_s
-        self._has_met = False
         self._ranks = tuple(ranks)
         self._rest = iter((*program.forward, *program.backward))
         self._updates_last = program.update
@@ -312,26 +296,6 @@ class _Lane:
                 start_s, end_s = self._copy(instruction)
                 self._changes.append(_Change(start_s, boundaries=microbatch.size))
                 self._changes.append(_Change(end_s, host=-microbatch.size))
-
-    @property
-    def meeting_s(self) -> float:
-        """Seconds of the next meeting if this rank were the slowest."""
-        problem, part = self._problem, _FORWARD_PART
-        if self._has_met:
-            return problem.meeting_backward_s + (1 - part) * self._columns_s
-        return problem.meeting_forward_s + part * self._columns_s
-
-    def meet(self, instruction: Instruction, start_s: float, end_s: float) -> None:
-        """Take part in a meeting of all ranks."""
-        part = 1 - _FORWARD_PART if self._has_met else _FORWARD_PART
-        computed_s = start_s + part * self._columns_s
-        self.record(Stream.COMPUTE, instruction, start_s, min(computed_s, end_s))
-        held_bytes = self._problem.hidden_bytes + self._problem.meeting_bytes
-        if self._has_met:
-            self._changes.append(_Change(end_s, peak_bytes=-held_bytes))
-        else:
-            self._changes.append(_Change(start_s, peak_bytes=held_bytes))
-        self._has_met, self.free_s = True, end_s
 
     def communicate(self, instruction: Instruction, start_s: float, end_s: float) -> None:
         """Take part in a collective of all ranks."""

@@ -38,12 +38,6 @@ values of the unit being copied, and the gradients that pass between units. Copi
 time as the compute, so such a rank needs at least the time of its copies. A rank that does not
 recompute cannot offload: the retained activations inside its units hold the boundaries.
 
-Where the vocabulary stays cut, all ranks meet at the head. Rank i computes its share s_i of the
-columns of logits, for the samples of all ranks, and each waits for the slowest. With C_i the time
-of all columns on rank i, a step takes ``max_i s_i C_i`` in addition, and the time in which the
-meetings communicate. Up to the first reduce each rank holds hidden states of the whole global
-batch (docs/design/vocabulary.md).
-
 With hybrid sharding each group of ranks, such as a node, holds the whole state: the shares of the
 ranks of each group sum to 1. G is then a gather in a group, and R a reduce in a group and across.
 
@@ -81,10 +75,9 @@ class RankPrediction:
     """Predicted times and memory of one rank in a step.
 
     Times are sums over the rank's microbatches, in seconds per unit (``tail_s``: per step).
-    ``exposed_s`` is what state in host memory adds to the step, ``update_s`` what the device's
-    updates add in addition to their overhead, and ``columns_s`` the time of this rank's columns of
-    a vocabulary that stays cut. Memory is the peak on the device
-    and the totals on the host, of boundaries and of optimizer state, in bytes.
+    ``exposed_s`` is what state in host memory adds to the step, and ``update_s`` what the device's
+    updates add in addition to their overhead. Memory is the peak on the device and the totals on
+    the host, of boundaries and of optimizer state, in bytes.
     """
 
     forward_s: float
@@ -94,7 +87,6 @@ class RankPrediction:
     host_bytes: float = 0.0
     state_host_bytes: float = 0.0
     exposed_s: float = 0.0
-    columns_s: float = 0.0
     update_s: float = 0.0
 
 
@@ -164,16 +156,9 @@ def as_planned(problem: Problem, plan: Plan) -> Problem:
     early if the problem or the plan says so. Where each rank has one microbatch, none take turns.
 
     Raises:
-        PlanError: the plan counts on a vocabulary that is cut, or on one that is not, or on groups
-            that hold the whole state, and the problem has no times for that.
+        PlanError: the plan counts on groups that hold the whole state, and the problem has no
+            times for that.
     """
-    is_cut = plan.vocabulary_sharding
-    if is_cut is not None and is_cut != problem.vocabulary_sharding:
-        raise PlanError(
-            f"The plan says vocabulary_sharding: {str(is_cut).lower()}, but the problem was"
-            f" measured with vocabulary_sharding={problem.vocabulary_sharding}. Measure it with"
-            f" vocabulary_sharding={is_cut}, or leave vocabulary_sharding out of the plan."
-        )
     problem = problem.choosing_hybrid(bool(plan.state_groups))
     own = problem.state_groups
     if members_of(plan.state_groups, plan.world_size) != members_of(own, len(problem.ranks)):
@@ -238,11 +223,9 @@ def device_need(problem: Problem, profile: RankProfile, mode: Mode = PLAIN) -> N
     peaks = peak_curve(profile, mode)
     if problem.early_update and problem.reshard_after_forward is False:
         peaks = tuple(peak + problem.unresharded_peak_bytes for peak in peaks)
-    # ranks without samples meet, too; a microbatch reuses what a meeting takes
-    of_meetings = problem.hidden_bytes + problem.meeting_bytes
     return Need(
-        **_state(problem, problem.states_bytes[0], of_meetings),
-        peaks=tuple(max(0.0, peak - problem.meeting_bytes) for peak in peaks),
+        **_state(problem, problem.states_bytes[0]),
+        peaks=peaks,
         per_sample=problem.boundary_bytes * units + inside,
         per_microbatch=problem.microbatch_bytes,
         capacity=profile.capacity_bytes,
@@ -291,9 +274,9 @@ def _backward_need(
     )
 
 
-def _state(problem: Problem, state_bytes: float, more_bytes: float = 0.0) -> dict[str, float]:
+def _state(problem: Problem, state_bytes: float) -> dict[str, float]:
     """Return the state and the fixed part of a need."""
-    fixed = problem.fixed_bytes + more_bytes
+    fixed = problem.fixed_bytes
     if problem.has_even_state:
         # where groups have different sizes, the smallest one's share is the largest
         even = state_bytes / min(map(len, problem.groups))
@@ -411,11 +394,10 @@ def predict(problem: Problem, ranks: Plan | Sequence[RankPlan]) -> StepPredictio
                 memory_bytes=memory,
                 host_bytes=host,
                 state_host_bytes=state_host_bytes,
-                columns_s=rank.state_fraction * profile.columns_s,
             )
         )
     slowest = [max(getattr(rank, name) for rank in predictions) for name in _TIMES]
-    step_s = step_time(problem, *slowest) + max(rank.columns_s for rank in predictions)
+    step_s = step_time(problem, *slowest)
     if problem.shares_take_time or any(rank.moves_state for rank in ranks):
         predictions = [
             replace(found, **_of_share(problem, profile, rank, slowest[1]))
@@ -442,8 +424,8 @@ _TIMES = ("forward_s", "backward_s", "tail_s")
 def step_time(problem: Problem, forward_s: float, backward_s: float, tail_s: float) -> float:
     """Return the seconds of a step, given the times of the slowest ranks.
 
-    Columns of a vocabulary that stays cut, updates and moves of a share of the state come in
-    addition. ``forward_s`` and ``backward_s`` are per unit, ``tail_s`` is per step.
+    Updates and moves of a share of the state come in addition. ``forward_s`` and ``backward_s``
+    are per unit, ``tail_s`` is per step.
     """
     passes_s = pass_s(forward_windows(problem), forward_s)
     passes_s += pass_s(backward_windows(problem), backward_s)
@@ -452,7 +434,7 @@ def step_time(problem: Problem, forward_s: float, backward_s: float, tail_s: flo
 
 def fixed_time(problem: Problem) -> float:
     """Return the seconds of a step that no plan changes, with the overhead of updates."""
-    root = problem.root_gather_s + problem.root_reduce_s + problem.meeting_s
+    root = problem.root_gather_s + problem.root_reduce_s
     root += exposed_last_gather_s(problem)
     update_s = problem.update_overhead_s - hidden_updates_s(problem)
     return root + problem.fill_s + update_s + problem.step_overhead_s

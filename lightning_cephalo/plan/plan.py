@@ -29,6 +29,12 @@ from lightning_cephalo.plan.state_groups import (
 )
 
 _FRACTION_TOLERANCE = 1e-6
+_PLAN_AGAIN = "Make the plan again: embedding and head are gathered whole now."
+_REMOVED = {"vocabulary_sharding": (False, _PLAN_AGAIN)}
+_REMOVED_OF_RANKS = {
+    "speculated_fraction": (0.0, "Leave it out: hosts update once the norm is known."),
+    "columns_s": (None, _PLAN_AGAIN),
+}
 
 
 def _sizes(field: str, value: Any) -> tuple[int, ...]:
@@ -45,11 +51,6 @@ def _fraction(field: str, value: Any) -> float:
             f"{field}: expected a fraction from 0 to 1, but got {value!r}. Write 0.75, not 75."
         )
     return fraction
-
-
-_REMOVED_OF_RANKS = {
-    "speculated_fraction": (0.0, "Leave it out: hosts update once the norm is known.")
-}
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,6 @@ class RankPlan(Record):
         host_update_fraction: share of it that the host's processors update; what is left is copied
             to the device for its update, and back.
         state_host_bytes: predicted host memory of the optimizer state.
-        columns_s: where the vocabulary stays cut, predicted time of this rank's columns of logits.
 
     Raises:
         PlanError: a field has an invalid value; the message names it.
@@ -101,7 +101,6 @@ class RankPlan(Record):
     resident_fraction: Annotated[float, _fraction] = 1.0
     host_update_fraction: Annotated[float, _fraction] = 0.0
     state_host_bytes: Amount | None = None
-    columns_s: Amount | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -158,8 +157,6 @@ class Plan(FileRecord):
             them on; only over gloo, and where a node has several ranks. None: they do not.
         early_update: whether the predictions count on units that are updated inside the backward.
             None: they do not say.
-        vocabulary_sharding: whether the predictions count on a vocabulary that stays cut. None:
-            they do not say.
         state_groups: hybrid sharding: the group of every rank, such as its node. Each group holds
             the whole state. Empty: all ranks hold it together.
 
@@ -168,6 +165,7 @@ class Plan(FileRecord):
     """
 
     kind = "plan"
+    removed = _REMOVED
 
     ranks: Annotated[tuple[RankPlan, ...], ListOf(RankPlan, "a RankPlan", "rank plans")]
     step_s: Amount | None = None
@@ -179,7 +177,6 @@ class Plan(FileRecord):
     padded: YesOrNo | None = None
     by_node: YesOrNo | None = None
     early_update: YesOrNo | None = None
-    vocabulary_sharding: YesOrNo | None = None
     state_groups: Annotated[tuple[int, ...], parsed_groups] = ()
 
     def __post_init__(self) -> None:
@@ -204,7 +201,6 @@ class Plan(FileRecord):
         if not self.state_groups:
             return
         given = {
-            "vocabulary_sharding: true": self.vocabulary_sharding,
             "by_node: true": self.by_node,
             "resident_fraction, optimizer state in host memory": self.moves_state,
         }

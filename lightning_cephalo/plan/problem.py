@@ -43,14 +43,7 @@ _OF_HYBRID = (
     *("hybrid_last_gather_s", "hybrid_last_reduce_s", "hybrid_fill_s"),
 )
 _OF_LAST_LAYERS = ("last_gather_s", "last_reduce_s")
-_OF_VOCABULARY = ("meeting_forward_s", "meeting_backward_s", "hidden_bytes", "meeting_bytes")
-_REMOVED_OF_RANKS = dict.fromkeys(
-    (
-        *("to_device_alone_bytes_per_s", "to_host_alone_bytes_per_s"),
-        *("copies_beside_compute", "copies_beside_gathers"),
-    ),
-    (None, ""),
-)
+_MEASURE_AGAIN = "Measure the job again: embedding and head are gathered whole now."
 _IN_TURNS = (
     0.0,
     "Manual optimization runs one microbatch on each rank. Measure again, such as with"
@@ -58,9 +51,26 @@ _IN_TURNS = (
 )
 _REMOVED = {
     "disturbance": ("", ""),
+    **dict.fromkeys(
+        (
+            *("vocabulary_sharding", "meeting_forward_s", "meeting_backward_s"),
+            *("hidden_bytes", "meeting_bytes"),
+        ),
+        (0.0, _MEASURE_AGAIN),
+    ),
     **dict.fromkeys(("turn_s", "turn_state_bytes"), _IN_TURNS),
     "one_microbatch_reason": ("", ""),
     "may_speculate": (False, ""),
+}
+_REMOVED_OF_RANKS = {
+    **dict.fromkeys(
+        (
+            *("to_device_alone_bytes_per_s", "to_host_alone_bytes_per_s"),
+            *("copies_beside_compute", "copies_beside_gathers"),
+        ),
+        (None, ""),
+    ),
+    "columns_s": (0.0, _MEASURE_AGAIN),
 }
 _REDUCING_CURVES = ("reducing_compute_bytes", "kept_reducing_compute_bytes")
 
@@ -113,8 +123,6 @@ class RankProfile(Record):
         host_memory_bytes_per_s: bytes of its host's memory that copies and updates of this rank
             may read and write per second, while all ranks of the host do so; ``math.inf``: not
             known, and copies and updates of the host do not slow each other down.
-        columns_s: where the vocabulary stays cut, seconds of all columns of logits of the global
-            batch, forward and backward; a rank computes its share of the state of them.
 
     Raises:
         PlanError: entries are NaN, infinite or negative, curves differ in length, or the capacity
@@ -144,7 +152,6 @@ class RankProfile(Record):
     to_device_bytes_per_s: PositiveOrInfinite = math.inf
     to_host_bytes_per_s: PositiveOrInfinite = math.inf
     host_memory_bytes_per_s: PositiveOrInfinite = math.inf
-    columns_s: Amount = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -248,13 +255,6 @@ class Problem(FileRecord):
         offloads_boundaries: whether boundaries may live in host memory, too.
         pins_host_memory: whether host memory comes in powers of two, as pinned memory does. Each
             unit's state lies in one piece, so that it takes more than it needs.
-        vocabulary_sharding: whether embedding and head stay cut along the vocabulary. Then the
-            ranks meet in every step, and wait for the slowest one's ``columns_s``.
-        meeting_forward_s: time of the communication of meetings in the forward.
-        meeting_backward_s: the same in the backward.
-        hidden_bytes: what every rank holds of the samples of all ranks from the meetings of the
-            forward to those of the backward.
-        meeting_bytes: what a meeting takes at most on every rank, in addition.
         hybrid_sharding: whether each of ``state_groups`` holds the whole state. Then gathers are
             those of a group, and reduces add up gradients inside of it and across. "auto": the plan
             chooses, and the times without are the fields above.
@@ -326,11 +326,6 @@ class Problem(FileRecord):
     sends_gradients: Annotated[bool, OneOf((True, False), "True or False")] = False
     offloads_boundaries: Annotated[bool, OneOf((True, False), "True or False")] = True
     pins_host_memory: Annotated[bool, OneOf((True, False), "True or False")] = False
-    vocabulary_sharding: Annotated[bool, OneOf((True, False), "True or False")] = False
-    meeting_forward_s: Amount = 0.0
-    meeting_backward_s: Amount = 0.0
-    hidden_bytes: Amount = 0.0
-    meeting_bytes: Amount = 0.0
     hybrid_sharding: Annotated[
         bool | Literal["auto"], OneOf((True, False, "auto"), "True, False or 'auto'")
     ] = False
@@ -351,15 +346,11 @@ class Problem(FileRecord):
                 " Set both, or neither."
             )
         self._check_moved_state()
-        self._check_vocabulary()
         self._check_hybrid()
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists and numbers, without what only counts with an option that is off."""
         data = super().to_dict()
-        if not self.vocabulary_sharding:
-            for name in ("vocabulary_sharding", *_OF_VOCABULARY):
-                del data[name]
         if not self.has_last_layers:
             for name in _OF_LAST_LAYERS:
                 del data[name]
@@ -414,38 +405,17 @@ class Problem(FileRecord):
                 f"hybrid_sharding: it is {self.hybrid_sharding!r}, which needs state_groups: the"
                 " group of every rank, such as its node."
             )
-        given = {
-            "vocabulary_sharding: true": self.vocabulary_sharding,
-            f"optimizer_offload: {self.optimizer_offload}": self.optimizer_offload is not False,
-        }
-        for name, is_given in given.items():
-            if is_given:
-                raise PlanError(
-                    f"hybrid_sharding: it is {self.hybrid_sharding!r}, which does not go together"
-                    f" with {name} so far. Leave one of the two out."
-                )
+        if self.optimizer_offload is not False:
+            raise PlanError(
+                f"hybrid_sharding: it is {self.hybrid_sharding!r}, which does not go together with"
+                f" optimizer_offload: {self.optimizer_offload} so far. Leave one of the two out."
+            )
         of_even = (self.even_gather_s, self.even_reduce_s, self.even_gather_and_reduce_s)
         if self.hybrid_sharding is True and (of_even != (None,) * 3 or self.padded_bytes):
             raise PlanError(
                 "even_gather_s, even_reduce_s, even_gather_and_reduce_s, padded_bytes: expected"
                 " none with hybrid_sharding: true, whose shares are equal in groups at most. Leave"
                 " them out."
-            )
-
-    def _check_vocabulary(self) -> None:
-        if not self.vocabulary_sharding:
-            given = {name: getattr(self, name) for name in _OF_VOCABULARY}
-            given["columns_s"] = max((rank.columns_s for rank in self.ranks), default=0.0)
-            for name, amount in given.items():
-                if amount:
-                    raise PlanError(
-                        f"{name}: it is {amount:g}, but the vocabulary is not cut. Set"
-                        f" vocabulary_sharding: true, or leave {name} out."
-                    )
-        elif self.optimizer_offload is not False:
-            raise PlanError(
-                f"optimizer_offload: expected False with vocabulary_sharding: true, but got"
-                f" {self.optimizer_offload!r}. Use one of the two."
             )
 
     def _check_moved_state(self) -> None:
@@ -506,11 +476,6 @@ class Problem(FileRecord):
         """Whether a plan may keep optimizer state in host memory."""
         movable = self.moment_bytes * self.parameters
         return self.optimizer_offload is not False and movable > 0 and not self.has_even_state
-
-    @property
-    def meeting_s(self) -> float:
-        """Seconds in which a step's meetings communicate."""
-        return self.meeting_forward_s + self.meeting_backward_s
 
     @property
     def fixed_bytes(self) -> float:

@@ -437,17 +437,14 @@ def backward_order(visits: Sequence[Visit]) -> list[int]:
     return [p for p in reversed(range(len(visits))) if visits[p].differentiable]
 
 
-def evaluation_of(unit: int, takes_part: bool, *, is_meeting: bool = False) -> Instructions:
+def evaluation_of(unit: int, takes_part: bool) -> Instructions:
     """Return one visit of a step without gradients, whose units are gathered on request.
 
     Args:
         unit: The unit that some rank has requested.
         takes_part: Whether this rank has requested it.
-        is_meeting: Whether all ranks meet there, with the root unit gathered.
     """
     passing = (Instruction(Operation.FORWARD, unit, microbatch=0),) if takes_part else ()
-    if is_meeting:
-        return (Instruction(Operation.MEET, unit, 0), *passing)
     return (
         Instruction(Operation.GATHER, unit),
         *passing,

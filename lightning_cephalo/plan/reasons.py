@@ -154,10 +154,7 @@ def _division(problem: Problem, plan: Plan) -> list[str]:
     if plan.world_size == 1:
         return []
     priced, ranks = as_planned(problem, plan), predict(problem, plan).ranks
-    work = [
-        problem.units * (rank.forward_s + rank.backward_s) + rank.tail_s + rank.columns_s
-        for rank in ranks
-    ]
+    work = [problem.units * (rank.forward_s + rank.backward_s) + rank.tail_s for rank in ranks]
     slowest = max(work)
     busy = [seconds >= _BUSY * slowest for seconds in work]
     idle = [index for index, rank in enumerate(plan.ranks) if not rank.microbatch_sizes]

@@ -123,9 +123,7 @@ class ReplanPolicy:
         self.plan = plan
         units = self._problem.units
         predicted = predict(self._problem, plan).ranks
-        self._predicted_s = [
-            units * (r.forward_s + r.backward_s) + r.tail_s + r.columns_s for r in predicted
-        ]
+        self._predicted_s = [units * (r.forward_s + r.backward_s) + r.tail_s for r in predicted]
         self._seen: deque[tuple[int, tuple[float, ...]]] = deque(maxlen=_REMEMBERED_STEPS)
         self._answered: tuple[tuple[float, ...], Plan] | None = None
         self._changed_at = step

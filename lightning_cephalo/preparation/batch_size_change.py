@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from lightning_cephalo.common.errors import InfeasibleError, RemoteRankError
 from lightning_cephalo.plan.reasons import reasons, surprises
 from lightning_cephalo.preparation import hybrid_choice
+from lightning_cephalo.preparation.planned import Planned
 from lightning_cephalo.preparation.prepare import Job
 from lightning_cephalo.preparation.session import Session
-from lightning_cephalo.preparation.vocabulary_choice import Planned
 from lightning_cephalo.profiling.isolation import forget_gradients
 from lightning_cephalo.profiling.memory_model import predicted
 

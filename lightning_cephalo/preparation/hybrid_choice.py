@@ -17,10 +17,9 @@ from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Plan, Problem
 from lightning_cephalo.plan.solver.solve import solve_if_possible
 from lightning_cephalo.plan.state_groups import groups_by_node
-from lightning_cephalo.preparation import vocabulary_choice
 from lightning_cephalo.preparation.first_shares import shares_by_memory
+from lightning_cephalo.preparation.planned import GAIN, Planned, noted, planned, summary, tried
 from lightning_cephalo.preparation.prepare import HOW_NODES_DIFFER, Job
-from lightning_cephalo.preparation.vocabulary_choice import GAIN, Planned, noted, summary, tried
 
 
 class Measure(Protocol):
@@ -53,7 +52,7 @@ def measured_and_planned(job: Job, model: ShardedModel, measure: Measure) -> Pla
         CephaloError: If the job cannot be planned with the state on all ranks together, which
             needs the least memory.
     """
-    together = vocabulary_choice.measured_and_planned(job, model, measure)
+    together = planned(job, model, measure)
     if job.options.hybrid_sharding != "auto":
         return together
     together = replace(together, job=_settled(together.job, False))
@@ -73,7 +72,7 @@ def measured_and_planned(job: Job, model: ShardedModel, measure: Measure) -> Pla
     model.group_state(grouped_job.state_groups, _shares_of(grouped_job, model))
     # state is counted anew
     known = together.problem.with_late_update(together.problem.state_bytes)
-    grouped = tried(grouped_job, model, partial(measure, known=known), checks=True)
+    grouped = tried(grouped_job, model, partial(measure, known=known))
     if not isinstance(grouped, CephaloError) and grouped.step_s < (1.0 - GAIN) * together.step_s:
         return noted(
             replace(grouped, notes=together.notes),
@@ -102,8 +101,6 @@ def _why_not(together: Planned, model: ShardedModel) -> str | None:
         return f"all {len(job.nodes)} ranks are on one node. {HOW_NODES_DIFFER}"
     if model.backend.runs_on_device:
         return "hybrid sharding adds up gradients over gloo only so far."
-    if job.options.vocabulary_sharding:
-        return "a vocabulary that stays cut does not work with hybrid sharding so far."
     if job.options.optimizer_offload is not False:
         return "optimizer_offload does not work with hybrid sharding so far."
     if not _has_room(job, model):

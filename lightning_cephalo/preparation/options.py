@@ -14,7 +14,12 @@ from lightning_cephalo.plan import Plan
 from lightning_cephalo.plan.replan import Replan
 from lightning_cephalo.preparation.limits import Cap
 
-REMOVED_OPTIONS: dict[str, str] = {}
+REMOVED_OPTIONS: dict[str, str] = {
+    "vocabulary_sharding": (
+        "Embedding and head are gathered whole, one after the other. chunked_logits=True lowers the"
+        " memory of logits."
+    ),
+}
 """Options that ``CephaloStrategy`` no longer has: what to write instead, in sentences."""
 
 
@@ -108,15 +113,6 @@ def parse_reduce_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
     )
 
 
-def parse_vocabulary_sharding(value: bool | Literal["auto"]) -> bool | Literal["auto"]:
-    """Read the option ``vocabulary_sharding``.
-
-    Raises:
-        ValueError: If it is none of True, False and "auto".
-    """
-    return Choice.parse("vocabulary_sharding", value).as_given
-
-
 def parse_chunked_logits(value: bool | Literal["auto"]) -> bool | Literal["auto"]:
     """Read the option ``chunked_logits``.
 
@@ -167,8 +163,6 @@ class Options:
             not fit otherwise, or steps get shorter.
         optimizer_scope: What updates of optimizers depend on, by class if it is a dict.
         reduce_dtype: Dtype that gradients travel in; None: their own.
-        vocabulary_sharding: Whether embedding and head stay cut along the vocabulary; "auto": both
-            ways are measured and planned.
         chunked_logits: Whether heads that are whole compute their logits in chunks of tokens;
             "auto": large ones.
         hybrid_sharding: Whether each node holds the whole state; "auto": both ways are planned.
@@ -198,7 +192,6 @@ class Options:
     optimizer_offload: bool | Literal["auto"] = False
     optimizer_scope: str | Mapping[Any, str] = "auto"
     reduce_dtype: torch.dtype | None = None
-    vocabulary_sharding: bool | Literal["auto"] = False
     chunked_logits: bool | Literal["auto"] = False
     hybrid_sharding: bool | Literal["auto"] = False
     profile_budget_s: float = 20.0
@@ -237,12 +230,6 @@ class Options:
             )
         return found
 
-    def settled_vocabulary(self, *, can_be_cut: bool) -> Options:
-        """Return the options of a job in which the plan may choose a cut vocabulary, or may not."""
-        if self.vocabulary_sharding == "auto" and not can_be_cut:
-            return replace(self, vocabulary_sharding=False)
-        return self
-
     def without_recompute(self) -> Options:
         """Return the options for a model whose units cannot be recomputed one microbatch at a time.
 
@@ -258,13 +245,11 @@ class Options:
         every job measure again.
         """
         rounded = {} if self.reduce_dtype is None else {"reduce_dtype": str(self.reduce_dtype)}
-        cut = {"vocabulary_sharding": True} if self.vocabulary_sharding else {}
         chunked = {"chunked_logits": self.chunked_logits} if self.chunked_logits else {}
         single = {"single_microbatch": True} if self.single_microbatch else {}
         return {
             **single,
             **rounded,
-            **cut,
             **chunked,
             "global_batch_size": self.global_batch_size,
             "collate_per_microbatch": self.collate_per_microbatch,

@@ -190,8 +190,6 @@ def read_job(
         check_plan(plan, limits)
     late = next(filter(None, lates), "")
     groups = _state_groups(options, plan, nodes)
-    if groups:
-        options = options.settled_vocabulary(can_be_cut=False)
     return Job(
         options,
         limits,
@@ -212,15 +210,11 @@ def _state_groups(options: Options, plan: Plan | None, nodes: Sequence[int]) -> 
     given = plan is not None and plan.state_groups
     if not given and (options.hybrid_sharding is not True or len(nodes) == 1):
         return ()
-    for name, is_used in {
-        "vocabulary_sharding=True": options.vocabulary_sharding is True,
-        f"optimizer_offload={options.optimizer_offload!r}": options.optimizer_offload is not False,
-    }.items():
-        if is_used:
-            raise UnsupportedError(
-                f"{name} does not work with hybrid sharding so far. Leave it out, or"
-                " hybrid_sharding and state_groups of the plan."
-            )
+    if options.optimizer_offload is not False:
+        raise UnsupportedError(
+            f"optimizer_offload={options.optimizer_offload!r} does not work with hybrid sharding so"
+            " far. Leave it out, or hybrid_sharding and state_groups of the plan."
+        )
     if plan is not None and given:
         return plan.state_groups
     if plan is not None:

@@ -54,8 +54,6 @@ def wants(wish: Wish, job: Job) -> bool:
     """Return whether the plan may change in this job; with True, say why if it cannot."""
     if wish is False or (wish == "auto" and job.plan is not None):
         return False
-    if job.options.vocabulary_sharding and len(job.limits) > 1:
-        return False  # the pace of columns is not watched; replan=True is refused by name
     why = None
     if len(job.limits) == 1:
         why = "there is one rank only"

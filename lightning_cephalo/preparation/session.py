@@ -148,7 +148,6 @@ class Session:
             compute_dtype=compute_dtype,
             recompute=options.recompute.default,
             reduce_dtype=options.reduce_dtype,
-            cuts_vocabulary=groups.control.world_size > 1 and options.vocabulary_sharding,
             state_groups=job.state_groups,
             chunks_logits=options.chunked_logits if job.trains else False,
         )

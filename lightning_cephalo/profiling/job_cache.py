@@ -262,8 +262,6 @@ def describe(
                       str(model.compute_dtype), torch.get_float32_matmul_precision(),
                       torch.are_deterministic_algorithms_enabled()],
         "recompute": model.executor.recompute,
-        # tables that really stay cut: of one rank none does
-        **({"cut": model.executor.hooks.vocabulary.described()} if model.units[ROOT].cuts else {}),
         **({} if getattr(module, "automatic_optimization", True) else {"manual": True}),
         "clipping": [bool(trainer.gradient_clip_val), str(trainer.gradient_clip_algorithm)],
         **({"nodes": model.routing.nodes} if model.routing.has_choice else {}),

@@ -20,7 +20,6 @@ from lightning_cephalo.execution.manual_step import ManualSteps
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Problem, RankProfile
 from lightning_cephalo.plan.cost import fixed_time
-from lightning_cephalo.plan.program import ROOT
 from lightning_cephalo.plan.updates import least_update_s, with_updates
 from lightning_cephalo.profiling.isolation import expect_samples, isolated, moved_to_device
 from lightning_cephalo.profiling.lost_rank import lost_rank_explained
@@ -48,7 +47,6 @@ from lightning_cephalo.profiling.sweep import (
     measure_times,
     run_smallest,
 )
-from lightning_cephalo.profiling.vocabulary_time import measure_vocabulary, with_vocabulary
 from lightning_cephalo.ranks.control import ControlGroup
 
 if TYPE_CHECKING:
@@ -178,20 +176,6 @@ def measure(
         clip = clipping(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         updates = optimizer_time(model, clock, clip)
         network = measure_network(model, clock, device.capacity_bytes)
-        vocabulary = None
-        if model.units[ROOT].cuts:
-            pause()
-            progress.say("profiling: the cut vocabulary")
-            own_largest = measured.largest if known is None else _largest(known, control.rank)
-            vocabulary = measure_vocabulary(
-                model,
-                clock,
-                prober.asked,
-                prober.asked_samples,
-                global_batch_size,
-                sum(int(each) for (each,) in control.gather([float(own_largest)])),
-                network.exchange_s,
-            )
 
     for unit in model.units:
         for flat in unit.flats:
@@ -202,7 +186,6 @@ def measure(
     if known is not None:
         resting = control.max(float(resting_bytes(model)))
         problem = _in_this_world(known, model, network, updates, resting)
-        problem = with_vocabulary(problem, vocabulary)
         seconds = model.accelerator.now_s() - started_s
         largest = [profile.largest_microbatch_size for profile in problem.ranks]
         progress.done(largest, seconds, seconds / balanced_step_s(problem))
@@ -246,12 +229,11 @@ def measure(
         unresharded_peak_bytes=float(unresharded_peak_bytes(model)),
     )
     problem = _in_this_world(alone, model, network, updates, resting)
-    problem = with_vocabulary(problem, vocabulary)
-    # curves are kept for models with any head: without columns of logits they are those of none,
-    # and with chunks of them they lack memory that others need
+    # curves are kept for models with any head: with chunks of logits they lack memory that others
+    # need
     heads = model.executor.hooks.vocabulary.chunked
     has_chunks = any(head.most_tokens > head.whole_tokens for head in heads)
-    if control.rank == 0 and device.speed_lasts and vocabulary is None and not has_chunks:
+    if control.rank == 0 and device.speed_lasts and not has_chunks:
         lost = remember(
             problem,
             model=type(model.module).__name__,
@@ -266,10 +248,6 @@ def measure(
     seconds = model.accelerator.now_s() - started_s
     progress.done(largest, seconds, seconds / balanced_step_s(problem))
     return problem
-
-
-def _largest(problem: Problem, rank: int) -> int:
-    return problem.ranks[rank].largest_microbatch_size
 
 
 def _in_this_world(

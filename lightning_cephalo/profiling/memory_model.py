@@ -40,7 +40,6 @@ from lightning_cephalo.observe.memory import MemoryMeter, RankMemory
 from lightning_cephalo.plan import Plan, Problem, cost
 from lightning_cephalo.plan.moving import moved_by
 from lightning_cephalo.plan.program import LAST_LAYERS, ROOT, Instruction, Operation
-from lightning_cephalo.sharding.flat import Flat
 from lightning_cephalo.sharding.flat_group import FlatGroup
 from lightning_cephalo.sharding.unit import Unit
 
@@ -76,24 +75,10 @@ def state_bytes(model: ShardedModel, *, early: bool = False) -> int:
         flat.numel * flat.master_dtype.itemsize * (copies if flat.trainable else 1)
         for flat in model.flats
     )
-    held += cut_bytes(model)
     if not early:
         return held + _receive_bytes(model)
     # the last layers are reduced before the first unit, and updated with the root unit
     return held + sum(_of_last_layers(model))
-
-
-def cut_bytes(model: ShardedModel) -> int:
-    """Return the bytes that ranks hold in a step by their shares of tables that stay cut.
-
-    These are gradients of their rows, and the rows in compute dtype where that is another one.
-    """
-    return sum(flat.numel * _cut_itemsize(flat) for flat in model.units[ROOT].cuts)
-
-
-def _cut_itemsize(flat: Flat) -> int:
-    more = 0 if flat.dtype == flat.master_dtype else flat.dtype.itemsize
-    return flat.master_dtype.itemsize * flat.trainable + more
 
 
 def reducing_state_bytes(model: ShardedModel) -> int:
@@ -117,13 +102,7 @@ def updating_state_bytes(model: ShardedModel) -> int:
     makes = _UPDATE_COPIES * max((unit.gradient_bytes for unit in others), default=0)
     held = makes + max((_received(summands, unit) for unit in others), default=0)
     held = max(held, makes + _received(summands, root) - received + _of_root(model)) - received
-    held = max(held, (1 + _UPDATE_COPIES) * root.gradient_bytes - last - received)
-    if not root.cuts:
-        return held
-    # tables that stay cut are updated at the very end: no other gradient is there
-    received = _received(summands, root)
-    tables = sum(f.numel * f.master_dtype.itemsize for f in root.cuts if f.trainable)
-    return max(held, received + (1 + _UPDATE_COPIES) * (root.gradient_bytes + tables))
+    return max(held, (1 + _UPDATE_COPIES) * root.gradient_bytes - last - received)
 
 
 def unresharded_peak_bytes(model: ShardedModel) -> int:
@@ -138,7 +117,7 @@ def unresharded_peak_bytes(model: ShardedModel) -> int:
 def _of_root(model: ShardedModel) -> int:
     """Return the bytes of the root unit's gradient, which is reduced last.
 
-    Tables that stay cut are left out, and last layers that are apart.
+    Last layers that are apart are left out.
     """
     return model.units[ROOT].gradient_bytes - _of_last_layers(model)[0]
 
@@ -254,7 +233,7 @@ def _nbytes(tensor: Tensor) -> int:
 
 def predicted(problem: Problem, plan: Plan, model: ShardedModel) -> tuple[RankMemory, ...]:
     """Return every rank's predicted memory, by kind, under a plan made for this problem."""
-    received, rows = _receive_bytes(model), cut_bytes(model)
+    received = _receive_bytes(model)
     planned = cost.as_planned(problem, plan)
     gathered, gradients = model.gathered_parameter_bytes, model.gathered_gradient_bytes
     if not planned.reshard_after_forward:
@@ -269,11 +248,10 @@ def predicted(problem: Problem, plan: Plan, model: ShardedModel) -> tuple[RankMe
         need = cost.device_need(planned, profile, cost.Mode.of(rank))
         moved = moved_by(planned, rank).device_bytes(planned) if rank.moves_state else 0.0
         kinds = {
-            "state_bytes": rank.state_fraction * (planned.state_bytes + beside + moved - rows),
+            "state_bytes": rank.state_fraction * (planned.state_bytes + beside + moved),
             "gathered_bytes": gathered,
-            "gradients_bytes": gradients + rank.state_fraction * (received + rows),
-            "boundaries_bytes": planned.hidden_bytes
-            + need.kept(rank.batch_size, len(rank.microbatch_sizes)),
+            "gradients_bytes": gradients + rank.state_fraction * received,
+            "boundaries_bytes": need.kept(rank.batch_size, len(rank.microbatch_sizes)),
             "other_bytes": problem.gathered_bytes - model.gathered_bytes,
         }
         peak = rank.memory_bytes
@@ -290,18 +268,13 @@ class StepMeter(Observer):
     figures of an emulated device are not used: they include the bytes that :class:`_StepTracker`
     leaves out.
 
-    What meetings at a cut vocabulary take and hold is left out, too: it depends on the samples of
-    all ranks, and the problem has figures of its own for it.
-
     Args:
         model: The sharded model.
     """
 
     def __init__(self, model: ShardedModel) -> None:
         self._model = model
-        self._tracker = _StepTracker(model)
-        self._meter = MemoryMeter(model.accelerator.allocator, self._tracker)
-        self._highest_bytes = 0
+        self._meter = MemoryMeter(model.accelerator.allocator, _StepTracker(model))
         self._resting_bytes = 0
         self._is_reducing = False
         self._peak_bytes = self._kept_bytes = 0
@@ -311,35 +284,16 @@ class StepMeter(Observer):
         """Record the memory between the forward and the backward."""
         self._kept_bytes = self._beside_state(self._meter.current_bytes)
 
-    def _look(self) -> int:
-        """Return the peak since the last first reduce, without what meetings hold."""
-        own_bytes = self._beside_state(self._meter.peak_bytes)
-        self._highest_bytes = max(self._highest_bytes, own_bytes)
-        return self._highest_bytes
-
-    def answered(self, instruction: Instruction) -> None:
-        self._tracker.is_meeting = False
-        self._meter.restart()
-
     def before(self, instruction: Instruction) -> None:
-        if instruction.operation is Operation.MEET and self._model.units[ROOT].cuts:
-            self._look()
-            self._tracker.is_meeting = True
         is_reduce = instruction.operation is Operation.REDUCE
         if is_reduce and instruction.unit != LAST_LAYERS and not self._is_reducing:
             self._is_reducing = True
-            self._peak_bytes, self._highest_bytes = self._look(), 0
+            self._peak_bytes = self._beside_state(self._meter.peak_bytes)
             self._reducing_kept_bytes = self._beside_state(self._meter.current_bytes)
             self._meter.restart()
 
-    def after(self, instruction: Instruction) -> None:
-        self._tracker.is_meeting = False
-
     def _beside_state(self, held_bytes: int) -> int:
-        cuts = self._model.units[ROOT].cuts
-        elsewhere = self._model.executor.vocabulary.held_bytes
-        elsewhere += sum(flat.shard.numel() * _cut_itemsize(flat) for flat in cuts)
-        return max(0, held_bytes - self._resting_bytes - elsewhere)
+        return max(0, held_bytes - self._resting_bytes)
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
@@ -351,7 +305,7 @@ class StepMeter(Observer):
             self._resting_bytes = self._meter.current_bytes - lent
             with self._model.executor.observed_by(self):
                 yield
-        last_bytes = self._look()
+        last_bytes = self._beside_state(self._meter.peak_bytes)
         if self._is_reducing:
             self._reducing_peak_bytes = last_bytes
         else:
@@ -374,11 +328,8 @@ class _StepTracker(MemoryTracker):
     def __init__(self, model: ShardedModel) -> None:
         super().__init__()
         self._model = model
-        self.is_meeting = False
 
     def _after(self, function: Any, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
-        if self.is_meeting:
-            return
         if operator.collective and "recv" in str(function):
             self.untrack(*[tensor for tensor in args[0] if not self._is_gathered(tensor)])
 

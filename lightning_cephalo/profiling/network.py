@@ -269,10 +269,10 @@ def _in_turn(
 
 def _forward(units: Sequence[Unit]) -> None:
     """Gather units in turn, the next one beside each; the last one stays."""
-    _start_gather(units[0])
+    units[0].start_gather()
     for unit, following in itertools.zip_longest(units, units[1:]):
         if following is not None:
-            _start_gather(following)
+            following.start_gather()
         unit.finish_gather()
         if following is not None:
             unit.free()
@@ -283,7 +283,7 @@ def _backward(units: Sequence[Unit]) -> None:
     before: Unit | None = None
     for unit, following in itertools.zip_longest(units[::-1], units[-2::-1]):
         if following is not None:
-            _start_gather(following)
+            following.start_gather()
         unit.arm()
         unit.finish_gather()
         if before is not None:
@@ -343,12 +343,8 @@ def unit_times(
     return statistics.median(gathers), statistics.median(reduces)
 
 
-def _start_gather(unit: Unit, apart: Collection[int] = ()) -> None:
-    unit.start_gather(is_cut=bool(unit.cuts), apart=apart)  # as steps do
-
-
 def _gather(unit: Unit, apart: Collection[int]) -> None:
-    _start_gather(unit, apart)
+    unit.start_gather(apart)
     unit.finish_gather()
 
 

@@ -24,7 +24,6 @@ from lightning_cephalo.execution.memory_errors import is_out_of_memory
 from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.execution.step import MicrobatchCall
-from lightning_cephalo.execution.vocabulary.rounds import Asked
 from lightning_cephalo.plan.program import COMPUTE, NONE, ROOT, Instruction, Operation
 from lightning_cephalo.profiling.isolation import forget_gradients
 from lightning_cephalo.profiling.lost_rank import lost_rank_explained
@@ -74,8 +73,6 @@ class Prober:
 
     Attributes:
         wall_s: Seconds of the last timed step.
-        asked: What the last such step asked of layers that are cut along the vocabulary.
-        asked_samples: Samples of all ranks in that step.
     """
 
     def __init__(
@@ -97,10 +94,7 @@ class Prober:
         self._times: Times | None = None
         self._held = Held()
         self._is_inside = False
-        self._samples = 0
         self.wall_s = 0.0
-        self.asked: dict[Asked, int] = {}
-        self.asked_samples = 0
 
     def now_s(self) -> float:
         """Return the seconds of the host's clock."""
@@ -118,13 +112,8 @@ class Prober:
         """
         self._times = None
         start_s = self.now_s()
-        vocabulary = self.model.executor.vocabulary
-        vocabulary.count_anew()
         refused = self._run(partial(self._timed_step_of, size), size)
         self.wall_s = self.now_s() - start_s
-        if not any(refused) and vocabulary.asked:
-            self.asked, self.asked_samples = vocabulary.asked, self._samples
-            vocabulary.count_anew()
         return self._times, refused
 
     def held(self, size: int, count: int) -> tuple[Held, list[bool]]:
@@ -156,7 +145,6 @@ class Prober:
         refused = failure is not None and is_out_of_memory(failure)
         with lost_rank_explained(self.control.rank, doing):
             said = self.control.gather((size, refused, message))
-        self._samples = sum(at for at, *_ in said)
         for rank, (at, out_of_memory, text) in enumerate(said):
             if text is not None and not out_of_memory:
                 raise ProfilingError(
@@ -174,7 +162,7 @@ class Prober:
         return [out_of_memory for _, out_of_memory, _ in said]
 
     def _timed_step_of(self, size: int) -> None:
-        clock = _PhaseClock(self._clock, is_cut=bool(self.model.units[ROOT].cuts))
+        clock = _PhaseClock(self._clock)
         with self.model.executor.observed_by(clock):
             self._forward_backward(*self._calls(size, 1))
         if size:
@@ -237,29 +225,19 @@ class Prober:
 class _PhaseClock(Observer):
     """Sums this rank's compute time by phase.
 
-    Meetings at a vocabulary that stays cut are left out: their time goes by the shares of the
-    state.
-
     Args:
         clock: Returns seconds once all work issued to the device is done.
-        is_cut: Whether the vocabulary stays cut.
     """
 
-    def __init__(self, clock: Callable[[], float], is_cut: bool = False) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._is_cut = is_cut
         self._began_s = self._met_s = 0.0
-        self._is_answered = False
         self.forward_s = self.backward_s = self.tail_s = 0.0
 
     def before(self, instruction: Instruction) -> None:
         if instruction.operation in COMPUTE or instruction.operation is Operation.MEET:
-            self._met_s, self._is_answered = 0.0, False
+            self._met_s = 0.0
             self._began_s = self._clock()
-
-    def answered(self, instruction: Instruction) -> None:
-        self._met_s, self._is_answered = 0.0, True
-        self._began_s = self._clock()
 
     def before_wait(self, instruction: Instruction) -> None:
         if instruction.operation is Operation.MEET:
@@ -272,16 +250,11 @@ class _PhaseClock(Observer):
     def after(self, instruction: Instruction) -> None:
         if instruction.operation is Operation.MEET:
             # behind the wait the backward goes on to the meeting before; the forward does little
-            self._met_s += self._clock() - self._began_s
-            if self._is_answered:
-                self.tail_s += self._met_s
-            else:
-                self.backward_s += self._met_s
+            self.backward_s += self._met_s + self._clock() - self._began_s
         if instruction.operation not in COMPUTE:
             return
         took_s = self._clock() - self._began_s
-        of_root = self._is_cut and instruction.unit == ROOT
-        if instruction.operation is Operation.BACKWARD and not of_root:
+        if instruction.operation is Operation.BACKWARD:
             self.backward_s += took_s
         elif instruction.unit in (ROOT, NONE):
             self.tail_s += took_s

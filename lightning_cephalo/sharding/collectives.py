@@ -12,7 +12,6 @@ On gloo, padding was measured 3 to 13 times slower than sends: docs/design/colle
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -215,28 +214,3 @@ def all_gather_rows(
     row = full[:1].numel() if offsets[-1] else 0
     gather_slices(full.view(-1), [size * row for size in sizes], group).wait()
     return full
-
-
-def all_to_all_rows(
-    rows: torch.Tensor, sends: Sequence[int], receives: Sequence[int], group: dist.ProcessGroup
-) -> torch.Tensor:
-    """Return the rows that all ranks send to this one, in rank order; blocking.
-
-    Args:
-        rows: This rank's rows, in the order of receivers; shape ``(sum(sends), ...)``.
-        sends: Number of rows for every rank.
-        receives: Number of rows from every rank.
-        group: The process group.
-    """
-    size = math.prod(rows.shape[1:])
-    sent = rows.contiguous().view(-1)
-    travels = communicates(rows, group)
-    received = sent.new_empty(sum(receives) * size, device=None if travels else "cpu")
-    dist.all_to_all_single(
-        received,
-        sent if travels else sent.cpu(),
-        [count * size for count in receives],
-        [count * size for count in sends],
-        group=group,
-    )
-    return received.to(rows.device).view(sum(receives), *rows.shape[1:])

@@ -25,11 +25,6 @@ New memory for it would cost page faults on a CPU in each step.
 - RESIDENT: a storage of the flat, which stays allocated. The flat is gathered from the forward to
   the backward, and hooks may free it in between. All RESIDENT flats are gathered at the same time
   anyway.
-
-[Note: flats that stay cut]
-A flat of one parameter may stay cut in steps (``is_cut``): each rank computes with the rows that it
-holds. Then ``rows`` are these in compute dtype, and ``grad_full`` is their gradient only. ``full``
-and ``parameters`` are unused: modules show ``sharded``. Nothing travels.
 """
 
 from __future__ import annotations
@@ -80,7 +75,6 @@ from lightning_cephalo.sharding.write_guard import (
     Lock,
     LockedGradient,
     LockedRows,
-    LockedTable,
     point_to,
 )
 
@@ -195,10 +189,6 @@ class Flat:
         layout: Cuts between the ranks; None keeps a copy on every rank (0-d parameters, which
             have no rows to shard).
         context: Device, mesh and groups.
-
-    Attributes:
-        is_cut: Whether it stays cut until it is freed; see [Note: flats that stay cut].
-        rows: This rank's rows of its one parameter while it is gathered and cut.
     """
 
     def __init__(
@@ -215,8 +205,6 @@ class Flat:
         self.numel = sum(self._numels)
         self._set_layout(layout)
         self.locking = Lock()
-        self.is_cut = self._is_armed_cut = False
-        self.rows: torch.Tensor | None = None
 
         master = torch.empty(self.numel, dtype=self.master_dtype, device=context.device)
         if dist.get_rank(context.everyone) == 0:
@@ -428,10 +416,6 @@ class Flat:
             torch._C._set_grad_enabled(records)
 
     def _gather(self) -> Pending:
-        if self.is_cut:
-            rows = self.shard.view(-1, *self.shapes[0][1:])
-            self.rows = rows.detach().to(self.dtype)
-            return Pending()
         if self._full_buffer is None and self._own_storage.nbytes() == 0:
             self._find_memory()
         # saved tensors of a retained graph point into `full`; refilling it with equal values is
@@ -485,7 +469,6 @@ class Flat:
 
     def free(self) -> None:
         """Free the memory of ``full``, except for a RESIDENT flat."""
-        self.is_cut, self.rows = False, None
         if self._full_buffer is None:
             if self.residence is not Residence.RESIDENT:
                 self.release()
@@ -604,8 +587,6 @@ class Flat:
         The gradients of the running step, which add up there, stay hidden. Another call passes on
         what code has assigned since then, to either of both.
         """
-        if self._is_armed_cut or self.is_cut:  # modules show the shards themselves
-            return
         before = self._held or [sharded.grad for sharded in self.sharded]
         if self._held is None:
             if self.grad_full is None:  # the loss's backward may have come here already
@@ -632,19 +613,17 @@ class Flat:
             if parameter.requires_grad:
                 parameter.grad = view
 
-    def lock(self, names: Sequence[str], *, is_table: bool = False) -> None:
+    def lock(self, names: Sequence[str]) -> None:
         """Refuse all use of the sharded parameters until :meth:`unlock`.
 
         Args:
             names: Names of the parameters, for messages.
-            is_table: Whether steps leave them cut along the vocabulary.
         """
         self.locking.is_on = True
         self._unlocked = [local_part(face) for face in self.sharded]
-        kind = LockedTable if is_table else LockedRows
-        if not self._locked or type(self._locked[0]) is not kind:
+        if not self._locked:
             pairs = zip(self._unlocked, names, strict=True)
-            self._locked = [kind(rows, name) for rows, name in pairs]
+            self._locked = [LockedRows(rows, name) for rows, name in pairs]
         for face, locked in zip(self.sharded, self._locked, strict=True):
             set_local_part(face, locked)
 
@@ -680,19 +659,12 @@ class Flat:
             ):  # else gradients of earlier steps add up
                 touched.clear()
         dtype = self.master_dtype if self.dtype.is_floating_point else self.dtype
-        numel = self._end - self._start if self.is_cut else self.numel
         if self._reduced_in is not None:  # of a step that has failed
             self.forget_gradient()
         if self._grad_buffer is None:
-            nbytes = numel * dtype.itemsize
+            nbytes = self.numel * dtype.itemsize
             self._grad_buffer = self.context.gradient_buffers.take(nbytes, self.context.device)
-        buffer, self._is_armed_cut = self._grad_buffer, self.is_cut
-        if self.is_cut:
-            self.grad_full = buffer.view(numel, dtype)
-            self._grad_views = [self.grad_full.view(-1, *self.shapes[0][1:]).data]
-            self.grad_full.zero_()
-            self._armed_versions = [view._version for view in self._grad_views]
-            return
+        buffer = self._grad_buffer
         views = self._grad_views_in.get(buffer)
         if views is None:
             memory = buffer.view(self.numel, dtype)
@@ -718,11 +690,6 @@ class Flat:
         for view, gradient in zip(self._grad_views, landed, strict=True):
             if gradient is not None:
                 view.add_(gradient)
-
-    @property
-    def grad_rows(self) -> torch.Tensor | None:
-        """The gradient of :attr:`rows`, to add to; None: it is frozen, or not armed."""
-        return self._grad_views[0] if self._is_armed_cut and self._grad_views else None
 
     def touched_rows(self, index: int) -> TouchedRows:
         """Return the notes of a parameter's rows with sparse gradients; the first call begins them.
@@ -757,11 +724,10 @@ class Flat:
             parameter.grad = None
         accumulate = any(parameter.grad is not None for parameter in self.sharded)
         if self.grad_shard is None:
-            is_apart = accumulate or self._is_armed_cut  # such a buffer has this rank's rows only
-            self.grad_shard = self._gradient_memory(in_place and not is_apart)
+            self.grad_shard = self._gradient_memory(in_place and not accumulate)
         if accumulate:
             self._keep_only_held_gradients()
-        if context.is_alone or self._is_armed_cut:
+        if context.is_alone:
             pending = Pending()
             self._deliver_local(scale, accumulate)
         elif self.layout is None:
@@ -830,7 +796,7 @@ class Flat:
     @property
     def received_bytes(self) -> int:
         """Bytes that a reduce of this rank takes in addition; see ``reduce_slices``."""
-        if self.layout is None or self.context.is_alone or self._is_armed_cut:
+        if self.layout is None or self.context.is_alone:
             return 0
         received = self.context.routing.received_numel(
             self.sizes, self.context.rank, self._reduce_route
@@ -854,7 +820,7 @@ class Flat:
 
     def disarm(self) -> None:
         """Give back the memory of ``grad_full``; call it after the wait for its reduce."""
-        self._held, self._is_armed_cut = None, False
+        self._held = None
         for parameter in self.parameters:
             parameter.grad = None
         self.grad_full, self._grad_views = None, []

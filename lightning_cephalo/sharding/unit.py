@@ -19,7 +19,6 @@ from lightning_cephalo.sharding.layout import Divider
 from lightning_cephalo.sharding.moving import Column
 from lightning_cephalo.sharding.root_ends import NO_ENDS, RootEnds
 from lightning_cephalo.sharding.transfers import Wait, wait_for
-from lightning_cephalo.sharding.vocabulary import VocabularyParameter
 from lightning_cephalo.sharding.write_guard import GatheredParameter
 
 # the key of all that is at no end
@@ -41,7 +40,6 @@ class Unit:
         members: The unit as found by :func:`~lightning_cephalo.sharding.discovery.find_units`.
         divider: Cuts the flats; carries rounding errors from unit to unit.
         context: Device, mesh and groups.
-        vocabulary: Parameters that stay cut in training steps, each in a flat of its own.
         chunked_heads: Name and layer of the heads that compute their logits in chunks of tokens.
         chunks_only_large: Whether they do so for large logits only.
         ends: Parameters at the ends of the root unit, which have flats of their own.
@@ -52,9 +50,6 @@ class Unit:
             ``sharding/root_ends.py``.
         chunked_heads: These heads.
         chunks_only_large: Whether they do so for large logits only.
-        vocabulary: These parameters.
-        cuts: Their flats, unless the vocabulary is gathered like all else.
-        is_cut: Whether these flats are cut while the unit is gathered.
         core: All flats that are at no end; every visit asks for their state.
     """
 
@@ -63,7 +58,6 @@ class Unit:
         members: UnitMembers,
         divider: Divider,
         context: ShardingContext,
-        vocabulary: Sequence[VocabularyParameter] = (),
         chunked_heads: Sequence[tuple[str, nn.Linear]] = (),
         *,
         chunks_only_large: bool = False,
@@ -71,30 +65,26 @@ class Unit:
     ) -> None:
         self.name = members.name
         self.module = members.module
-        self.is_cut = False
-        alone = {each.index: number for number, each in enumerate(vocabulary)}
         end_of = dict.fromkeys(ends.first, FIRST_LAYERS) | dict.fromkeys(ends.last, LAST_LAYERS)
-        groups: dict[tuple[int, bool, torch.dtype, bool, int], list[int]] = {}
+        groups: dict[tuple[int, bool, torch.dtype, bool], list[int]] = {}
         for index, (parameter, _) in enumerate(members.parameters):
             key = (
                 end_of.get(index, _CORE),
                 parameter.requires_grad,
                 parameter.dtype,
                 parameter.ndim == 0,
-                alone.get(index, -1),
             )
             groups.setdefault(key, []).append(index)
         self._owners = []
         self._names: list[list[str]] = []
         self.flats: list[Flat] = []
-        cuts: dict[int, Flat] = {}
         contexts = {_CORE: context}
         for end in set(end_of.values()):  # what an end holds goes back when it is freed
             gradients = BufferPool(keeps=False)
             contexts[end] = replace(context, buffers=BufferPool(), gradient_buffers=gradients)
         places: dict[int, list[int]] = {_CORE: []}
         # flags of a unit's parameters are those of its groups, one after the other
-        for (end, *_, own), indices in sorted(groups.items(), key=lambda item: -item[0][0]):
+        for (end, *_), indices in sorted(groups.items(), key=lambda item: -item[0][0]):
             places.setdefault(end, []).append(len(self.flats))
             # odd sizes go last, so that the other parameters stay aligned for fast kernels
             indices.sort(
@@ -103,8 +93,6 @@ class Unit:
             chosen = [members.parameters[index] for index in indices]
             layout = divide_flat([tuple(parameter.shape) for parameter, _ in chosen], divider)
             self.flats.append(Flat([parameter for parameter, _ in chosen], layout, contexts[end]))
-            if own >= 0:
-                cuts[own] = self.flats[-1]
             self._owners.append([owners for _, owners in chosen])
             self._names.append([owners[0].name for _, owners in chosen])
         for names, flat in zip(self._names, self.flats, strict=True):
@@ -112,11 +100,8 @@ class Unit:
                 assert isinstance(parameter, GatheredParameter)
                 parameter.full_name, parameter.lock = name, flat.locking
         self._sharded = [parameter for flat in self.flats for parameter in flat.sharded]
-        self.vocabulary = tuple(vocabulary)
         self.chunked_heads = tuple(chunked_heads)
         self.chunks_only_large = chunks_only_large
-        self._tables = [cuts[number] for number in range(len(vocabulary))]
-        self.cuts = list(self._tables)
         self._groups = {
             end: FlatGroup(
                 [self.flats[place] for place in own],
@@ -133,11 +118,6 @@ class Unit:
         self._shown: Sequence[Sequence[nn.Parameter]] = ()
         self._replaced: list[str] = []
         self._show_gathered()
-
-    def cut_vocabulary(self, is_cut: bool) -> None:
-        """Choose whether steps leave the vocabulary cut; call it between two steps."""
-        self.free()
-        self.cuts = list(self._tables) if is_cut else []
 
     def __repr__(self) -> str:
         return f"Unit({self.name or 'root'!r}, {self.state.value})"
@@ -168,25 +148,19 @@ class Unit:
         return False
 
     @property
-    def _whole(self) -> list[Flat]:
-        return [flat for flat in self.flats if all(flat is not cut for cut in self.cuts)]
-
-    @property
     def full_bytes(self) -> int:
-        """Bytes of the gathered parameters; without those that stay cut in steps."""
-        return sum(flat.numel * flat.dtype.itemsize for flat in self._whole)
+        """Bytes of the gathered parameters."""
+        return sum(flat.numel * flat.dtype.itemsize for flat in self.flats)
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the full gradients during a backward; without those that stay cut."""
-        return sum(
-            flat.numel * flat.master_dtype.itemsize for flat in self._whole if flat.trainable
-        )
+        """Bytes of the full gradients during a backward."""
+        return sum(flat.numel * flat.master_dtype.itemsize for flat in self.flats if flat.trainable)
 
     @property
     def sent_gradient_bytes(self) -> int:
-        """Bytes of the full gradients as they travel; without those that stay cut."""
-        return sum(flat.numel * flat.sent_dtype.itemsize for flat in self._whole if flat.trainable)
+        """Bytes of the full gradients as they travel."""
+        return sum(flat.numel * flat.sent_dtype.itemsize for flat in self.flats if flat.trainable)
 
     @property
     def receiving_bytes(self) -> int:
@@ -243,9 +217,7 @@ class Unit:
     def _show_gathered(self) -> None:
         self._show(
             [
-                flat.parameters
-                if group.state is UnitState.GATHERED and not flat.is_cut
-                else flat.sharded
+                flat.parameters if group.state is UnitState.GATHERED else flat.sharded
                 for flat, group in zip(self.flats, self._group_of, strict=True)
             ]
         )
@@ -305,7 +277,7 @@ class Unit:
     def lock(self) -> None:
         """Refuse all use of the sharded parameters until :meth:`unlock`, by name."""
         for names, flat in zip(self._names, self.flats, strict=True):
-            flat.lock(names, is_table=flat in self.cuts)
+            flat.lock(names)
 
     def unlock(self) -> None:
         """Allow use of the sharded parameters again."""
@@ -335,17 +307,12 @@ class Unit:
 
     # -- gathering ----------------------------------------------------------------------------
 
-    def start_gather(self, *, is_cut: bool = False, apart: Collection[int] = ()) -> None:
+    def start_gather(self, apart: Collection[int] = ()) -> None:
         """Begin to gather; does nothing if the gather has already begun.
 
         Args:
-            is_cut: Whether :attr:`cuts` stay cut.
             apart: Ends that stay as they are.
         """
-        if self.core.state is UnitState.SHARDED:
-            self.is_cut = is_cut
-            for flat in self.cuts:
-                flat.is_cut = is_cut
         for group in self._beside(apart):
             group.start_gather()
 
@@ -376,7 +343,6 @@ class Unit:
         """
         for group in self._all:
             group.free(wait)
-        self.is_cut = False
 
     def _beside(self, apart: Collection[int]) -> Sequence[FlatGroup]:
         if not apart:

@@ -130,18 +130,6 @@ class LockedRows(Locked):
     )
 
 
-class LockedTable(LockedRows):
-    """Stands in for this rank's rows of a table that stays cut along the vocabulary."""
-
-    refusal = (
-        "training_step reads or writes {names} ({operator}), which is cut along the vocabulary: no"
-        " rank holds all of it. Call the layer that holds it instead, such as self.head(hidden)"
-        " with a torch.nn.Linear that shares it. Or use"
-        " CephaloStrategy(vocabulary_sharding=False), where it can be read. "
-        f"{REMEDY}"
-    )
-
-
 class LockedGradient(Locked):
     """Stands in for the gradient of a gathered parameter."""
 

@@ -17,13 +17,13 @@ from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.common.errors import CephaloError
 from lightning_cephalo.execution.executor import Executor
 from lightning_cephalo.execution.step import ForwardOutcome, MicrobatchCall
-from lightning_cephalo.execution.vocabulary.layers import chunked_heads_of, tables_of
+from lightning_cephalo.execution.vocabulary.layers import chunked_heads_of
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.discovery import find_units
 from lightning_cephalo.sharding.flat import ShardingContext
 from lightning_cephalo.sharding.layout import Divider
 from lightning_cephalo.sharding.placement import default_mesh, local_part
-from lightning_cephalo.sharding.root_ends import NO_ENDS, ends_of
+from lightning_cephalo.sharding.root_ends import ends_of
 from lightning_cephalo.sharding.routes import Routing
 from lightning_cephalo.sharding.unit import Unit
 
@@ -82,7 +82,6 @@ def make_executor(
     recompute: bool,
     *,
     reshard: bool = True,
-    cuts_vocabulary: bool = False,
     chunks_logits: bool = False,
     device: torch.device = _CPU,
     **discovery: Any,
@@ -93,10 +92,9 @@ def make_executor(
     context = ShardingContext(device, mesh, gather_group, reduce_group, routing)
     divider = Divider(fractions)
     root, *others = find_units(model, **discovery)
-    tables = tables_of(model, root) if cuts_vocabulary else ()
     heads = chunked_heads_of(model, root) if chunks_logits else ()
-    ends = NO_ENDS if cuts_vocabulary else ends_of(model, [root, *others], smallest_share=0.0)
-    units = [Unit(root, divider, context, tables, heads, ends=ends)]
+    ends = ends_of(model, [root, *others], smallest_share=0.0)
+    units = [Unit(root, divider, context, heads, ends=ends)]
     units += [Unit(members, divider, context) for members in others]
     executor = Executor(units, ControlGroup(control_group), accelerator_of(device), recompute)
     executor.reshard_after_forward = reshard

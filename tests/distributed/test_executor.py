@@ -21,6 +21,8 @@ from shared_start import SharedStart
 from torch import Tensor, nn
 from toys import UNEVEN, WIDTH, Base, Block, assert_idle, make_batch, mean_loss
 
+from lightning_cephalo.execution.visits import Visits
+
 # -- ways to use units ------------------------------------------------------------------------
 
 
@@ -406,7 +408,7 @@ def _equals_all_ways(rank: int, name: str) -> None:
     parts = microbatches_of(make_batch(batch_size_of(UNEVEN)), UNEVEN, rank)
     for executor.recompute, executor.reshard_after_forward in WAYS:
         model.zero_grad()
-        executor.forget_order()
+        executor._visits = Visits()  # the first step is traced again
         losses = []
         for times in (1, 2):  # the first step is traced; the second replays it and adds to it
             losses.append(sharded_step(executor, model, mean_loss, parts))

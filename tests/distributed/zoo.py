@@ -92,24 +92,6 @@ def bert() -> nn.Module:
     )
 
 
-def masked_bert() -> nn.Module:
-    """A head with a bias, and a table of the padding token, whose row gets no gradient."""
-    from transformers import BertConfig, BertForMaskedLM
-
-    return BertForMaskedLM(
-        BertConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=24,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            intermediate_size=40,
-            max_position_embeddings=16,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-    )
-
-
 def vit() -> nn.Module:
     from transformers import ViTConfig, ViTForImageClassification
 
@@ -178,14 +160,11 @@ ZOO: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tensor]]
     "half-frozen gpt2": (half_frozen_gpt2, _language),
 }
 
-# for tests of a vocabulary only
-MASKED = {"masked bert": (masked_bert, _language)}
-
 
 def build(name: str, samples: int) -> tuple[nn.Module, dict[str, Tensor]]:
     """Return the model, in training mode, and a batch; the same on every rank."""
     torch.manual_seed(7)
-    make_model, make_batch = (ZOO | MASKED)[name]
+    make_model, make_batch = ZOO[name]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # transformers warns of its own deprecations
         model = make_model().train()

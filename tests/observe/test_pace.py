@@ -59,7 +59,6 @@ def test_nothing_is_said_of_what_is_no_lasting_change(busy_s):
 def test_predicted_work_is_that_of_all_units_and_the_root():
     plan = RankPlan((4,), 1.0, forward_s=0.1, backward_s=0.3, tail_s=0.05)
     assert predicted_busy_s(plan, units=3) == pytest.approx(1.25)
-    assert predicted_busy_s(replace(plan, columns_s=2.0), units=3) == pytest.approx(3.25)
     assert predicted_busy_s(RankPlan((4,), 1.0), units=3) is None
 
 

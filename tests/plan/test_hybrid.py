@@ -119,7 +119,6 @@ def test_groups_by_hand():
         (lambda: replace(GROUPED, hybrid_gather_s=1), "hybrid_gather_s: it is 1"),
         (lambda: replace(GROUPED, even_gather_s=1), "even_gather_s"),
         (lambda: replace(TOGETHER, state_groups=(0, 0, 1)), "expected none with"),
-        (lambda: replace(GROUPED, vocabulary_sharding=True), "vocabulary_sharding: true so far"),
         (lambda: replace(GROUPED, optimizer_offload="auto"), "optimizer_offload: auto so far"),
         (lambda: predict(TOGETHER, solve(GROUPED)), "measured with none"),
         (lambda: predict(GROUPED, solve(TOGETHER)), r"measured with \[0, 0, 1\]"),

@@ -183,6 +183,10 @@ def test_a_plan_written_by_hand():
             "ranks: [{microbatch_sizes: [1], state_fraction: 0.4}]",
             r"plan.yaml: Plan: expected state fractions that sum to 1",
         ),
+        (
+            "{vocabulary_sharding: true, ranks: [{microbatch_sizes: [1], state_fraction: 1.0}]}",
+            r"plan.yaml: plan: vocabulary_sharding: True asks for what only .*Make the plan again",
+        ),
     ],
 )
 def test_files_that_are_no_plan_are_named_with_the_reason(tmp_path, content, message):
@@ -190,6 +194,11 @@ def test_files_that_are_no_plan_are_named_with_the_reason(tmp_path, content, mes
     path.write_text(content)
     with pytest.raises(PlanError, match=message):
         Plan.load(path)
+
+
+def test_a_plan_of_an_earlier_version_that_asks_for_nothing_more_is_read():
+    earlier = {"vocabulary_sharding": False, **Plan([RankPlan((1,), 1.0)]).to_dict()}
+    assert Plan.from_dict(earlier) == Plan([RankPlan((1,), 1.0)])
 
 
 def test_files_that_cannot_be_read(tmp_path):

@@ -12,7 +12,7 @@ import torch
 from lightning_cephalo.accelerator import Device
 from lightning_cephalo.common.errors import InfeasibleError, ProfilingError
 from lightning_cephalo.plan import Problem, RankProfile
-from lightning_cephalo.preparation import hybrid_choice, vocabulary_choice
+from lightning_cephalo.preparation import hybrid_choice, planned
 from lightning_cephalo.preparation.limits import Limits
 from lightning_cephalo.preparation.options import Options
 from lightning_cephalo.preparation.prepare import Job
@@ -52,7 +52,6 @@ class Model:
     """What the choice needs of a sharded model of three ranks; this one shares a node."""
 
     def __init__(self, runs_on_device: bool = False) -> None:
-        self.units = [SimpleNamespace(vocabulary=())]
         self.control = SimpleNamespace(
             rank=0, broadcast=lambda value: value, together=lambda doing, run: run(), all=bool
         )
@@ -70,7 +69,7 @@ def chosen(
     monkeypatch, grouped, together=TOGETHER, model=None, nodes=(4, 4, 7), capacity=1000, **options
 ):
     model, measured = model or Model(), []
-    monkeypatch.setattr(vocabulary_choice, "check_capacities", lambda *_: None)
+    monkeypatch.setattr(planned, "check_capacities", lambda *_: None)
 
     def measure(own: Job, known: Any = None) -> Any:
         measured.append((own.state_groups, model.state_groups, known is not None))
@@ -82,10 +81,10 @@ def chosen(
     given = {"hybrid_sharding": "auto", "verbose": False, **options}
     limits = replace(Limits.none(), device=Device("card", capacity_bytes=capacity))
     job = Job(Options(**given), (limits,) * 3, 6, nodes=nodes)
-    planned = hybrid_choice.measured_and_planned(job, model, measure)
-    assert planned.plan.state_groups == planned.job.state_groups == model.state_groups
+    found = hybrid_choice.measured_and_planned(job, model, measure)
+    assert found.plan.state_groups == found.job.state_groups == model.state_groups
     assert model.state_groups or model.fractions == BEFORE
-    return planned, measured
+    return found, measured
 
 
 @pytest.mark.parametrize(
@@ -119,7 +118,6 @@ def test_what_needs_the_least_memory_has_to_be_possible(monkeypatch):
         ({"nodes": (4, 4, 4)}, "all 3 ranks are on one node. Nodes are told apart by"),
         ({"model": Model(runs_on_device=True)}, "over gloo only"),
         ({"capacity": 4 * NUMEL - 1}, "a node has no room"),
-        ({"vocabulary_sharding": True}, "a vocabulary that stays cut"),
         ({"optimizer_offload": "auto"}, "optimizer_offload does not work"),
     ],
 )

@@ -57,11 +57,6 @@ def test_gradients_travel_in_dtypes_of_as_many_exponents_by_name_too():
     assert measured == {"reduce_dtype": "torch.bfloat16", **Options().of_measuring()}
 
 
-def test_what_was_measured_with_a_whole_vocabulary_is_not_taken_for_a_cut_one():
-    measured = Options(vocabulary_sharding=True).of_measuring()
-    assert measured == {"vocabulary_sharding": True, **Options().of_measuring()}
-
-
 def test_what_was_measured_with_all_logits_is_not_taken_for_chunks_of_them():
     for given in (True, "auto"):
         measured = Options(chunked_logits=given).of_measuring()

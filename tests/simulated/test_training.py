@@ -304,10 +304,7 @@ def test_a_checkpoint_continues_under_another_plan(simulated, alone, tmp_path):
     assert found[0]["weights"] == pytest.approx(whole["weights"], rel=1e-5)
 
 
-def test_a_vocabulary_that_stays_cut_and_logits_in_chunks(simulated):
+def test_logits_in_chunks(simulated):
     given = {"tokens": True, "trainer": {"val_check_interval": 2}}
-    cut = {"vocabulary_sharding": True}
-    plans = {"uneven": UNEVEN, "idle": IDLE_WITH_ALL_STATE}
-    cases = {plan: case(ranks, **given, strategy=cut) for plan, ranks in plans.items()}
-    cases["chunks"] = case(UNEVEN, **given, strategy={"chunked_logits": True})
-    assert_each_is_as_alone(simulated, cases)
+    chunks = case(UNEVEN, **given, strategy={"chunked_logits": True})
+    assert_each_is_as_alone(simulated, {"chunks": chunks})

@@ -1,7 +1,7 @@
 """Heads that every rank has whole, and whose logits are computed in chunks of tokens.
 
-Such a head returns the same lazy logits as one that is cut along the vocabulary, and answers their
-questions itself: no ranks meet, and gradients are those of an ordinary graph.
+Such a head returns lazy logits, and answers their questions itself: gradients are those of an
+ordinary graph.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.vocabulary.columns import Columns, Gradients, joined, wide
 from lightning_cephalo.execution.vocabulary.logits import LazyLogits
 from lightning_cephalo.execution.vocabulary.questions import Kind, Question
-from lightning_cephalo.plan.program import NONE
 
 if TYPE_CHECKING:
     from lightning_cephalo.execution.vocabulary.layers import VocabularyLayers
@@ -49,7 +48,6 @@ class ChunkedHead:
 
     Attributes:
         vocabulary: Number of logits of a token.
-        meeting: None of the places where microbatches meet.
         has_warned: Whether the user knows that all logits are computed.
         only_large: Whether calls of few tokens give all logits.
         most_tokens: Most tokens of a call in a training step, since someone has set it to 0.
@@ -57,7 +55,6 @@ class ChunkedHead:
 
     computes = "computes its logits in chunks of tokens"
     way_out = "Use CephaloStrategy(chunked_logits=False)."
-    meeting = NONE
 
     def __init__(
         self, layers: VocabularyLayers, name: str, module: nn.Linear, *, only_large: bool = False

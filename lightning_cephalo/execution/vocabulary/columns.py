@@ -1,7 +1,6 @@
-"""What one rank computes with its own rows of a table: columns of logits, in chunks of tokens.
+"""Logits in chunks of tokens: pure arithmetic on local tensors.
 
-Pure arithmetic on local tensors; ``rounds.py`` moves them between the ranks, and ``chunked.py`` has
-all columns. Logits exist for a chunk of tokens at a time only, and are computed again for the
+Logits exist for a chunk of tokens at a time only, and are computed again for the
 backward. Losses that one rank computes alone have their gradients in the forward: their factor is
 one number, by which the backward multiplies.
 """

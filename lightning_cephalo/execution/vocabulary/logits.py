@@ -2,8 +2,8 @@
 
 They exist as the hidden states that they are computed from. Losses ask the head for three numbers
 per token: the log-sum of exponentials, the target's logit, and the mean logit. All else needs the
-logits themselves, which are computed once, with a warning. A head that is cut along the vocabulary
-asks all ranks (``layers.py``); one that every rank has whole answers itself (``chunked.py``).
+logits themselves, which are computed once, with a warning. The head
+answers by itself (``chunked.py``).
 
 [Note: writes to lazy logits]
 Views of lazy logits share no memory, so a write to one would be missing in the others. All writes
@@ -72,7 +72,6 @@ class Head(Protocol):
         computes: How it computes its logits, for messages.
         way_out: A sentence that says how it would compute them as on one device.
         vocabulary: Number of logits of a token.
-        meeting: Index of the layer among the places where microbatches meet.
         has_warned: Whether the user knows that all its logits are needed.
     """
 
@@ -80,7 +79,6 @@ class Head(Protocol):
     computes: str
     way_out: str
     vocabulary: int
-    meeting: int
     has_warned: bool
 
     def ask(self, question: Question, source: Tensor | None, *, differentiable: bool) -> Tensor:
@@ -283,7 +281,7 @@ class LazyLogits(Tensor):
         differentiable = self.requires_grad and torch.is_grad_enabled() and kind is not Kind.BEST
         self.watched.is_used |= differentiable and kind is not Kind.LOGITS
         values = hidden.detach().reshape(-1, hidden.shape[-1]).to(self.linear_dtype)
-        question = Question(kind, self.head.meeting, values, shape, targets)
+        question = Question(kind, values, shape, targets)
         return self.head.ask(question, hidden, differentiable=differentiable)
 
     def statistics(self, targets: Tensor | None = None) -> tuple[Tensor, ...]:

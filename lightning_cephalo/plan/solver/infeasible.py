@@ -91,23 +91,10 @@ def refuse(
         types: the types of its ranks.
         fits: returns whether there is a plan, if only memory counts.
     """
-    said = (
+    raise InfeasibleError(
         _rank_too_small(problem, types)
         or _no_rank_for_samples(problem, types)
         or f"{_too_little_for_all(problem, types)}{_state_on_hosts(problem, types, fits)}"
-    )
-    raise InfeasibleError(f"{said}{_of_meetings(problem)}")
-
-
-def _of_meetings(problem: Problem) -> str:
-    """Say what a cut vocabulary counts, which may be more than a training needs, and ways out."""
-    if not problem.vocabulary_sharding:
-        return ""
-    return (
-        f" Of this, every rank counts {_bytes(problem.hidden_bytes)} for hidden states of all "
-        f"samples, and {_bytes(problem.meeting_bytes)} for meetings of the largest microbatches "
-        f"that were measured. A plan= with smaller microbatches takes less, and "
-        f"vocabulary_sharding=False takes neither."
     )
 
 
@@ -116,9 +103,8 @@ def _state_on_hosts(
 ) -> str:
     """Say whether optimizer state in host memory would do, or why it does not."""
     moments = problem.moment_bytes * sum(problem.unit_parameters)
-    # neither goes together with state in host memory
-    is_apart = problem.vocabulary_sharding or problem.hybrid_sharding is True
-    if fits is None or not moments or is_apart:
+    # hybrid sharding does not go together with state in host memory
+    if fits is None or not moments or problem.hybrid_sharding is True:
         return ""
     timeless = dataclasses.replace(problem, ranks=tuple(map(_timeless, problem.ranks)))
     if problem.optimizer_offload is False:
@@ -155,20 +141,13 @@ def _rank_too_small(problem: Problem, types: Sequence[RankType]) -> str | None:
         if missing > 0:
             stay = problem.reshard_after_forward is False
             return (
-                f"Memory binds on rank {_members(kind)}: {_buffers(problem)} that every rank "
-                f"holds need {_bytes(needed)}, its capacity is "
+                f"Memory binds on rank {_members(kind)}: the gathered buffers that every "
+                f"rank holds need {_bytes(needed)}, its capacity is "
                 f"{_bytes(kind.profile.capacity_bytes)}, {_bytes(missing)} are missing. Use "
                 f"smaller units, {'reshard_after_forward=True, ' if stay else ''}raise its "
                 f"capacity_bytes, or leave this rank out."
             )
     return None
-
-
-def _buffers(problem: Problem) -> str:
-    """Name what every rank holds whatever its samples."""
-    if not problem.vocabulary_sharding:
-        return "the gathered buffers"
-    return "the gathered buffers, hidden states of all samples and meetings at the cut vocabulary"
 
 
 def _no_rank_for_samples(problem: Problem, types: Sequence[RankType]) -> str | None:
@@ -210,9 +189,9 @@ def _too_little_for_all(problem: Problem, types: Sequence[RankType]) -> str:
         )
         at_once = "in one measured microbatch each, " if problem.single_microbatch else ""
         return (
-            f"Samples bind: the global batch is {batch}, but {at_once}next to {_buffers(problem)} "
-            f"all ranks together have memory for {total} samples ({on}), {batch - total} too few, "
-            f"even without any state. {_remedies(room)}"
+            f"Samples bind: the global batch is {batch}, but {at_once}next to the gathered "
+            f"buffers all ranks together have memory for {total} samples ({on}), {batch - total} "
+            f"too few, even without any state. {_remedies(room)}"
         )
     options = []
     if problem.single_microbatch:
@@ -246,7 +225,7 @@ def _too_little_for_all(problem: Problem, types: Sequence[RankType]) -> str:
     missing = max(used + problem.full_state_bytes - capacity, 1.0)
     return (
         f"Memory binds over all {ranks} ranks together: the state needs "
-        f"{_bytes(problem.full_state_bytes)}, {_buffers(problem)} {_bytes(buffers)}, the "
+        f"{_bytes(problem.full_state_bytes)}, the gathered buffers {_bytes(buffers)}, the "
         f"samples{under} at least {_bytes(max(used - buffers, 0.0))}, but the capacity is "
         f"{_bytes(capacity)} ({on}): {'at least ' if exact is None else ''}{_bytes(missing)} are "
         f"missing. "
@@ -266,7 +245,7 @@ def _too_little_for_a_group(problem: Problem) -> str:
     return (
         f"Memory binds in a group of ranks: with hybrid sharding each of {len(capacities)} groups "
         f"holds the whole state, {_bytes(problem.full_state_bytes)}, next to "
-        f"{_buffers(problem)} of {_bytes(idle_bytes(problem))} on each rank, and its samples. The "
+        f"the gathered buffers of {_bytes(idle_bytes(problem))} on each rank, and its samples. The "
         f"capacity of the groups is {have}. hybrid_sharding=False holds the state once, on all "
         f"ranks together."
     )
@@ -491,5 +470,4 @@ def _timeless(rank: RankProfile) -> RankProfile:
         to_device_bytes_per_s=math.inf,
         to_host_bytes_per_s=math.inf,
         host_memory_bytes_per_s=math.inf,
-        columns_s=0.0,
     )

@@ -1,9 +1,6 @@
 """Finds the fastest plan where a rank's share of the state takes time.
 
-A device updates its share. Where optimizer state lives in host memory, shares move. Where the
-vocabulary stays cut, a rank computes its share of the columns of logits, so that the slowest one's
-``share * columns_s`` counts. That of the columns and that of the updates need not be the same rank.
-The bound takes it for the same one, which is a little less.
+A device updates its share. Where optimizer state lives in host memory, shares move.
 
 How much state a rank can hold depends on the seconds that its share may add to a step, and on the
 backward that hides moves, and lets collectives hide fewer updates. For given limits on both, the
@@ -62,7 +59,7 @@ class MovingPlan:
         even: Whether all ranks hold equal shares, which travel as such.
         types: Types of ranks.
         found: Which columns they run.
-        exposed_s: What shares add to the step: updates, moves, columns of a cut vocabulary.
+        exposed_s: What shares add to the step: updates and moves.
         step_s: Seconds of the step.
     """
 
@@ -135,8 +132,7 @@ def fastest_moving(
         if failure is not None:
             raise failure
         if math.isinf(limit_s) and queue:
-            what = "a cut vocabulary" if problem.vocabulary_sharding else "state in host memory"
-            raise SolverError(f"No plan with {what} was found, and none is excluded.")
+            raise SolverError("No plan with state in host memory was found, and none is excluded.")
         return None, bound_s
     roomier = _Variant(best.problem, best.even, deadline).roomiest(best)
     return roomier, min(bound_s, best.step_s)

@@ -1,8 +1,7 @@
 """How much of the state a rank can hold if its share takes time.
 
 A larger share takes its device longer to update. Where optimizer state may live in host memory,
-its moves take time. Where the vocabulary stays cut, a share of the state is that share of the
-columns of logits, too.
+its moves take time.
 
 The limits are a rank's device, its host's memory, and the seconds that all this may add to a step
 (:mod:`~lightning_cephalo.plan.moving`). For each way to keep the state, each limit is a largest
@@ -19,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from lightning_cephalo.plan.exposure import Exposure
 from lightning_cephalo.plan.moving import MovedState, choices, exposure
 from lightning_cephalo.plan.problem import Problem, RankProfile
 from lightning_cephalo.plan.solver.unbeaten import unbeaten
@@ -55,10 +53,7 @@ class _Ways:
             for own in moved
         ]  # fmt: skip
         least_s, most_s = backward_s
-        columns = Exposure(always=profile.columns_s)
-        lines = [
-            (columns + exposure(problem, profile, own, most_s, least_s)).lines for own in moved
-        ]
+        lines = [exposure(problem, profile, own, most_s, least_s).lines for own in moved]
         most = max(map(len, lines))
         padded = np.array([[*own, *[(0.0, 0.0)] * (most - len(own))] for own in lines])
         return cls(moved, np.array(needed), padded[..., 0], padded[..., 1])
@@ -76,7 +71,7 @@ class Room:
 
     Args:
         problem: Ranks and work of the step.
-        exposed_s: Seconds that updates, moves and columns of logits may add to a step.
+        exposed_s: Seconds that updates and moves may add to a step.
         backward_s: The least and the most that one unit's backward takes on the slowest rank.
         most_share: The most that a rank takes: an even share, or all of it.
     """

@@ -13,8 +13,7 @@ thousandth of the step allows, ranks with slow updates get less. If memory does 
 plans are searched whose shares take so much time (``offload``).
 
 Where optimizer state may live in host memory, plans that move it are searched, too (``offload``).
-They count if nothing fits without, or if the step is shorter. Where the vocabulary stays cut, the
-same search finds the shares of the state whose columns of logits take the least time.
+They count if nothing fits without, or if the step is shorter.
 
 If even shares travel faster than uneven ones, all of this runs a second time, with an equal share
 of the state on every rank. The better plan is taken. Likewise, if units may stay gathered from the
@@ -133,14 +132,12 @@ def _solved(problem: Problem, time_limit_s: float) -> Plan | None:
     if problem.hybrid_sharding == "auto":
         return _either_way(problem, started, limit)
     plan = None
-    if problem.vocabulary_sharding:
-        plan = _cut(problem, started + limit)
-    elif problem.optimizer_offload is not True or not problem.can_move_state:
+    if problem.optimizer_offload is not True or not problem.can_move_state:
         plan = _resident(problem, started + limit)
     # shares of each of several groups are not searched
     is_gap = plan is not None and (plan.gap or 0.0) > EQUAL and len(problem.groups) == 1
     waits = problem.can_move_state or (problem.shares_take_time and is_gap)
-    if waits and not problem.vocabulary_sharding:
+    if waits:
         plan = _or_moving(problem, plan, started + limit)
     if plan is None:
         return None
@@ -171,13 +168,6 @@ def _resident(problem: Problem, deadline: float) -> Plan | None:
         return None
     found, bound_s = _searched(problem, deadline)
     return _best_plan(problem, found, bound_s) if found else None
-
-
-def _cut(problem: Problem, deadline: float) -> Plan | None:
-    """Return the plan where shares of the state are shares of the columns of logits."""
-    if certainly_infeasible(problem, group_types(problem)):
-        return None
-    return _or_moving(problem, None, deadline)
 
 
 def _or_moving(problem: Problem, plan: Plan | None, deadline: float) -> Plan | None:
@@ -422,7 +412,6 @@ def priced(
         padded=padded,
         by_node=problem.by_node or None,
         early_update=problem.early_update or None,
-        vocabulary_sharding=problem.vocabulary_sharding or None,
         state_groups=problem.active_groups,
     )
     prediction = predict(problem, plan)
@@ -437,7 +426,6 @@ def priced(
             capacity_bytes=profile.capacity_bytes,
             host_bytes=part.host_bytes if rank.offload else None,
             state_host_bytes=part.state_host_bytes if rank.moves_state else None,
-            columns_s=part.columns_s if problem.vocabulary_sharding else None,
         )
         for rank, profile, part in zip(ranks, problem.ranks, prediction.ranks, strict=True)
     )
