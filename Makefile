@@ -40,19 +40,14 @@ format: $(INSTALLED)
 PROFILES ?= ../shared/data/cephalo-profiles
 figures: $(INSTALLED)
 	$(BIN)/python benchmarks/planner.py
-	$(BIN)/python benchmarks/optimality.py
-	$(BIN)/python benchmarks/simulator.py
 	$(BIN)/python benchmarks/planner.py --published $(PROFILES)
 	$(BIN)/python benchmarks/estimates.py $(PROFILES)
 
 # what docs/performance.md and the records say of speed, memory and predictions; about 30 minutes,
 # and only of use on a machine that does nothing else
 performance: $(INSTALLED)
-	$(BIN)/python benchmarks/emulation.py
 	$(BIN)/python benchmarks/visits.py
-	$(BIN)/python benchmarks/optimizer.py
 	$(BIN)/python benchmarks/overhead.py
-	$(BIN)/python benchmarks/compiled.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/predictions.py
 	$(BIN)/python benchmarks/throughput.py

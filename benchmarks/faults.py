@@ -3,7 +3,7 @@
     python benchmarks/faults.py [--ends 5] [--kills 20] [--others 4] [--only TEXT] [--load 8]
     python benchmarks/faults.py --ends 20 --without-ddp --only SIGTERM
 
-A first table is of faults that end a run (``ending_faults.py``), beside Lightning's DDP. A second
+A first table is of faults that end a run (``faulting/ending.py``), beside Lightning's DDP. A second
 one is of ranks that an agent starts again: every step is compared with a run without faults.
 
 There two ranks train a small model with dropout on this host, started by ``python -m
@@ -15,7 +15,7 @@ processes. A table behind it has the seconds by part: of the agent, imports, con
 kept step, training again. ``--script-s`` adds seconds of a processor to the script before
 ``fit()``. The last rows are Lightning's DDP under torchrun,
 with a checkpoint every 10 steps and ``ckpt_path="last"``. A third table is of hosts that go and
-come (``host_faults.py``). Seconds hold for a machine that does nothing else; all takes about an
+come (``faulting/hosts.py``). Seconds hold for a machine that does nothing else; all takes about an
 hour.
 """
 
@@ -41,8 +41,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ending_faults
-import host_faults
+from faulting import ending, hosts
 
 ROOT = Path(__file__).resolve().parent.parent
 RANKS, GLOBAL_BATCH, SAMPLES, PAUSE_S = 2, 8, 512, 0.01
@@ -462,7 +461,7 @@ def main() -> None:
         folder = given.folder or Path(temporary)
         folder.mkdir(exist_ok=True)
         ways = ("cephalo",) if given.without_ddp else ("cephalo", "ddp")
-        ending_faults.report(folder / "ends", given.only, given.ends, given.load, ways)
+        ending.report(folder / "ends", given.only, given.ends, given.load, ways)
         # processes that an agent leaves behind become this one's, whose seconds are counted
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
         print(
@@ -497,7 +496,7 @@ def main() -> None:
             print(f"|---{'|---' * len(parts)}|")
             print("\n".join(of_parts), end="\n\n", flush=True)
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0)
-        host_faults.report(folder, given.only)
+        hosts.report(folder, given.only)
 
 
 if __name__ == "__main__":

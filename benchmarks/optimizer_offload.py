@@ -1,13 +1,12 @@
 """Optimizer state in host memory: policies side by side on emulated ranks, predicted and measured.
 
-    python benchmarks/optimizer_offload.py [--record FILE.md] [--figure FILE.png] [--logs FOLDER]
+    python benchmarks/optimizer_offload.py [--record FILE.md] [--figure FILE.png]
                                            [--only policies | depths]
 
 Ranks of unequal speed, two and four, have a link in each direction and a host that updates, all in
 virtual time: no figure depends on this machine. Each policy is a plan of the same microbatches,
 which training follows. A second table has the deepest model that trains on memories 3:1, with as
-much memory again on hosts. With the logs of others (see update_logs.py) a last one has their update
-times beside those of this planner's model.
+much memory again on hosts.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ torch.set_num_threads(1)
 
 from lightning.pytorch import Callback  # noqa: E402
 from profiled import GPT, RankFailure, fit, in_ranks, loader  # noqa: E402
-from update_logs import lines as lines_of_logs  # noqa: E402
 
 from lightning_cephalo.common.errors import TooLittleMemoryError  # noqa: E402
 from lightning_cephalo.execution.state_moves import StateMover  # noqa: E402
@@ -390,10 +388,8 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--record", type=Path)
     arguments.add_argument("--figure", type=Path)
-    arguments.add_argument("--logs", type=Path, help="a copy of the logs of update_logs.py")
     arguments.add_argument("--only", choices=("policies", "depths"), help="one of the tables")
     given = arguments.parse_args()
-    logged = lines_of_logs(given.logs) if given.logs else []
     lines = [f"# Optimizer state in host memory, {datetime.date.today().isoformat()}", ""]
     rows: list[Row] = []
     if given.only in (None, "policies"):
@@ -408,7 +404,6 @@ def main() -> None:
             "|---|---|---|---|---|",
         ]
         lines += [_deepest(offload).line() for offload in (False, "auto")]
-    lines += ["", *logged] if logged else []
     text = "\n".join(lines) + "\n"
     print(text)
     if given.record:

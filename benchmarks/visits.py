@@ -3,6 +3,7 @@
     python benchmarks/visits.py [--units 48] [--microbatches 8] [--rounds 15] [--ranks 1 2]
     python benchmarks/visits.py --simulated
     python benchmarks/visits.py --collector [--rounds 200]
+    python benchmarks/visits.py --beside ../older [--ranks 2] [--simulated]
 
 A visit is one microbatch passing one unit once. The forward parks the microbatch, cuts the graph
 and saves tensors for the backward. The backward recomputes, runs the unit's backward and passes the
@@ -16,6 +17,8 @@ as processor time here.
 
 ``--collector`` shows what Python's garbage collector takes of a visit, before and after objects
 that live as long as training are frozen. Medians leave it out: most steps have no full collection.
+
+``--beside`` compares this checkout with another one, also on a busy machine (visiting/in_turn.py).
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("distributed", "simu
 
 from harness import make_executor  # noqa: E402
 from launch import run_ranks, torchrun_environments  # noqa: E402
+from visiting import in_turn  # noqa: E402
 
 from lightning_cephalo.execution.step import MicrobatchCall  # noqa: E402
 
@@ -157,7 +161,7 @@ def _collections(rank: int, units: int, microbatches: int, rounds: int) -> list[
     """Return the seconds that the collector takes before objects are frozen, and after."""
     import lightning.pytorch  # noqa: F401  what a training has loaded
 
-    # visits_in_turn.py imports this file with older packages
+    # visiting/in_turn.py imports this file with older packages
     from lightning_cephalo.common.lasting_objects import LastingObjects
 
     gc.unfreeze()  # what starts the ranks has frozen all
@@ -231,7 +235,18 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="say which functions it goes to")
     parser.add_argument("--collector", action="store_true", help="what collecting garbage takes")
     parser.add_argument("--simulated", action="store_true", help="on a simulated CUDA device")
+    parser.add_argument("--beside", type=Path, metavar="CHECKOUT", help="compare with another one")
     options = parser.parse_args()
+    if options.beside is not None:
+        in_turn.compare(
+            options.beside,
+            ranks=options.ranks[0] if options.ranks else 1,
+            units=options.units,
+            microbatches=options.microbatches,
+            rounds=options.rounds,
+            simulated=options.simulated,
+        )
+        return
     if options.simulated:
         _print_simulated(options.units, options.microbatches, options.rounds)
         return

@@ -17,8 +17,8 @@ there. The simulated step of equal ranks is the closed form, if ``fill_s`` is th
 and one reduce. If the slowest rank of the forward is not that of the backward, the step is a little
 shorter, because ranks are up to two units apart where the passes meet. So it is where an early
 update hides behind a gather of the unit before. As a part of the step, the difference falls as
-1 / U: within 3 % from 24 units on for the problems of ``benchmarks/simulator.py``, and a tenth for
-two units. No step is longer than the closed form.
+1 / U: within 3 % from 24 units on for problems as in ``tests/offline/simulated_cases.py``, and a
+tenth for two units. No step is longer than the closed form.
 
 The exchange of weights between the passes (AGREE) is not simulated: it synchronises hosts, not
 devices. ``step_overhead_s`` is added as given. ``fill_s`` is not added, as the simulation replaces

@@ -1,8 +1,6 @@
 """Compares visits of units in two checkouts: a step of one, a step of the other, in turn.
 
-    python benchmarks/visits_in_turn.py ../older [--units 48] [--microbatches 8] [--rounds 20]
-    python benchmarks/visits_in_turn.py ../older --ranks 2
-    python benchmarks/visits_in_turn.py ../older --simulated
+    python benchmarks/visits.py --beside ../older [--ranks 2] [--simulated]
 
 Each rank of each checkout runs in a process of its own, with the model of ``visits.py``. Each step
 is counted in processor time of rank 0's thread. The minimum over all rounds is printed, without the
@@ -24,7 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 _MEASURED = (("recomputed", True), ("kept", False))
 
 
@@ -109,8 +107,7 @@ def _steps(root: Path, options: argparse.Namespace) -> None:
 
 def _start(root: Path, options: argparse.Namespace) -> list[subprocess.Popen[str]]:
     """Start the ranks of a checkout, and wait until they are ready."""
-    store = tempfile.mktemp()
-    command = [sys.executable, __file__, str(root), "--store", store]
+    command = [sys.executable, __file__, str(root), "--store", tempfile.mktemp()]
     for name in ("units", "microbatches", "ranks"):
         command += [f"--{name}", str(getattr(options, name))]
     if options.simulated:
@@ -132,40 +129,32 @@ def _start(root: Path, options: argparse.Namespace) -> list[subprocess.Popen[str
     return ranks
 
 
-def main() -> None:
+def compare(
+    older: Path, *, ranks: int, units: int, microbatches: int, rounds: int, simulated: bool
+) -> None:
     """Print the overhead of a visit in both checkouts."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("older", type=Path, help="the other checkout")
-    parser.add_argument("--units", type=int, default=48)
-    parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--simulated", action="store_true", help="on simulated CUDA devices")
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--store", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.rank is not None:
-        _steps(options.older, options)
-        return
-    checkouts = {root: _start(root, options) for root in (options.older.resolve(), ROOT)}
+    options = argparse.Namespace(
+        ranks=ranks, units=units, microbatches=microbatches, simulated=simulated
+    )
+    checkouts = {root: _start(root, options) for root in (older.resolve(), ROOT)}
     found: dict[tuple[Path, str], list[list[float]]] = {}
-    for index in range(options.rounds + 3):
+    for index in range(rounds + 3):
         for name, _ in _MEASURED:
-            for root, ranks in checkouts.items():
-                for process in ranks:
+            for root, started in checkouts.items():
+                for process in started:
                     assert process.stdin is not None
                     process.stdin.write(name + "\n")
                     process.stdin.flush()
-                times = [[float(each) for each in _line_of(process).split()] for process in ranks]
+                times = [[float(each) for each in _line_of(process).split()] for process in started]
                 if index >= 3:  # the first steps trace the order and allocate
                     found.setdefault((root, name), []).append(times[0])
-    for ranks in checkouts.values():
-        for process in ranks:
+    for started in checkouts.values():
+        for process in started:
             assert process.stdin is not None
             process.stdin.close()
-        for process in ranks:
+        for process in started:
             process.wait()
-    visits = options.units * options.microbatches
+    visits = units * microbatches
     for name, _ in _MEASURED:
         sums_us = []
         for root in checkouts:
@@ -187,5 +176,17 @@ def _line_of(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
+def _rank() -> None:
+    """Run as a rank of a checkout; :func:`_start` calls this file so."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("root", type=Path)
+    for name in ("units", "microbatches", "ranks", "rank"):
+        parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--simulated", action="store_true")
+    parser.add_argument("--store")
+    options = parser.parse_args()
+    _steps(options.root, options)
+
+
 if __name__ == "__main__":
-    main()
+    _rank()

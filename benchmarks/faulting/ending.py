@@ -30,9 +30,10 @@ from pathlib import Path
 from typing import Any
 
 from side_by_side.links import INTERFACE, LinkError, ShapedHosts, address, enter
-from surroundings import full_disk, take_threads, thread_group
 
-ROOT = Path(__file__).resolve().parent.parent
+from faulting.surroundings import full_disk, take_threads, thread_group
+
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests" / "distributed")]
 
 _LIMITED = "may start no threads"

@@ -1,0 +1,1 @@
+"""Tables of faults for benchmarks/faults.py."""

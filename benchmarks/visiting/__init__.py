@@ -1,0 +1,1 @@
+"""The comparison of two checkouts for benchmarks/visits.py."""
