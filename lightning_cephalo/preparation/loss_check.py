@@ -278,11 +278,11 @@ def _compare(
                 if manual is None:
                     repeated = job.layouts[0].repeated if job.loaders.spec is None else None
                     found = additivity.compared(
-                        model, step, context, batch, parts, in_half, repeated, kept
+                        model, step, context, batch, parts, kept, in_half, repeated
                     )
                 else:
                     of_backwards = additivity.compared_manually(
-                        model, manual, step, context, batch, parts, in_half, kept
+                        model, manual, step, context, batch, parts, kept, in_half
                     )
         except Exception as error:  # on every rank
             failure = f"{type(error).__name__}: {error}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -110,9 +110,9 @@ def compared(
     context: Callable[[], AbstractContextManager[Any]],
     batch: Any,
     parts: Sequence[tuple[Any, int]],
+    kept: StoredValues,
     in_half: bool = False,
     repeated: Callable[[Any, int], Any] | None = None,
-    kept: StoredValues | None = None,
 ) -> list[LossOfParts | None]:
     """Return every rank's loss of a batch and that of its two parts; collective.
 
@@ -129,9 +129,9 @@ def compared(
         context: The precision plugin's context of a training step.
         batch: A few samples; ranks may have different ones.
         parts: The same samples in two parts, and how many each has. Empty: this rank has none.
+        kept: Compares what the step stores on modules, too.
         in_half: Whether the model computes in half precision.
         repeated: Returns a batch of so many copies of a part; None: it cannot be made.
-        kept: Compares what the step stores on modules, too; None: nothing does.
 
     Raises:
         Exception: On every rank, if the step fails so on any.
@@ -141,32 +141,21 @@ def compared(
     """
     count = sum(size for _, size in parts)
     whole, *pieces = [(batch, count), *parts] if parts else [None] * 3
-    with ExitStack() as stack:
-        stack.enter_context(_evaluating(model.module))
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(context())
-        stack.enter_context(torch.no_grad())
-        preserved = preserved_state(model.module, model.accelerator)
-        put_back = model.control.together(
-            "copying what modules hold", partial(stack.enter_context, preserved)
-        )
-
+    with _comparing(model, context) as put_back, torch.no_grad():
         stored = UndoneStep(model.executor.state.places, ())
 
         def loss_of(piece: tuple[Any, int] | None, is_copy: bool = False) -> tuple[float, float]:
             # each finds buffers and numbers as the first one has found them
             put_back()
             stored.put_back(())
-            watches = kept if piece is not None and not is_copy else None
-            if watches is not None:
-                watches.begin()
+            kept.begin()
             loss = _loss_of(model, watched, piece)
-            if watches is not None and piece is not None:
-                watches.end(piece[1])
+            if piece is not None and not is_copy:
+                kept.end(piece[1])
             return loss
 
         def watched(batch: Any) -> Any:
-            with nullcontext() if kept is None else kept.watching():
+            with kept.watching():
                 return step(own_copy(batch, with_arrays=True))
 
         losses = [loss_of(piece) for piece in (whole, *pieces)]
@@ -184,10 +173,9 @@ def compared(
         elif differs:
             again, _ = loss_of(whole)
             rows = model.control.gather(found and replace(found, again=again))
-        if kept is not None and kept.need_another_run(model.control, in_half):
+        if kept.need_another_run(model.control, in_half):
             loss_of(whole)
-    if kept is not None:
-        kept.gather(model.control, in_half)
+    kept.gather(model.control, in_half)
     return rows
 
 
@@ -198,8 +186,8 @@ def compared_manually(
     context: Callable[[], AbstractContextManager[Any]],
     batch: Any,
     parts: Sequence[tuple[Any, int]],
+    kept: StoredValues,
     in_half: bool = False,
-    kept: StoredValues | None = None,
 ) -> Sequence[Sequence[LossOfParts]]:
     """Return every rank's loss of a batch and of its two parts, of each backward; collective.
 
@@ -207,15 +195,7 @@ def compared_manually(
     cut them has them whole as its only part. Backwards run, call no hooks, and update nothing.
     """
     sizes = tuple(size for _, size in parts)
-    with ExitStack() as stack:
-        stack.enter_context(same_flags(model.module))
-        stack.enter_context(_evaluating(model.module))
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        stack.enter_context(context())
-        preserved = preserved_state(model.module, model.accelerator)
-        put_back = model.control.together(
-            "copying what modules hold", partial(stack.enter_context, preserved)
-        )
+    with same_flags(model.module), _comparing(model, context) as put_back:
 
         def losses_of(piece: tuple[Any, int]) -> list[float]:
             put_back()
@@ -225,21 +205,17 @@ def compared_manually(
                 lambda _: (torch.zeros(()), 0.0),
                 samples=samples,
             )
-            if kept is not None:
-                kept.begin()
+            kept.begin()
             with manual.measuring(calls_hooks=False):
                 manual.run(call)
                 found = [float(loss) for loss in manual.losses if loss.numel() == 1]
-            if kept is not None:
-                kept.end(samples)
+            kept.end(samples)
             forget_gradients(model.module)
             return found
 
         whole = (batch, sum(sizes))
         is_cut = len(parts) == 2
-        are_halves = model.control.all(is_cut and sizes[0] == sizes[-1])
-        if kept is not None:
-            kept.compares_numbers = are_halves
+        kept.compares_numbers = model.control.all(is_cut and sizes[0] == sizes[-1])
         losses = [losses_of(piece) for piece in (whole, *(parts if is_cut else [whole, whole]))]
         # code that takes another way with fewer samples is not compared
         found = [
@@ -256,10 +232,9 @@ def compared_manually(
             if len(again) == len(found):
                 found = [replace(e, again=a) for e, a in zip(found, again, strict=True)]
             rows = model.control.gather(tuple(found))
-        if kept is not None and kept.need_another_run(model.control, in_half):
+        if kept.need_another_run(model.control, in_half):
             losses_of(whole)
-    if kept is not None:
-        kept.gather(model.control, in_half)
+    kept.gather(model.control, in_half)
     return rows
 
 
@@ -370,6 +345,23 @@ def _loss_of(
         call = MicrobatchCall(loss_of_step, lambda _: (torch.zeros(()), 0.0), samples=samples)
     outcome = model.executor.evaluate(call, "checking the loss of training_step")
     return outcome.results[0] if outcome.results else (math.nan, math.nan)
+
+
+@contextmanager
+def _comparing(
+    model: ShardedModel, context: Callable[[], AbstractContextManager[Any]]
+) -> Iterator[Callable[[], None]]:
+    """Let steps in a ``with`` block be compared; yields what puts back what modules hold."""
+    with (
+        _evaluating(model.module),
+        torch.compiler.set_stance("force_eager"),
+        context(),
+        ExitStack() as stack,
+    ):
+        preserved = preserved_state(model.module, model.accelerator)
+        yield model.control.together(
+            "copying what modules hold", partial(stack.enter_context, preserved)
+        )
 
 
 @contextmanager

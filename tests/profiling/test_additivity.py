@@ -23,6 +23,7 @@ from lightning_cephalo.common.errors import RemoteRankError
 from lightning_cephalo.data import BatchLayout
 from lightning_cephalo.execution.sharded_model import ShardedModel, UnitOptions
 from lightning_cephalo.profiling.additivity import LossOfParts, compared, warn_if_any_differs
+from lightning_cephalo.profiling.stored_values import StoredValues
 from lightning_cephalo.ranks.groups import Groups
 
 CLASSES = torch.tensor([0, 0, 0, 1])
@@ -164,7 +165,9 @@ def _warned(rank):
             _ours_is_no_error()
             try:
                 found = compared(
-                    model, step, nullcontext, (x, rows), parts, repeated=BatchLayout().repeated
+                    *(model, step, nullcontext, (x, rows), parts),
+                    StoredValues(module, model.executor.state.places),
+                    repeated=BatchLayout().repeated,
                 )
             except (ValueError, TypeError, RemoteRankError) as error:
                 said[loss.__name__] = [str(error)]
