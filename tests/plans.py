@@ -45,7 +45,6 @@ PLANS = {
     "even": plan_of(((2, 2), 0.5), ((2, 2), 0.5)),
     "3:1": plan_of(((3, 3), 0.75), ((2,), 0.25)),
     "no state": plan_of(((4,), 0.0), ((2, 2), 1.0)),
-    "several without state": plan_of(((2, 2), 0.0), ((4,), 1.0)),
     "no data": plan_of(((4, 4), 0.2), ((), 0.8)),
     "idle first": plan_of(((), 0.5), ((4, 4), 0.5)),
     "idle last": plan_of(((3, 3, 2), 0.2), ((), 0.8)),

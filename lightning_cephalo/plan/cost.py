@@ -153,7 +153,7 @@ def as_planned(problem: Problem, plan: Plan) -> Problem:
     """Return the problem with the plan's choices for all ranks applied.
 
     A plan that does not choose resharding takes the first of the problem's choices. Updates are
-    early if the problem or the plan says so. Where each rank has one microbatch, none take turns.
+    early if the problem or the plan says so.
 
     Raises:
         PlanError: the plan counts on groups that hold the whole state, and the problem has no
