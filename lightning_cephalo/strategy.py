@@ -71,7 +71,7 @@ from lightning_cephalo.plan import Plan, Problem
 from lightning_cephalo.plan.memory_timeline import MemoryTimeline
 from lightning_cephalo.plan.reasons import left_out, reasons, surprises
 from lightning_cephalo.plan.replan import Replan
-from lightning_cephalo.preparation import hybrid_choice, replanning
+from lightning_cephalo.preparation import replanning
 from lightning_cephalo.preparation.batch_size_change import begin_with_less, follow_batch_size
 from lightning_cephalo.preparation.limits import Cap
 from lightning_cephalo.preparation.loss_check import LossCheck
@@ -86,6 +86,7 @@ from lightning_cephalo.preparation.options import (
     refuse_removed,
     verbosity,
 )
+from lightning_cephalo.preparation.planned import planned
 from lightning_cephalo.preparation.prepare import Job, measure_or_load, read_job
 from lightning_cephalo.preparation.session import Session
 from lightning_cephalo.preparation.training import Training
@@ -174,8 +175,7 @@ class CephaloStrategy(ParallelStrategy):
         hybrid_sharding: Let each node hold the whole state, cut unevenly among its ranks, in place
             of all ranks together. Gathers then stay inside of a node, and gradients cross to
             another node once. For slow links between nodes that have the memory, over gloo. A plan
-            that is given says so itself (``state_groups``). "auto": both ways are measured, the
-            second time the network alone, and the shorter step wins.
+            that is given says so itself (``state_groups``).
         profile_budget_s: Seconds that measuring may take, approximately.
         replan: Follow another plan where ranks change their pace while they train, if that pays:
             "auto" where the plan was solved. True also measures where ``plan`` is given, and then
@@ -230,7 +230,7 @@ class CephaloStrategy(ParallelStrategy):
         optimizer_scope: str | Mapping[type | str, str] = "auto",
         reduce_dtype: torch.dtype | str | None = None,
         chunked_logits: bool | Literal["auto"] = False,
-        hybrid_sharding: bool | Literal["auto"] = False,
+        hybrid_sharding: bool = False,
         profile_budget_s: float = 20.0,
         replan: bool | Literal["auto"] = "auto",
         on_replan: Callable[[Replan], Any] | None = None,
@@ -622,9 +622,7 @@ class CephaloStrategy(ParallelStrategy):
             job, session.model, trainer, session.user_gathers, session.manual
         )
         if plan is None:
-            plan_of = partial(
-                hybrid_choice.measured_and_planned, model=session.model, measure=self._measured
-            )
+            plan_of = partial(planned, model=session.model, measure=self._measured)
             if batch_size_finders(trainer):
                 chosen = begin_with_less(job, session, plan_of)
             else:
@@ -633,8 +631,7 @@ class CephaloStrategy(ParallelStrategy):
             job, problem, plan = chosen.job, chosen.problem, chosen.plan
             memory = predicted(problem, plan, session.model)
             shorter = left_out(problem, plan) if self.is_global_zero else []
-            found = [*reasons(problem, plan), *shorter, *surprises(problem, plan)]
-            session.notes = (*found, *chosen.notes)
+            session.notes = (*reasons(problem, plan), *shorter, *surprises(problem, plan))
             replans = replanning.wants(self._options.replan, job)
         else:
             replans = replanning.wants(self._options.replan, job)
@@ -645,7 +642,7 @@ class CephaloStrategy(ParallelStrategy):
         self._begin_training(trainer, problem if replans else None)
         return job, problem
 
-    def _measured(self, job: Job, known: Problem | None = None) -> Problem:
+    def _measured(self, job: Job) -> Problem:
         """Measure a job, or load an earlier measurement; collective."""
         session, check = self.session, self._loss_check
         assert check is not None
@@ -656,7 +653,6 @@ class CephaloStrategy(ParallelStrategy):
             partial(self._ending.termination.check, session.control),
             session.manual,
             check.of_samples,
-            known,
         )
 
     def _begin_training(self, trainer: Trainer, problem: Problem | None) -> None:

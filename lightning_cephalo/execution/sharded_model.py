@@ -10,7 +10,6 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -65,16 +64,6 @@ class PaddedBytes:
         return self.gathers + self.reduces
 
 
-@dataclass(frozen=True)
-class _Holders:
-    """What connects the ranks that hold the whole state together: fields of their context."""
-
-    mesh: DeviceMesh
-    gather_group: dist.ProcessGroup
-    reduce_group: dist.ProcessGroup
-    across: Across | None
-
-
 class ShardedModel:
     """Shards a model over the ranks and runs its steps.
 
@@ -93,8 +82,9 @@ class ShardedModel:
             "auto": large ones, if the model allows it.
 
     Attributes:
-        state_groups: The group of every rank, as given or by :meth:`group_state`.
+        state_groups: The group of every rank, as given.
         members: The ranks of each group; one group of all without hybrid sharding.
+        place: This rank's number among those that hold the state together.
         padding: Whether nearly equal slices are padded.
         routing: The way that slices take.
         stage: Moves device tensors over backends that run on the host; None: not needed.
@@ -120,22 +110,28 @@ class ShardedModel:
         self.control = groups.control
         self.backend = backend_of(groups.gather)
         self.compute_dtype = compute_dtype
-        self._groups = groups
         self.stage = self._stage()
-        holders = self._set_holders(state_groups)
+        self.state_groups = tuple(state_groups)
+        self.members = members_of(self.state_groups, groups.control.world_size)
+        self.routing = self._routing(groups.nodes)
+        rows, gather_group, reduce_group, across = None, groups.gather, groups.reduce, None
+        if self.state_groups:
+            own = groups.of_state(self.members)
+            rows, gather_group, reduce_group = own.rows, own.gather, own.reduce
+            across = Across(self.members, groups.gather, groups.reduce)
         context = ShardingContext(
             device,
-            holders.mesh,
-            holders.gather_group,
-            holders.reduce_group,
+            default_mesh(device.type, rows),
+            gather_group,
+            reduce_group,
             self.routing,
             compute_dtype,
             stage=self.stage,
             meet=groups.meeting.meet,
             reduce_dtype=reduce_dtype,
-            across=holders.across,
+            across=across,
         )
-        self._context = context
+        self.place = context.rank
         self.padding = context.padding
         self.units: list[Unit] = []
         members_of_units = find_units(module, units.types, units.names)
@@ -181,44 +177,6 @@ class ShardedModel:
                 return ()
             raise
 
-    def group_state(self, state_groups: Sequence[int], fractions: Sequence[float]) -> None:
-        """Choose which ranks hold the whole state together; collective, between two steps.
-
-        The sharded parameters stay the same objects, and lose their gradients. Only before
-        optimizers and averages have rows of them, which would not move.
-
-        Args:
-            state_groups: The group of every rank; empty: all ranks hold it together.
-            fractions: Each rank's share of the state; they sum to 1 in each group.
-        """
-        if tuple(state_groups) == self.state_groups:
-            self.change_fractions(fractions)
-            return
-        self.release_buffers()
-        holders = self._set_holders(state_groups)
-        self.fractions = tuple(fractions)
-        divider = self._divider(fractions)
-
-        def changed(context: ShardingContext) -> ShardingContext:
-            return replace(context, routing=self.routing, **vars(holders))
-
-        self._context = changed(self._context)
-        for unit in self.units:
-            unit.change_holders(divider, changed)
-
-    def _set_holders(self, state_groups: Sequence[int]) -> _Holders:
-        """Set which ranks hold the whole state together, and return what connects them."""
-        groups = self._groups
-        self.state_groups = tuple(state_groups)
-        self.members = members_of(self.state_groups, groups.control.world_size)
-        self.routing = self._routing(groups.nodes)
-        device_type = self.device.type
-        if not self.state_groups:
-            return _Holders(default_mesh(device_type), groups.gather, groups.reduce, None)
-        own = groups.of_state(self.members)
-        across = Across(self.members, groups.gather, groups.reduce)
-        return _Holders(default_mesh(device_type, own.rows), own.gather, own.reduce, across)
-
     def _stage(self) -> HostStage | None:
         is_host_memory = self.accelerator.holds(torch.empty(0))
         if self.backend.runs_on_device or is_host_memory:
@@ -239,11 +197,6 @@ class ShardedModel:
         rank = self.control.rank
         own = next(n for n, members in enumerate(self.members) if rank in members)
         return GroupDivider(shares, own)
-
-    @property
-    def place(self) -> int:
-        """This rank's number among those that hold the state together."""
-        return self._context.rank
 
     def _move_buffers(self, compute_dtype: torch.dtype | None) -> None:
         """Move buffers to the device and the compute dtype, with rank 0's values."""

@@ -158,10 +158,9 @@ def choose(asked: Scenario, hybrid_sharding: str, *, time_limit_s: float = 60.0)
                 "are counted. Give both, or leave it out."
             )
         return Chosen(asked, solve(asked.problem, time_limit_s=time_limit_s))
-    whole = replace(asked, problem=asked.problem.choosing_hybrid(False))
     ways = {
         True: (_HYBRID, replace(asked, problem=hybrid)),
-        False: (_TOGETHER, whole),
+        False: (_TOGETHER, asked),
     }
     plans: dict[bool, Plan] = {}
     rows: dict[bool, ComparisonRow] = {}

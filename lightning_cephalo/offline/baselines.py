@@ -45,7 +45,6 @@ def _either_way(baseline: Baseline) -> Baseline:
 
     @functools.wraps(baseline)
     def chosen(problem: Problem) -> Plan:
-        problem = problem.choosing_hybrid(False)
         default, *others = problem.reshard_choices
         best = baseline(problem.resharding(default))
         for choice in others:

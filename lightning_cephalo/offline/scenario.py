@@ -116,15 +116,13 @@ class Scenario:
     @property
     def hybrid(self) -> Problem | None:
         """The problem in which each node holds the whole state; None: there are no such times."""
-        if self.problem.hybrid_sharding == "auto":
-            return self.problem.choosing_hybrid(True)
         if self.cluster is None or self.hybrid_of is None or self.cluster.node_count < 2:
             return None
         return self.hybrid_of(self.cluster)
 
     def of_plan(self, plan: Plan) -> Scenario:
         """Return the scenario whose problem has the groups of ranks of a plan, if there are."""
-        if not plan.state_groups or self.problem.hybrid_sharding is True:
+        if not plan.state_groups or self.problem.hybrid_sharding:
             return self
         return dataclasses.replace(self, problem=self.hybrid or self.problem)
 

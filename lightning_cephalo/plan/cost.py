@@ -159,7 +159,6 @@ def as_planned(problem: Problem, plan: Plan) -> Problem:
         PlanError: the plan counts on groups that hold the whole state, and the problem has no
             times for that.
     """
-    problem = problem.choosing_hybrid(bool(plan.state_groups))
     own = problem.state_groups
     if members_of(plan.state_groups, plan.world_size) != members_of(own, len(problem.ranks)):
         raise PlanError(
@@ -346,10 +345,8 @@ def predict(problem: Problem, ranks: Plan | Sequence[RankPlan]) -> StepPredictio
         )
     if isinstance(ranks, Plan):
         problem, ranks = as_planned(problem, ranks), ranks.ranks
-    else:
-        problem = problem.choosing_hybrid(problem.hybrid_choices[0])
-        if problem.are_even([rank.state_fraction for rank in ranks]):
-            problem = problem.with_even_shares()
+    elif problem.are_even([rank.state_fraction for rank in ranks]):
+        problem = problem.with_even_shares()
     predictions = []
     for index, (profile, rank) in enumerate(zip(problem.ranks, ranks, strict=True)):
         where = f"rank {index} ({profile.name!r})"

@@ -126,7 +126,6 @@ def even_step_s(problem: Problem) -> float | None:
     Args:
         problem: Ranks and work of the step.
     """
-    problem = problem.choosing_hybrid(problem.hybrid_choices[0])
     batches, shares = even_batches(problem), even_shares(problem.active_groups, len(problem.ranks))
     found = []
     for choice in problem.reshard_choices:

@@ -68,7 +68,6 @@ def plan_for_batches(problem: Problem, plan: Plan, batch_sizes: Sequence[int]) -
     if [rank.batch_size for rank in plan.ranks] == list(batch_sizes):
         return plan
     chosen = as_planned(problem, plan).reshard_after_forward is not False
-    problem = problem.choosing_hybrid(bool(plan.state_groups))
     for reshard in dict.fromkeys((chosen, *map(bool, problem.reshard_choices))):
         found = _plan_by(problem.resharding(reshard), plan, batch_sizes)
         if found is not None:

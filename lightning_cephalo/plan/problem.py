@@ -38,10 +38,6 @@ from lightning_cephalo.plan.state_groups import (
 _CURVES = ("forward_s", "backward_s", "tail_s", "compute_bytes")
 _KEPT_CURVES = ("kept_backward_s", "kept_compute_bytes")
 _ROUNDING = 1e-9
-_OF_HYBRID = (
-    *("hybrid_gather_s", "hybrid_reduce_s", "hybrid_root_gather_s", "hybrid_root_reduce_s"),
-    *("hybrid_last_gather_s", "hybrid_last_reduce_s", "hybrid_fill_s"),
-)
 _OF_LAST_LAYERS = ("last_gather_s", "last_reduce_s")
 _MEASURE_AGAIN = "Measure the job again: embedding and head are gathered whole now."
 _IN_TURNS = (
@@ -61,6 +57,13 @@ _REMOVED = {
     **dict.fromkeys(("turn_s", "turn_state_bytes"), _IN_TURNS),
     "one_microbatch_reason": ("", ""),
     "may_speculate": (False, ""),
+    **dict.fromkeys(
+        (
+            *("hybrid_gather_s", "hybrid_reduce_s", "hybrid_root_gather_s", "hybrid_root_reduce_s"),
+            *("hybrid_last_gather_s", "hybrid_last_reduce_s", "hybrid_fill_s"),
+        ),
+        (0.0, "Set hybrid_sharding: true and give these times as gather_s and so on, or false."),
+    ),
 }
 _REMOVED_OF_RANKS = {
     **dict.fromkeys(
@@ -256,16 +259,8 @@ class Problem(FileRecord):
         pins_host_memory: whether host memory comes in powers of two, as pinned memory does. Each
             unit's state lies in one piece, so that it takes more than it needs.
         hybrid_sharding: whether each of ``state_groups`` holds the whole state. Then gathers are
-            those of a group, and reduces add up gradients inside of it and across. "auto": the plan
-            chooses, and the times without are the fields above.
+            those of a group, and reduces add up gradients inside of it and across.
         state_groups: the group of every rank, such as its node.
-        hybrid_gather_s: ``gather_s`` of hybrid sharding, for "auto".
-        hybrid_reduce_s: ``reduce_s`` of hybrid sharding, for "auto".
-        hybrid_root_gather_s: ``root_gather_s`` of hybrid sharding, for "auto".
-        hybrid_root_reduce_s: ``root_reduce_s`` of hybrid sharding, for "auto".
-        hybrid_last_gather_s: ``last_gather_s`` of hybrid sharding, for "auto".
-        hybrid_last_reduce_s: ``last_reduce_s`` of hybrid sharding, for "auto".
-        hybrid_fill_s: ``fill_s`` of hybrid sharding, for "auto".
 
     Raises:
         PlanError: a field has an invalid value; the message names it.
@@ -326,17 +321,8 @@ class Problem(FileRecord):
     sends_gradients: Annotated[bool, OneOf((True, False), "True or False")] = False
     offloads_boundaries: Annotated[bool, OneOf((True, False), "True or False")] = True
     pins_host_memory: Annotated[bool, OneOf((True, False), "True or False")] = False
-    hybrid_sharding: Annotated[
-        bool | Literal["auto"], OneOf((True, False, "auto"), "True, False or 'auto'")
-    ] = False
+    hybrid_sharding: Annotated[bool, OneOf((True, False), "True or False")] = False
     state_groups: Annotated[tuple[int, ...], parsed_groups] = ()
-    hybrid_gather_s: Amount = 0.0
-    hybrid_reduce_s: Amount = 0.0
-    hybrid_root_gather_s: Amount = 0.0
-    hybrid_root_reduce_s: Amount = 0.0
-    hybrid_last_gather_s: Amount = 0.0
-    hybrid_last_reduce_s: Amount = 0.0
-    hybrid_fill_s: Amount = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -356,9 +342,6 @@ class Problem(FileRecord):
                 del data[name]
         if self.hybrid_sharding is False:
             for name in ("hybrid_sharding", "state_groups"):
-                data.pop(name, None)
-        if self.hybrid_sharding != "auto":
-            for name in _OF_HYBRID:
                 data.pop(name, None)
         return data
 
@@ -386,32 +369,25 @@ class Problem(FileRecord):
 
     def _check_hybrid(self) -> None:
         check_groups("state_groups", self.state_groups, len(self.ranks))
-        if self.hybrid_sharding != "auto":
-            for name in _OF_HYBRID:
-                if getattr(self, name):
-                    raise PlanError(
-                        f"{name}: it is {getattr(self, name):g}, but the plan does not choose. Set"
-                        f" hybrid_sharding: auto, or leave {name} out."
-                    )
-        if self.hybrid_sharding is False:
+        if not self.hybrid_sharding:
             if self.state_groups:
                 raise PlanError(
                     "state_groups: expected none with hybrid_sharding: false, where all ranks hold"
-                    " the state together. Set hybrid_sharding: true or auto, or leave it out."
+                    " the state together. Set hybrid_sharding: true, or leave it out."
                 )
             return
         if not self.state_groups:
             raise PlanError(
-                f"hybrid_sharding: it is {self.hybrid_sharding!r}, which needs state_groups: the"
-                " group of every rank, such as its node."
+                "hybrid_sharding: it is True, which needs state_groups: the group of every rank,"
+                " such as its node."
             )
         if self.optimizer_offload is not False:
             raise PlanError(
-                f"hybrid_sharding: it is {self.hybrid_sharding!r}, which does not go together with"
-                f" optimizer_offload: {self.optimizer_offload} so far. Leave one of the two out."
+                "hybrid_sharding: it is True, which does not go together with optimizer_offload:"
+                f" {self.optimizer_offload} so far. Leave one of the two out."
             )
         of_even = (self.even_gather_s, self.even_reduce_s, self.even_gather_and_reduce_s)
-        if self.hybrid_sharding is True and (of_even != (None,) * 3 or self.padded_bytes):
+        if of_even != (None,) * 3 or self.padded_bytes:
             raise PlanError(
                 "even_gather_s, even_reduce_s, even_gather_and_reduce_s, padded_bytes: expected"
                 " none with hybrid_sharding: true, whose shares are equal in groups at most. Leave"
@@ -494,12 +470,6 @@ class Problem(FileRecord):
         """The state, with the most that ranks hold in proportion to their shares of it."""
         return max(self.states_bytes)
 
-    @property
-    def hybrid_choices(self) -> tuple[bool, ...]:
-        """Values that a plan may choose for ``hybrid_sharding``; the first is the default."""
-        asked = self.hybrid_sharding
-        return (False, True) if asked == "auto" else (asked,)
-
     @functools.cached_property  # every need of a rank asks
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """The ranks of each group that holds the whole state; one group of all without hybrid."""
@@ -511,41 +481,14 @@ class Problem(FileRecord):
 
     @property
     def active_groups(self) -> tuple[int, ...]:
-        """``state_groups`` where hybrid sharding is chosen; else empty."""
-        return self.state_groups if self.hybrid_sharding is True else ()
+        """``state_groups`` with hybrid sharding; else empty."""
+        return self.state_groups if self.hybrid_sharding else ()
 
     @property
     def reshard_choices(self) -> tuple[bool, ...]:
         """Values that a plan may choose for ``reshard_after_forward``; the first is the default."""
         asked = self.reshard_after_forward
         return (True, False) if asked == "auto" else (asked,)
-
-    def choosing_hybrid(self, hybrid_sharding: bool) -> Problem:
-        """Return this problem with ``hybrid_sharding`` chosen."""
-        if self.hybrid_sharding != "auto":
-            return self
-        none: dict[str, Any] = dict.fromkeys(_OF_HYBRID, 0.0)
-        if not hybrid_sharding:
-            return replace(self, hybrid_sharding=False, state_groups=(), **none)
-        return replace(
-            self,
-            hybrid_sharding=True,
-            gather_s=self.hybrid_gather_s,
-            reduce_s=self.hybrid_reduce_s,
-            gather_and_reduce_s=None,
-            root_gather_s=self.hybrid_root_gather_s,
-            root_reduce_s=self.hybrid_root_reduce_s,
-            last_gather_s=self.hybrid_last_gather_s,
-            last_reduce_s=self.hybrid_last_reduce_s,
-            fill_s=self.hybrid_fill_s,
-            # what was measured of equal shares of all ranks does not count
-            even_gather_s=None,
-            even_reduce_s=None,
-            even_gather_and_reduce_s=None,
-            padded_bytes=0.0,
-            by_node=False,
-            **none,
-        )
 
     def with_even_shares(self) -> Problem:
         """Return this problem as a plan meets it in which all ranks hold equal shares.

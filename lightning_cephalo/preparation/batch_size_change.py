@@ -12,9 +12,9 @@ from dataclasses import replace
 from torch.optim import Optimizer
 
 from lightning_cephalo.common.errors import InfeasibleError, RemoteRankError
+from lightning_cephalo.plan import Problem
 from lightning_cephalo.plan.reasons import reasons, surprises
-from lightning_cephalo.preparation import hybrid_choice
-from lightning_cephalo.preparation.planned import Planned
+from lightning_cephalo.preparation.planned import Planned, planned
 from lightning_cephalo.preparation.prepare import Job
 from lightning_cephalo.preparation.session import Session
 from lightning_cephalo.profiling.isolation import forget_gradients
@@ -51,7 +51,7 @@ def follow_batch_size(
     size: int,
     session: Session,
     optimizers: Sequence[Optimizer],
-    measure: hybrid_choice.Measure,
+    measure: Callable[[Job], Problem],
 ) -> Planned:
     """Follow a plan for another global batch from the next step on; collective.
 
@@ -72,13 +72,12 @@ def follow_batch_size(
     session.optimizers = list(optimizers)
     forget_gradients(session.model.module)  # those of the last step may be given back already
     job = replace(session.job, global_batch_size=size, late=session.late)
-    found = hybrid_choice.measured_and_planned(job, session.model, measure)
+    found = planned(job, session.model, measure)
     session.check_move(found.plan)
     session.apply(found.plan, predicted(found.problem, found.plan, session.model))
     session.job = found.job
     session.notes = (
         *reasons(found.problem, found.plan),
         *surprises(found.problem, found.plan),
-        *found.notes,
     )
     return found

@@ -37,19 +37,14 @@ def first_shares(
     gradients = [_bytes_of(members, None, trained=True) for members in units]
     # one from each rank, for a rank's rows of the unit that is reduced
     held_bytes += sum(gradients) if job.keeps_gradients else len(job.limits) * max(gradients)
-    return shares_by_memory(job, _gathered_bytes(units, compute_dtype), held_bytes)
+    return _by_memory(job, _gathered_bytes(units, compute_dtype), held_bytes)
 
 
-def shares_by_memory(job: Job, gathered_bytes: float, held_bytes: float) -> list[float]:
+def _by_memory(job: Job, gathered_bytes: float, held_bytes: float) -> list[float]:
     """Return shares of the state with which a model can be measured that does not fit in even ones.
 
     Where a rank would have no room for its share beside full units, shares go by what these leave
     of each memory.
-
-    Args:
-        job: The training to run.
-        gathered_bytes: Bytes of full units at the peak of a step, on every rank.
-        held_bytes: Bytes that the shares divide, such as those of parameters.
     """
     capacities = [own.device.capacity_bytes for own in job.limits]
     if math.isinf(max(capacities)):

@@ -122,13 +122,19 @@ def parse_chunked_logits(value: bool | Literal["auto"]) -> bool | Literal["auto"
     return Choice.parse("chunked_logits", value).as_given
 
 
-def parse_hybrid_sharding(value: bool | Literal["auto"]) -> bool | Literal["auto"]:
+def parse_hybrid_sharding(value: bool) -> bool:
     """Read the option ``hybrid_sharding``.
 
     Raises:
-        ValueError: If it is none of True, False and "auto".
+        ValueError: If it is neither True nor False.
     """
-    return Choice.parse("hybrid_sharding", value).as_given
+    if isinstance(value, bool):
+        return value
+    raise ValueError(
+        f"hybrid_sharding: expected True or False, but got {value!r}. To choose, start once with"
+        " each and compare the predicted steps, or let `cephalo plan --hybrid-sharding auto`"
+        " estimate both."
+    )
 
 
 def parse_optimizer_offload(value: bool | Literal["auto"]) -> bool | Literal["auto"]:
@@ -165,7 +171,7 @@ class Options:
         reduce_dtype: Dtype that gradients travel in; None: their own.
         chunked_logits: Whether heads that are whole compute their logits in chunks of tokens;
             "auto": large ones.
-        hybrid_sharding: Whether each node holds the whole state; "auto": both ways are planned.
+        hybrid_sharding: Whether each node holds the whole state.
         profile_budget_s: Seconds that measuring may take, approximately.
         replan: Whether the plan may change while training; "auto": where it was solved.
         on_replan: Called on every rank after each such change.
@@ -193,7 +199,7 @@ class Options:
     optimizer_scope: str | Mapping[Any, str] = "auto"
     reduce_dtype: torch.dtype | None = None
     chunked_logits: bool | Literal["auto"] = False
-    hybrid_sharding: bool | Literal["auto"] = False
+    hybrid_sharding: bool = False
     profile_budget_s: float = 20.0
     replan: bool | Literal["auto"] = "auto"
     on_replan: Callable[[Replan], Any] | None = None

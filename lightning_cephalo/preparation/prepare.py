@@ -93,7 +93,6 @@ class Job:
         leaves_batches_whole: Whether no batch is cut or read before training: one rank follows a
             given plan of one microbatch.
         state_groups: The group of every rank, where each group holds the whole state; else empty.
-        nodes: The node of every rank; empty where nothing is trained.
     """
 
     options: Options
@@ -106,7 +105,6 @@ class Job:
     late: str = ""
     leaves_batches_whole: bool = False
     state_groups: tuple[int, ...] = ()
-    nodes: tuple[int, ...] = ()
 
     @classmethod
     def of_evaluation(cls, options: Options, world_size: int) -> Job:
@@ -201,14 +199,13 @@ def read_job(
         late,
         whole,
         groups,
-        tuple(nodes),
     )
 
 
 def _state_groups(options: Options, plan: Plan | None, nodes: Sequence[int]) -> tuple[int, ...]:
     """Return the group of every rank, where each holds the whole state; equal on every rank."""
     given = plan is not None and plan.state_groups
-    if not given and (options.hybrid_sharding is not True or len(nodes) == 1):
+    if not given and (not options.hybrid_sharding or len(nodes) == 1):
         return ()
     if options.optimizer_offload is not False:
         raise UnsupportedError(
@@ -226,16 +223,11 @@ def _state_groups(options: Options, plan: Plan | None, nodes: Sequence[int]) -> 
     if len(set(nodes)) == 1:
         raise PlanError(
             f"hybrid_sharding=True, but all {len(nodes)} ranks are on one node, so that there are"
-            f" no groups to hold the whole state each. {HOW_NODES_DIFFER} Leave it out, or give a"
+            " no groups to hold the whole state each. Nodes are told apart by the launcher's node"
+            " number, the host name, the kernel and the network namespace. Leave it out, or give a"
             " plan with state_groups, the group of every rank."
         )
     return groups_by_node(nodes)
-
-
-HOW_NODES_DIFFER = (
-    "Nodes are told apart by the launcher's node number, the host name, the kernel and the network"
-    " namespace."
-)
 
 
 def _leaves_batches_whole(options: Options, world_size: int) -> bool:
@@ -404,7 +396,6 @@ def measure_or_load(
     pause: Callable[[], None],
     manual: ManualSteps | None = None,
     check: Callable[[Problem], None] = lambda problem: None,
-    known: Problem | None = None,
 ) -> Problem:
     """Return the measured or cached problem, with the choices of the plan; collective.
 
@@ -415,8 +406,6 @@ def measure_or_load(
         pause: Called between measurements, on all ranks; it may communicate, and raise everywhere.
         manual: Runs steps that call their backwards themselves; None: the executor runs both.
         check: Called with the problem on every rank, if it has been measured now.
-        known: A problem of these ranks, equal on all of them, of which only the network and the
-            update are measured again; None: look for one.
 
     Raises:
         ProfilingError: If a rank fails while it is measured.
@@ -440,7 +429,6 @@ def measure_or_load(
     )
     if found.said is not None:
         Progress(options.verbose and control.rank == 0).warn(found.said)
-    found = found if known is None else replace(found, known=known)
     problem = found.problem
     if problem is None:
         module: Any = model.module

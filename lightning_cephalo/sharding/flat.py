@@ -346,25 +346,6 @@ class Flat:
             if gradient is not None and id(gradient) in have_moved:
                 sharded.grad = gradient
 
-    def change_holders(self, context: ShardingContext, layout: FlatLayout | None) -> None:
-        """Let other ranks hold the flat together, in place; collective.
-
-        The sharded parameters stay the same objects, and lose their gradients. Whole values are
-        there on every rank for a moment, as when the model was sharded.
-
-        Args:
-            context: Its mesh, groups and ways; device, dtypes and pools are those of before.
-            layout: The cuts between these ranks, of the same parameters.
-        """
-        self.forget_gradient()
-        self._forget_views()
-        with torch.no_grad():
-            master = self.master()
-            self.context = context
-            self._set_layout(layout)
-            self.shard = master[self._start : self._end].clone()
-            self._show_shard()
-
     def _forget_views(self) -> None:
         """Forget slices, and faces of gradients, which have the old shapes."""
         self._spent_faces, self._faces_in = {}, WeakKeyDictionary()

@@ -362,19 +362,6 @@ class Unit:
         for flat in self.flats:
             flat.change_layout(divide_flat(flat.shapes, divider), columns_of(flat))
 
-    def change_holders(
-        self, divider: Divider, changed: Callable[[ShardingContext], ShardingContext]
-    ) -> None:
-        """Let other ranks hold the unit's flats together, in place; collective.
-
-        Args:
-            divider: Cuts the flats between these ranks, as in the constructor.
-            changed: Returns the context of these ranks in place of a flat's own.
-        """
-        assert self.state is UnitState.SHARDED, self
-        for flat in self.flats:
-            flat.change_holders(changed(flat.context), divide_flat(flat.shapes, divider))
-
     def restore_full(self, originals: Mapping[str, nn.Parameter] = MappingProxyType({})) -> None:
         """Give the modules plain full parameters on the CPU; collective. Ends the unit's use.
 

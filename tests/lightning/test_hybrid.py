@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
@@ -13,7 +12,7 @@ import torch
 from cases import Cases, on_one_device
 from common import Net, assert_same_tensors, in_ranks, loader, trainer, values_of
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import LambdaCallback, WeightAveraging
+from lightning.pytorch.callbacks import WeightAveraging
 from plans import GLOBAL_BATCH, PLANS, QUIET
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -21,8 +20,6 @@ from torch.distributed.tensor import DTensor
 from lightning_cephalo import CephaloStrategy
 from lightning_cephalo.common.errors import RemoteRankError, UnsupportedError
 from lightning_cephalo.plan import Plan, PlanError, RankPlan
-from lightning_cephalo.profiling import measure
-from lightning_cephalo.profiling.network import measure_network
 from lightning_cephalo.ranks import groups
 from lightning_cephalo.recovery.pieces import Assembly, RankState, taken_apart
 from lightning_cephalo.recovery.store import places
@@ -252,10 +249,10 @@ class _Manual(Net):
         self.lr_schedulers().step()
 
 
-def _fit_that_solves(hybrid_sharding, kind=Net):
+def _fit_that_solves(kind=Net):
     module = kind()
     strategy = CephaloStrategy(
-        hybrid_sharding=hybrid_sharding,
+        hybrid_sharding=True,
         global_batch_size=GLOBAL_BATCH,
         profile_budget_s=0.5,
         remeasure=True,
@@ -265,55 +262,30 @@ def _fit_that_solves(hybrid_sharding, kind=Net):
     fitted = Trainer(
         strategy=strategy, devices=3, accelerator="cpu", limit_train_batches=3, **QUIET
     )
-    notes = []
-    fitted.callbacks.append(LambdaCallback(
-        on_train_start=lambda t, _: notes.extend(t.strategy.session.notes)
-    ))  # fmt: skip
     fitted.fit(module, loader(28), loader(8))
     predicted = [rank.memory_bytes for rank in fitted.strategy.plan.ranks]
     measured = [rank.peak_bytes for rank in fitted.strategy.measured_memory]
     assert all(most >= held for most, held in zip(predicted, measured, strict=True))
-    return fitted.strategy.plan, module.losses, " ".join(notes), values_of(module)
-
-
-def _network_that_favours(is_grouped):
-    """Add a second to gathers of the other way."""
-
-    def measured(model, clock, capacity_bytes):
-        found = measure_network(model, clock, capacity_bytes)
-        if bool(model.state_groups) == is_grouped:
-            return found
-        return replace(found, gather_s=found.gather_s + 1, even_gather_s=None)
-
-    return measured
+    return fitted.strategy.plan, module.losses, values_of(module)
 
 
 def _solved():
     rank = int(os.environ["RANK"])
     groups._network = lambda: rank // 2  # this process's node
-    found = {True: _fit_that_solves(True)}
-    changed = _fit("hybrid 2 + 1", callbacks=[_Changes()])
-    for is_grouped in (True, False):
-        measure.measure_network = _network_that_favours(is_grouped)
-        found["auto", is_grouped] = _fit_that_solves("auto")
-        if is_grouped:
-            found["auto", is_grouped, "manual"] = _fit_that_solves("auto", _Manual)
-    return found, changed
+    found = [_fit_that_solves(), _fit_that_solves(_Manual)]
+    return found, _fit("hybrid 2 + 1", callbacks=[_Changes()])
 
 
 def test_a_plan_is_solved_for_nodes_that_hold_the_whole_state_and_changes_inside_of_them():
     values, losses, _, _ = on_one_device(_fit)
     ranks = in_ranks(3, _solved)
     for solved, changed in ranks:
-        for asked, (plan, own_losses, notes, own_values) in solved.items():
-            grouped = asked is True or asked[:2] == ("auto", True)
-            assert plan.state_groups == ((0, 0, 1) if grouped else ()) and plan.step_s > 0
+        for plan, own_losses, own_values in solved:
+            assert plan.state_groups == (0, 0, 1) and plan.step_s > 0
             totals = [sum(own) for own in plan.fractions_of_groups]
             assert totals == pytest.approx([1] * len(totals))
             assert own_losses == pytest.approx(losses, rel=1e-5)
             assert_same_tensors(own_values, values, 2e-5)
-            assert ("with hybrid sharding." in notes) is (asked is not True and not grouped)
-            assert ("with all ranks together." in notes) is (asked is not True and grouped)
         assert changed[1] == pytest.approx(losses, rel=1e-5)
         assert changed[3] == ranks[0][1][3]
 

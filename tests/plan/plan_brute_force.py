@@ -79,9 +79,6 @@ def _least_step(problem: Problem) -> float | None:
     if problem.reshard_after_forward == "auto":
         choices = [_least_step(replace(problem, reshard_after_forward=c)) for c in (True, False)]
         return min((step for step in choices if step is not None), default=None)
-    if problem.hybrid_sharding == "auto":
-        choices = [_least_step(problem.choosing_hybrid(c)) for c in (True, False)]
-        return min((step for step in choices if step is not None), default=None)
     batch = problem.global_batch_size
     options = [ways_of(problem, profile) for profile in problem.ranks]
     best = None
@@ -101,7 +98,7 @@ def _least_step(problem: Problem) -> float | None:
             if holds(problem, left):
                 steps.append(step_time(problem, *slowest))
             shares = [s / len(left) + problem.padded_bytes for s in problem.states_bytes]
-            if problem.hybrid_sharding is False and all(
+            if not problem.hybrid_sharding and all(
                 own >= share for pair in left for own, share in zip(pair, shares, strict=True)
             ):
                 steps.append(step_time(problem.with_even_shares(), *slowest))

@@ -18,7 +18,7 @@ from lightning_cephalo.plan.state_groups import even_shares, members_of
 
 RANK = RankProfile("card", [1, 2], [2, 4], [1, 2], [10, 20], 300)
 # gathers of 8 cross between nodes; inside of a node they take 1
-EITHER = Problem(
+TOGETHER = Problem(
     [RANK] * 3,
     2,
     state_bytes=240,
@@ -28,16 +28,17 @@ EITHER = Problem(
     root_gather_s=4,
     root_reduce_s=4,
     fill_s=16,
-    hybrid_sharding="auto",
-    state_groups=(0, 0, 1),
-    hybrid_gather_s=1,
-    hybrid_reduce_s=10,
-    hybrid_root_gather_s=0.5,
-    hybrid_root_reduce_s=5,
-    hybrid_fill_s=11,
 )
-GROUPED = EITHER.choosing_hybrid(True)
-TOGETHER = EITHER.choosing_hybrid(False)
+GROUPED = replace(
+    TOGETHER,
+    gather_s=1,
+    reduce_s=10,
+    root_gather_s=0.5,
+    root_reduce_s=5,
+    fill_s=11,
+    hybrid_sharding=True,
+    state_groups=(0, 0, 1),
+)
 
 
 def ranks_of(*shares: float) -> list[RankPlan]:
@@ -54,19 +55,13 @@ def test_time_and_memory_by_hand():
     assert even_step_s(GROUPED) == found.step_s
 
 
-def test_the_plan_chooses_the_faster_way_and_falls_back_where_memory_lacks():
-    plan = solve(EITHER)
+def test_the_plan_shares_the_state_in_each_group():
+    plan = solve(GROUPED)
     assert plan.state_groups == (0, 0, 1) and plan.gap == 0
-    assert plan.step_s == predict(EITHER, plan).step_s == predict(GROUPED, plan).step_s
+    assert plan.step_s == predict(GROUPED, plan).step_s
     assert [sum(shares) for shares in plan.fractions_of_groups] == pytest.approx([1, 1])
     assert "each of 2 groups of ranks holds the whole state" in str(plan_table(plan).caption)
-    # 200 bytes hold no whole state on the node of one rank
-    small = replace(EITHER, ranks=[replace(RANK, capacity_bytes=200)] * 3)
-    assert solve(small).state_groups == ()
-    # on a fast link between nodes
-    fast = replace(EITHER, gather_s=1, reduce_s=1, fill_s=2)
-    assert solve(fast).state_groups == ()
-    assert simulate(EITHER, plan).step_s <= plan.step_s
+    assert simulate(GROUPED, plan).step_s <= plan.step_s
 
 
 def test_what_does_not_fit_says_what_would():
@@ -79,13 +74,11 @@ def test_what_does_not_fit_says_what_would():
     movable = replace(small, unit_parameters=(1, 4, 4), moment_bytes=8)
     with pytest.raises(InfeasibleError, match="each of 2 groups holds the whole state"):
         solve(movable)
-    with pytest.raises(InfeasibleError, match="over all 3 ranks together"):
-        solve(replace(EITHER, ranks=[replace(RANK, capacity_bytes=70)] * 3))
 
 
 def test_other_plans_keep_the_groups_and_count_what_moves_inside_of_them():
     plan = solve(GROUPED)
-    other = plan_for_batches(EITHER, plan, [4, 1, 1])
+    other = plan_for_batches(GROUPED, plan, [4, 1, 1])
     assert other is not None and other.state_groups == plan.state_groups
     first = Plan(ranks_of(0.5, 0.5, 1.0), state_groups=(0, 0, 1))
     second = Plan(ranks_of(0.25, 0.75, 1.0), state_groups=(0, 0, 1))
@@ -95,9 +88,8 @@ def test_other_plans_keep_the_groups_and_count_what_moves_inside_of_them():
 def test_files_say_nothing_of_groups_where_there_are_none(tmp_path):
     assert not [name for name in TOGETHER.to_dict() if "hybrid" in name or "group" in name]
     assert "state_groups" not in solve(TOGETHER).to_yaml()
-    for number, problem in enumerate((EITHER, GROUPED)):
-        problem.save(tmp_path / f"{number}.yaml")
-        assert Problem.load(tmp_path / f"{number}.yaml") == problem
+    GROUPED.save(tmp_path / "problem.yaml")
+    assert Problem.load(tmp_path / "problem.yaml") == GROUPED
     plan = solve(GROUPED)
     assert Plan.from_json(plan.to_json()) == plan
 
@@ -116,7 +108,14 @@ def test_groups_by_hand():
         (lambda: Plan(ranks_of(1, 1), state_groups=(0, 1), by_node=True), "by_node: true, which"),
         (lambda: Plan(ranks_of(1, 1), state_groups="01"), "state_groups"),
         (lambda: replace(GROUPED, state_groups=()), "which needs state_groups"),
-        (lambda: replace(GROUPED, hybrid_gather_s=1), "hybrid_gather_s: it is 1"),
+        (
+            lambda: replace(GROUPED, hybrid_sharding="auto"),
+            "expected True or False, but got 'auto'",
+        ),
+        (
+            lambda: Problem.from_dict({**GROUPED.to_dict(), "hybrid_gather_s": 1.0}),
+            "hybrid_gather_s: 1.0 asks for .* Set hybrid_sharding: true and give these",
+        ),
         (lambda: replace(GROUPED, even_gather_s=1), "even_gather_s"),
         (lambda: replace(TOGETHER, state_groups=(0, 0, 1)), "expected none with"),
         (lambda: replace(GROUPED, optimizer_offload="auto"), "optimizer_offload: auto so far"),

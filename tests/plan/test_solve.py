@@ -139,23 +139,11 @@ def problems(draw) -> Problem:
 
 
 def hybrid(draw, problem: Problem) -> Problem:
-    """The problem with groups of ranks that may hold, or hold, the whole state."""
-    chosen = draw(st.sampled_from(["auto", "auto", True]))
+    """The problem with groups of ranks that each hold the whole state."""
     groups = [0, *[draw(st.integers(0, 1)) for _ in problem.ranks[2:]], 1]
-    if chosen is True:
-        none = {"even_gather_s": None, "even_reduce_s": None, "padded_bytes": 0.0}
-        none["even_gather_and_reduce_s"] = None
-        return dataclasses.replace(problem, hybrid_sharding=True, state_groups=groups, **none)
-    return dataclasses.replace(
-        problem,
-        hybrid_sharding="auto",
-        state_groups=groups,
-        hybrid_gather_s=draw(st.sampled_from([0.0, 0.5, 4.0])),
-        hybrid_reduce_s=draw(st.sampled_from([0.5, 3.0, 10.0])),
-        hybrid_root_gather_s=draw(st.sampled_from([0.0, 0.25])),
-        hybrid_root_reduce_s=draw(st.sampled_from([0.0, 1.0])),
-        hybrid_fill_s=draw(st.sampled_from([0.0, 2.0])),
-    )
+    none = {"even_gather_s": None, "even_reduce_s": None, "padded_bytes": 0.0}
+    none["even_gather_and_reduce_s"] = None
+    return dataclasses.replace(problem, hybrid_sharding=True, state_groups=groups, **none)
 
 
 def assert_optimal(problem: Problem) -> None:

@@ -45,6 +45,13 @@ def test_anything_else_is_refused_when_the_strategy_is_made(name, given):
     assert repr(given) in str(caught.value)
 
 
+@pytest.mark.parametrize("given", ["auto", None, 1])
+def test_whether_nodes_hold_the_whole_state_is_not_chosen_by_a_plan(given):
+    with pytest.raises(ValueError, match="hybrid_sharding: expected True or False") as caught:
+        CephaloStrategy(hybrid_sharding=given)
+    assert repr(given) in str(caught.value) and "--hybrid-sharding auto" in str(caught.value)
+
+
 def test_gradients_travel_in_dtypes_of_as_many_exponents_by_name_too():
     for given in (torch.bfloat16, "bfloat16", "torch.bfloat16"):
         assert parse_reduce_dtype(given) is torch.bfloat16

@@ -104,7 +104,7 @@ def _state_on_hosts(
     """Say whether optimizer state in host memory would do, or why it does not."""
     moments = problem.moment_bytes * sum(problem.unit_parameters)
     # hybrid sharding does not go together with state in host memory
-    if fits is None or not moments or problem.hybrid_sharding is True:
+    if fits is None or not moments or problem.hybrid_sharding:
         return ""
     timeless = dataclasses.replace(problem, ranks=tuple(map(_timeless, problem.ranks)))
     if problem.optimizer_offload is False:

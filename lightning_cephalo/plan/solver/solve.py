@@ -99,8 +99,7 @@ def solve(problem: Problem, *, time_limit_s: float = 60.0) -> Plan:
     plan = solve_if_possible(problem, time_limit_s=time_limit_s)
     if plan is None:
         deadline = time.perf_counter() + _REASON_S
-        # which needs less memory
-        problem = dataclasses.replace(problem.choosing_hybrid(False), no_idle_ranks=False)
+        problem = dataclasses.replace(problem, no_idle_ranks=False)  # which needs less memory
         refuse(problem, group_types(problem), functools.partial(_moving_fits, deadline=deadline))
     return plan
 
@@ -129,8 +128,6 @@ def solve_if_possible(problem: Problem, *, time_limit_s: float = 60.0) -> Plan |
 def _solved(problem: Problem, time_limit_s: float) -> Plan | None:
     started = time.perf_counter()
     limit = records.real("solve: time_limit_s", time_limit_s, above_minimum=True, infinite=True)
-    if problem.hybrid_sharding == "auto":
-        return _either_way(problem, started, limit)
     plan = None
     if problem.optimizer_offload is not True or not problem.can_move_state:
         plan = _resident(problem, started + limit)
@@ -142,24 +139,6 @@ def _solved(problem: Problem, time_limit_s: float) -> Plan | None:
     if plan is None:
         return None
     return dataclasses.replace(plan, solve_s=time.perf_counter() - started)
-
-
-def _either_way(problem: Problem, started: float, limit_s: float) -> Plan | None:
-    """Return the faster of the plans with and without hybrid sharding; the latter of equals."""
-    found: list[Plan] = []
-    bound_s = math.inf
-    for hybrid in problem.hybrid_choices:
-        chosen = problem.choosing_hybrid(hybrid)
-        plan = _solved(chosen, limit_s / len(problem.hybrid_choices))
-        if plan is not None:
-            found.append(plan)
-            bound_s = min(bound_s, plan.bound_s or 0.0)
-    if not found:
-        return None
-    best = found[0]
-    if _step_s(found[-1]) < _step_s(best) * (1 - EQUAL):
-        best = found[-1]
-    return dataclasses.replace(_proven(best, bound_s), solve_s=time.perf_counter() - started)
 
 
 def _resident(problem: Problem, deadline: float) -> Plan | None:
