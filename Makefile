@@ -1,6 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+PIP_LOG := .venv/pip.log
 UNIT := tests/common tests/plan tests/accelerator tests/sharding tests/data tests/adapters tests/execution tests/observe \
 	tests/preparation tests/offline tests/test_floors.py tests/test_documents.py
 
@@ -62,7 +63,9 @@ floor: $(INSTALLED)
 
 # torch goes first and alone: resolved together with its dependants, pip may prefer a newer CUDA build.
 $(INSTALLED): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install "$$(grep '^torch==' constraints.txt)" -c constraints.txt
-	$(BIN)/pip install -e '.[dev,plot]' -c constraints.txt
-	touch $@
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "Installing into .venv, which takes minutes. What pip says is in $(PIP_LOG)."
+	@{ $(BIN)/pip install "$$(grep '^torch==' constraints.txt)" -c constraints.txt && \
+		$(BIN)/pip install -e '.[dev,plot]' -c constraints.txt; } > $(PIP_LOG) 2>&1 || \
+		{ tail -n 20 $(PIP_LOG); echo "The installation failed. All of it is in $(PIP_LOG)."; exit 1; }
+	@touch $@

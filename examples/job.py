@@ -4,13 +4,14 @@ Each training has a process of its own. Lightning starts the other ranks by runn
 again. Its environment variables (addresses, ranks) do not reach the next training.
 """
 
+import math
 import sys
 from pathlib import Path
 
 from hydra.utils import instantiate
 from lightning.pytorch import seed_everything
 from lightning.pytorch.loggers import CSVLogger
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from run_record import RunRecord
 
 
@@ -23,6 +24,8 @@ def main(path: Path) -> None:
     emulation = config.cluster.emulation
     callbacks = [] if emulation is None else [instantiate(emulation)]
     callbacks.append(RunRecord(folder, config.global_batch_size))
+    if config.trainer.max_steps > 0 and "max_epochs" not in config.trainer:
+        config.trainer.max_epochs = epochs(config)
     trainer = instantiate(config.trainer, _partial_=True)(
         strategy=instantiate(config.strategy),
         callbacks=callbacks,
@@ -38,6 +41,13 @@ def main(path: Path) -> None:
         )
     data = instantiate(config.data, batch_size=samples_per_rank)
     trainer.fit(instantiate(config.model), datamodule=data)
+
+
+def epochs(config: DictConfig) -> int:
+    """Return how many epochs the steps take; with no limit, progress bars print "Epoch 0/-2"."""
+    batches = config.trainer.max_steps * config.trainer.accumulate_grad_batches
+    in_an_epoch = max(1, config.data.training_samples // config.global_batch_size)
+    return math.ceil(batches / in_an_epoch)
 
 
 if __name__ == "__main__":

@@ -88,6 +88,22 @@ def test_the_default_model_has_about_three_million_parameters() -> None:
     assert len(model.network.blocks) >= 6
 
 
+@pytest.mark.parametrize(
+    ("overrides", "epochs"),
+    [
+        ((), 1),
+        (("steps=12500",), 1),
+        (("steps=12501",), 2),
+        (("steps=12500", "trainer.accumulate_grad_batches=2"), 2),
+        (("data.training_samples=8", "steps=3"), 3),
+    ],
+)
+def test_the_trainer_knows_how_many_epochs_the_steps_take(
+    overrides: tuple[str, ...], epochs: int
+) -> None:
+    assert job.epochs(composed(*overrides)) == epochs
+
+
 def test_a_crop_depends_on_its_index_alone() -> None:
     text = torch.arange(200, dtype=torch.uint8)
     crops, others = (byte_data.RandomCrops(text, 8, 100, seed=seed) for seed in (1, 2))
@@ -163,7 +179,7 @@ def test_a_run_ends_with_a_comparison_and_leaves_its_figures(tmp_path: Path) -> 
             interpreter=interpreter,
         )
     assert result.returncode == 0, result.stderr
-    assert "Side by side" in result.stdout
+    assert "Side by side" in result.stdout and "Epoch 0/-" not in result.stdout
     metrics = json.loads((folder / "metrics.json").read_text())
     assert metrics["last_train_loss"] < metrics["first_train_loss"]
     assert len(metrics["step_s"]) == metrics["steps"] == 8
