@@ -38,13 +38,11 @@ from lightning_cephalo.adapters import (
     supported,
 )
 from lightning_cephalo.adapters.attempts import Attempts
-from lightning_cephalo.adapters.batch_search import BatchSearch, batch_size_finders
 from lightning_cephalo.adapters.ending import Ending
 from lightning_cephalo.adapters.hook_logs import HookLogs, mean_over_samples
 from lightning_cephalo.adapters.left_loops import evaluation_loop
 from lightning_cephalo.adapters.logging import StepLog
 from lightning_cephalo.adapters.optimizer import local_update
-from lightning_cephalo.adapters.pulled_batches import Pulled, pulls_batches
 from lightning_cephalo.adapters.refusals import Situation, When, refuse
 from lightning_cephalo.adapters.resuming import KEY, Resumption, saved_order
 from lightning_cephalo.adapters.sampler_takeover import SamplerTakeover
@@ -53,7 +51,6 @@ from lightning_cephalo.adapters.step_notes import StepNotes
 from lightning_cephalo.adapters.user_backward import UserBackward
 from lightning_cephalo.adapters.user_gathers import require_equal_shapes
 from lightning_cephalo.common.errors import UnsupportedError
-from lightning_cephalo.data import global_batch_size
 from lightning_cephalo.data.cutting import (
     detached,
     evaluation_samples,
@@ -72,7 +69,6 @@ from lightning_cephalo.plan.memory_timeline import MemoryTimeline
 from lightning_cephalo.plan.reasons import left_out, reasons, surprises
 from lightning_cephalo.plan.replan import Replan
 from lightning_cephalo.preparation import replanning
-from lightning_cephalo.preparation.batch_size_change import begin_with_less, follow_batch_size
 from lightning_cephalo.preparation.limits import Cap
 from lightning_cephalo.preparation.loss_check import LossCheck
 from lightning_cephalo.preparation.options import (
@@ -310,8 +306,6 @@ class CephaloStrategy(ParallelStrategy):
         self._training: Training | None = None
         self._notes = StepNotes()
         self._synchronised: batch_norm.SynchronisedLayers | None = None
-        # from setup() to teardown(), if a callback searches for a batch size
-        self._search: BatchSearch | None = None
         self._loss_check: LossCheck | None = None
         # from the loading of a checkpoint to teardown()
         self._resumption: Resumption | None = None
@@ -413,7 +407,7 @@ class CephaloStrategy(ParallelStrategy):
         """Whether ranks train or evaluate a model together now.
 
         Lightning looks for this name on strategies that it does not know. Where it is True, values
-        are logged over all ranks. Outside of a run it lets searches for a batch size begin.
+        are logged over all ranks.
         """
         return self._session is not None
 
@@ -475,11 +469,6 @@ class CephaloStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        trainer = self._module.trainer
-        fixed = self._options.fixes_batch_size(
-            trainer._accelerator_connector.use_distributed_sampler
-        )
-        supported.refuse_searching(trainer, fixed)
         self._ending.begin(self._module.trainer)
         super().setup_environment()
         launch.limit_threads(self._start_method, self.num_processes)
@@ -539,8 +528,6 @@ class CephaloStrategy(ParallelStrategy):
                 job, problem = self._shard_by_plan(trainer)
         else:
             self._shard(Job.of_evaluation(self._options, self.world_size))
-        if batch_size_finders(trainer):
-            self._search = BatchSearch(trainer, self.session.control)
         self.model = self._module
         if fitting:
             control = self.session.control
@@ -611,8 +598,6 @@ class CephaloStrategy(ParallelStrategy):
         if batch_norm.synchronised(self._module):
             options = options.without_recompute()
         job = read_job(trainer, control, options, self._connection.groups.nodes)
-        if job.ready_samples is not None and batch_size_finders(trainer):
-            raise UnsupportedError(supported.READY_BATCHES)
         session = self._shard(job)
         session.enforce_limits()
         plan = job.plan
@@ -622,11 +607,7 @@ class CephaloStrategy(ParallelStrategy):
             job, session.model, trainer, session.user_gathers, session.manual
         )
         if plan is None:
-            plan_of = partial(planned, model=session.model, measure=self._measured)
-            if batch_size_finders(trainer):
-                chosen = begin_with_less(job, session, plan_of)
-            else:
-                chosen = plan_of(job)
+            chosen = planned(job, session.model, self._measured)
             session.job = chosen.job
             job, problem, plan = chosen.job, chosen.problem, chosen.plan
             memory = predicted(problem, plan, session.model)
@@ -662,8 +643,6 @@ class CephaloStrategy(ParallelStrategy):
             trainer: The trainer that is fitting.
             problem: The measured problem; None: the plan does not change by itself.
         """
-        if self._training is not None:
-            self._training.close()
         self._watch.begin(self.session.model)
         self._training = Training(
             self.session,
@@ -676,28 +655,6 @@ class CephaloStrategy(ParallelStrategy):
             self._loss_check,
         )
         self._notes = StepNotes(self._training, self._recovering, self._ending.termination)
-
-    def _follow_batch_size(self, loader: Any) -> None:
-        """Train by a plan for a batch size that a search tries, or has found; collective."""
-        search, session = self._search, self.session
-        if search is None or not search.takes_first():
-            return
-        size = search.agreed(global_batch_size(loader, self.world_size))
-        failure: Exception | None = None
-        try:
-            if size != session.plan.global_batch_size:
-                self._train_with(size)
-        except Exception as error:
-            failure = error
-        search.learn(failure)
-
-    def _train_with(self, size: int) -> None:
-        session, trainer = self.session, self._module.trainer
-        found = follow_batch_size(size, session, self.optimizers, self._measured)
-        replans = replanning.wants(self._options.replan, found.job)
-        self._begin_training(trainer, found.problem if replans else None)
-        self._running.count_on_optimizers(found.job, found.problem, self.optimizers)
-        self._plan = session.plan
 
     def _shard(self, job: Job) -> Session:
         """Begin a session, and set it here: steps that are measured already use it."""
@@ -723,11 +680,8 @@ class CephaloStrategy(ParallelStrategy):
         self._ending.stop_together()
         trainer = self._module.trainer
         training = trainer.state.stage == RunningStage.TRAINING
-        if self._search is not None:
-            training = training and self._search.asks_for_training
         if training:
             self._recovering.before_pass(accelerator_of(self.root_device))
-            self._follow_batch_size(dataloader)
         resumption, epoch = self._resumption, trainer.current_epoch
         begin = self._ending.begin_reading
         deal = partial(self.session.dealt, dataloader, before_reading=begin)
@@ -742,13 +696,9 @@ class CephaloStrategy(ParallelStrategy):
 
     @override
     def on_train_start(self) -> None:
-        if self._search is not None:
-            self._search.begin_trial()
         self._refuse(When.TRAINING_START)
         self.session.start_training(self.optimizers)
         self._hook_logs.watch(self._module.trainer.fit_loop.epoch_loop._results)
-        if self._is_trial:
-            return
         self._record(is_finished=False)
         if self._resumption is not None:
             self._resumption.announce()
@@ -763,19 +713,6 @@ class CephaloStrategy(ParallelStrategy):
         self._ending.begin_batch()
         self._running.begin_batch(self.optimizers)
 
-    def _end_search(self) -> None:
-        """Forget the steps that tried batch sizes, and show the plan for the one that is found."""
-        if self._training is None:
-            return
-        self._watch.begin(self.session.model)
-        if self._options.verbose and self.is_global_zero:
-            self._show_plan()
-
-    @property
-    def _is_trial(self) -> bool:
-        """Whether steps only try a batch size."""
-        return self._search is not None and self._search.is_trying
-
     def _plan_has_changed(self) -> None:
         self._plan = self.session.plan
 
@@ -784,15 +721,6 @@ class CephaloStrategy(ParallelStrategy):
         if self._resumption is not None:
             self._resumption.end()
         self._watch.start_step()
-        return self._tried(partial(self._training_step_of, batch, *rest, **kwargs))
-
-    def _tried(self, run: Callable[[], Any]) -> Any:
-        """Run what all ranks do together; lack of memory in a trial is that of all ranks."""
-        if self._search is None:
-            return run()
-        return self._search.step(self.session.model.executor, run)
-
-    def _training_step_of(self, batch: Any, *rest: Any, **kwargs: Any) -> Any:
         if self.session.manual is None:
             return self._training_step(batch, *rest, **kwargs)
         with self.session.memory.step():
@@ -801,11 +729,7 @@ class CephaloStrategy(ParallelStrategy):
         return outputs
 
     def _training_step(self, batch: Any, *rest: Any, **kwargs: Any) -> Any:
-        session = self.session
-        step = self._module.training_step
-        if pulls_batches(step):
-            pulled = Pulled.from_iterator(batch)
-            batch, step = pulled.batch, pulled.step_of(step)
+        session, step = self.session, self._module.training_step
         session.memory.before_forward(batch)
         attempts = Attempts(batch, may_repeat=self._running.may_repeat)
         run = partial(self._forward, step, attempts, rest, kwargs)
@@ -900,7 +824,7 @@ class CephaloStrategy(ParallelStrategy):
 
     def _layered_backward(self, **factors: float) -> None:
         run = partial(self.session.model.executor.backward, **factors)
-        self._tried(partial(self._running.backward, run))
+        self._running.backward(run)
 
     @override
     def optimizer_step(
@@ -908,12 +832,8 @@ class CephaloStrategy(ParallelStrategy):
     ) -> Any:
         session, manual = self.session, self.session.manual
         if manual is None:
-            update = partial(self._update, optimizer, closure, model, **kwargs)
             with session.memory.step():
-                if self._search is None:
-                    result = update()
-                else:
-                    result = self._search.update(session.model.executor, update)
+                result = self._update(optimizer, closure, model, **kwargs)
             is_repeated = self._running.step_was_repeated
             self._watch.finish_step(counts=not session.memory.slowed and not is_repeated)
             return result
@@ -929,8 +849,7 @@ class CephaloStrategy(ParallelStrategy):
         session = self.session
         session.look_for_early_update(optimizer)
         elsewhere = None if session.moved is None else session.model.executor
-        owned, sparse = session.updates.of(optimizer), session.updates.sparse(optimizer)
-        update = local_update(optimizer, owned, elsewhere, sparse)
+        update = local_update(optimizer, session.updates.of(optimizer), elsewhere)
         with ExitStack() as after_closure, update:
 
             def whole_closure() -> Any:
@@ -957,9 +876,6 @@ class CephaloStrategy(ParallelStrategy):
         executor = session.model.executor
         self._hook_logs.unwatch(self._module.trainer.fit_loop.epoch_loop._results)
         self._ending.end_training()
-        if self._is_trial:
-            executor.reshard()
-            return
         session.control.together("checking the last step's buffers", executor.buffers.check)
         executor.reshard()
         self._measured_memory = session.measured_memory()
@@ -1001,17 +917,11 @@ class CephaloStrategy(ParallelStrategy):
     ) -> tuple[Any, int]:
         """Run a step without gradients; return its result and this rank's samples in it."""
         session, batch, user_step = self.session, args[0], getattr(self._module, name)
-        pulled = Pulled.from_iterator(batch) if pulls_batches(user_step) else None
-        if pulled is not None:
-            batch = pulled.batch
         samples = evaluation_samples(batch)
         log = session.logs.of_step([samples], trains=False)
 
         def step() -> Any:
-            if pulled is not None:
-                result = pulled.run(user_step, batch)
-            else:
-                result = user_step(*args, **kwargs)
+            result = user_step(*args, **kwargs)
             log.weight = evaluation_weight(result, samples)
             return result
 
@@ -1021,11 +931,10 @@ class CephaloStrategy(ParallelStrategy):
         notes = StepNotes(self._ending.termination)
         executor = session.model.executor
         evaluate = partial(executor.evaluate, call, f"running {name}", lambda: notes.of(log.note()))
-        outcome = self._tried(evaluate)
+        outcome = evaluate()
         notes.learn(outcome.notes)
         session.logs.finish(log, outcome, (log.weight,) if samples else (), self.reduce)
-        is_last = pulled is not None and pulled.is_last
-        if is_last or self._evaluation_ends():  # hooks at the end of the epoch may write parameters
+        if self._evaluation_ends():  # hooks at the end of the epoch may write parameters
             session.model.executor.reshard()
         return (outcome.results[0] if samples else None), samples
 
@@ -1038,7 +947,7 @@ class CephaloStrategy(ParallelStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        self._tried(self._ending.begin_validation)
+        self._ending.begin_validation()
         self._warn_of_combined_evaluation()
 
     @override
@@ -1080,10 +989,8 @@ class CephaloStrategy(ParallelStrategy):
         reads = name.endswith("_dataloader()")
         purpose = f"about to call {name}" if reads else "waiting in a barrier"
         remedy = "Call strategy.barrier() on every rank, or on none."
-        self._tried(partial(self._ending.meet, purpose, remedy))
+        self._ending.meet(purpose, remedy)
         launch.barrier(self.root_device)
-        if self._search is not None:
-            self._search.asks(name)
 
     @override
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
@@ -1180,8 +1087,6 @@ class CephaloStrategy(ParallelStrategy):
         if self._ranks is None:  # before the first run: nothing is sharded
             super().save_checkpoint(checkpoint_, filepath, storage_options)
             return
-        if self._search is not None:
-            self._search.saved(filepath)
         with accelerator_of(self.root_device).on_host():
             whole = checkpoint.whole_checkpoint(
                 checkpoint_, self.is_global_zero, self._connection.control
@@ -1199,10 +1104,6 @@ class CephaloStrategy(ParallelStrategy):
         kept = self._recovering.of_file(checkpoint_path)
         if kept is not None:
             return kept
-        if self._search is not None:
-            checkpoint_path = self._search.path_of(checkpoint_path)
-            if self._search.ends():
-                self._end_search()
         # plugins written for Lightning 2.5 have no such argument
         given = {} if weights_only is None else {"weights_only": weights_only}
         read = partial(super().load_checkpoint, checkpoint_path, **given)
@@ -1305,7 +1206,7 @@ class CephaloStrategy(ParallelStrategy):
         """Return the session, and hold neither it nor what changes its plan any longer."""
         session, self._session = self._session, None
         training, self._training, self._notes = self._training, None, StepNotes()
-        self._search = self._loss_check = None
+        self._loss_check = None
         if training is not None:
             self._replans = training.replans
             training.close()

@@ -31,7 +31,6 @@ from lightning_cephalo.adapters import precision
 from lightning_cephalo.adapters.moved_state import MovedState
 from lightning_cephalo.adapters.optimizer import put_in_order, step_is_replaced, update_rows
 from lightning_cephalo.adapters.scope import Scope, known_scope
-from lightning_cephalo.adapters.sparse_gradients import takes_sparse_gradients
 from lightning_cephalo.adapters.unchanged import changed_option, kept_options
 from lightning_cephalo.common.errors import UnsupportedError
 
@@ -174,8 +173,6 @@ def _late_by_trainer(trainer: Trainer) -> str:
 def late_by_optimizer(optimizer: Optimizer) -> str:
     """Return why an optimizer may not update early; empty: it may."""
     known, name = known_scope(optimizer), type(optimizer).__name__
-    if takes_sparse_gradients(optimizer):
-        return f"{name} takes sparse gradients"
     if known is None:
         return f"{name} is none of torch's optimizers"
     if known is not Scope.ELEMENT:

@@ -25,10 +25,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from lightning_cephalo.adapters.compiled_step import without_compiling
 from lightning_cephalo.adapters.owned_update import OwnedUpdate, following
 from lightning_cephalo.adapters.scope import known_scope
-from lightning_cephalo.adapters.sparse_gradients import SparseGradients
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.sharding.collectives import all_reduce
 from lightning_cephalo.sharding.placement import (
@@ -63,7 +61,6 @@ def local_update(
     optimizer: Optimizer,
     owned: OwnedUpdate | None = None,
     elsewhere: UpdatesElsewhere | None = None,
-    sparse: SparseGradients | None = None,
 ) -> Iterator[None]:
     """While active, ``optimizer.step`` updates plain tensors.
 
@@ -74,9 +71,8 @@ def local_update(
         owned: Its updates on whole parameters; None: it updates this rank's rows, which is right
             for element-wise updates, and for all on a single rank.
         elsewhere: Updates some parameters around the optimizer's own update of rows.
-        sparse: Gives rows sparse gradients; None: the optimizer takes dense ones.
     """
-    exchange = _Exchange(optimizer, elsewhere, sparse) if owned is None else owned
+    exchange = _Exchange(optimizer, elsewhere) if owned is None else owned
     depth = 0  # torch runs hooks again where a step calls that of its base class
 
     def before(_: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -105,8 +101,7 @@ def local_update(
     hooks = cast("OrderedDict[int, Any]", optimizer._optimizer_step_post_hooks)
     hooks.move_to_end(handles[1].id, last=False)
     try:
-        whole = following(optimizer) if owned is not None else nullcontext()
-        with without_compiling(optimizer), whole:
+        with following(optimizer) if owned is not None else nullcontext():
             yield
     except Exception as failure:
         exchange.finish(failure)
@@ -120,13 +115,8 @@ def local_update(
 class _Exchange:
     """Puts rows in place of an optimizer's DTensors, and DTensors back."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        elsewhere: UpdatesElsewhere | None,
-        sparse: SparseGradients | None,
-    ) -> None:
-        self._optimizer, self._elsewhere, self._sparse = optimizer, elsewhere, sparse
+    def __init__(self, optimizer: Optimizer, elsewhere: UpdatesElsewhere | None) -> None:
+        self._optimizer, self._elsewhere = optimizer, elsewhere
         self._updated: Container[int] = ()
         self._is_torchs = known_scope(optimizer) is not None
         self._meanwhile = ExitStack()
@@ -160,8 +150,6 @@ class _Exchange:
                 optimizer.state[key] = entries
         for group, parameters in zip(optimizer.param_groups, self._dtensors, strict=True):
             rows = self._meanwhile.enter_context(_rows_of(parameters, self._updated))
-            if self._sparse is not None:
-                self._sparse.show(parameters, rows)
             # in place: an optimizer may hold the list itself
             group["params"][:] = rows
             # torch's own optimizers write in place; one view per tensor would cost them time
@@ -202,8 +190,6 @@ class _Exchange:
                     rows.data = own
         self._faces = {}
         self._meanwhile.close()
-        if failure is None and self._sparse is not None:
-            self._sparse.mark_used()
         if failure is None and self._elsewhere is not None:
             self._elsewhere.after_step()
 

@@ -6,6 +6,7 @@ only place that walks the table. ``tests/lightning/test_refusals.py`` has a row 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Flag, auto
@@ -21,8 +22,6 @@ from torch.optim import Optimizer
 
 from lightning_cephalo.adapters import batch_norm
 from lightning_cephalo.adapters.averaged_weights import averaging_callbacks, lightnings_classes
-from lightning_cephalo.adapters.compiled_step import is_compiled, step_before_compiling
-from lightning_cephalo.adapters.sparse_gradients import takes_sparse_gradients
 from lightning_cephalo.adapters.torchmetrics import metrics_of
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.sharding.placement import Rows
@@ -208,6 +207,14 @@ def _synchronising_metrics(situation: Situation) -> str | None:
     return f"These metrics have dist_sync_on_step=True: {_counted(found)}." if found else None
 
 
+def _pulling_steps(situation: Situation) -> str | None:
+    for name in ("training_step", "validation_step", "test_step", "predict_step"):
+        step = getattr(situation.module, name)
+        if "dataloader_iter" in inspect.signature(step).parameters:
+            return f"{name} has the argument dataloader_iter, by which it pulls its own batches."
+    return None
+
+
 # -- plugins and callbacks ------------------------------------------------------------------------
 
 
@@ -231,6 +238,15 @@ def _has_callback(situation: Situation, name: str) -> bool:
 def _pruning(situation: Situation) -> str | None:
     is_there = _has_callback(situation, "ModelPruning")
     return "Trainer(callbacks=...) has the callback ModelPruning." if is_there else None
+
+
+def _batch_size_search(situation: Situation) -> str | None:
+    is_there = _has_callback(situation, "BatchSizeFinder")
+    return (
+        "BatchSizeFinder (or Tuner.scale_batch_size) searches for a batch size."
+        if is_there
+        else None
+    )
 
 
 def _averaged_statistics(situation: Situation) -> str | None:
@@ -283,13 +299,17 @@ def _is_differentiable(optimizer: Optimizer) -> bool:
     return any(group.get("differentiable") for group in optimizer.param_groups)
 
 
-def _is_own_sparse(optimizer: Optimizer) -> bool:
-    is_sparse = isinstance(optimizer, torch.optim.SparseAdam)
-    return is_sparse and not takes_sparse_gradients(optimizer)
-
-
-def _is_compiled_for_good(optimizer: Optimizer) -> bool:
-    return is_compiled(step_before_compiling(optimizer) or optimizer.step)
+def _has_compiled_step(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer's step, or one that it wraps, is compiled."""
+    step: object = optimizer.step
+    while step is not None:
+        # Private: torch has no public way to find what it has compiled.
+        marks = getattr(step, "__dict__", ())
+        # torch also marks the steps that it never compiles, as LBFGS's
+        if "_torchdynamo_orig_callable" in marks:
+            return "_torchdynamo_disable" not in marks
+        step = getattr(step, "__wrapped__", None)
+    return False
 
 
 ROWS = (
@@ -364,6 +384,23 @@ ROWS = (
         SETUP,
     ),
     Refusal(
+        "steps that pull batches",
+        _pulling_steps,
+        "A batch is divided into microbatches before the step runs.",
+        "Take the batch as an argument: training_step(self, batch, batch_idx).",
+        SETUP,
+    ),
+    Refusal(
+        "searches for a batch size",
+        _batch_size_search,
+        "Lightning refuses that under its own distributed strategies, too: each process would"
+        " find a size of its own, and every size needs a plan.",
+        "Remove it. Look for the largest batch that fits by the memory in the plan's table, here"
+        " with other values of CephaloStrategy(global_batch_size=...) or in `cephalo plan`. Or"
+        " search on one device, without this strategy.",
+        When.CONNECTED,
+    ),
+    Refusal(
         "precision plugins of other strategies",
         _precision,
         "It belongs to another strategy, or replaces layers by ones whose parameters cannot be cut"
@@ -403,19 +440,18 @@ ROWS = (
         When.OPTIMIZERS,
     ),
     Refusal(
-        "subclasses of SparseAdam",
-        _by_kind(_is_own_sparse, "{} is a subclass of SparseAdam."),
-        "Gradients of all ranks are summed as dense ones, and only torch's own SparseAdam gets"
-        " sparse ones of its rows.",
-        "Use torch.optim.SparseAdam.",
+        "SparseAdam",
+        _by_kind(
+            lambda optimizer: isinstance(optimizer, torch.optim.SparseAdam),
+            "{} needs sparse gradients.",
+        ),
+        "Gradients of all ranks are summed as dense ones.",
+        "Use AdamW or Adam, with or without sparse=True of the embedding: each updates all rows.",
         When.OPTIMIZERS,
     ),
     Refusal(
-        "steps of optimizers that are compiled for good",
-        _by_kind(
-            _is_compiled_for_good,
-            "{}.step is compiled by torch.compile in its class, or in another wrapper.",
-        ),
+        "compiled steps of optimizers",
+        _by_kind(_has_compiled_step, "{}.step is compiled by torch.compile."),
         "It would also trace its closure, the whole training step.",
         "Leave torch.compile out; fused=True or foreach=True is about as fast.",
         When.OPTIMIZERS,

@@ -2,58 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_cephalo.adapters.averaged_weights import lightnings_classes
-from lightning_cephalo.adapters.batch_search import batch_size_finders
-from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.data.containers import known_length
 from lightning_cephalo.data.reading import original_of
 from lightning_cephalo.plan import Plan
-from lightning_cephalo.ranks import launch
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
-
-_BATCH_SIZE_FINDER = (
-    "The callback BatchSizeFinder (also Tuner.scale_batch_size) changes the batch size of the"
-    " training dataloader, but {}. {}. Remove it from Trainer(callbacks=...) to keep the batch"
-    " size."
-)
-READY_BATCHES = _BATCH_SIZE_FINDER.format(
-    "the training dataloader yields batches that its dataset has made, of a size that only the"
-    " dataset knows",
-    "Give DataLoader(dataset, batch_size=self.batch_size) with single samples",
-)
-
-
-def refuse_searching(trainer: Trainer, fixed: Mapping[str, str]) -> None:
-    """Raise where a search for a batch size cannot work; before callbacks' ``setup``.
-
-    Args:
-        trainer: The trainer that runs.
-        fixed: What fixes the batch size in training, and the way out.
-
-    Raises:
-        UnsupportedError: The message names the callback, the reason and the way out.
-    """
-    finders = batch_size_finders(trainer)
-    if not finders:
-        return
-    if trainer.state.fn == TrainerFn.FITTING:
-        for reason, remedy in fixed.items():
-            raise UnsupportedError(_BATCH_SIZE_FINDER.format(reason, remedy))
-    if any(finder._early_exit for finder in finders) and launch.forks(trainer.strategy):
-        raise UnsupportedError(
-            "Tuner.scale_batch_size() returns what its own process has found, but start_method"
-            " starts all ranks in other processes. Use start_method='popen' or torchrun, or the"
-            " callback BatchSizeFinder in Trainer(callbacks=...)."
-        )
+    pass
 
 
 def warn_of_throughput(callbacks: Sequence[Any], plan: Plan) -> None:

@@ -14,7 +14,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_cephalo.adapters import scope
 from lightning_cephalo.adapters.owned_update import OwnedUpdate
 from lightning_cephalo.adapters.scope import Scope, Trial
-from lightning_cephalo.adapters.sparse_gradients import SparseGradients, takes_sparse_gradients
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.common.quantities import format_mib
 from lightning_cephalo.execution.sharded_model import ShardedModel
@@ -37,7 +36,6 @@ class OptimizerUpdates:
     def __init__(self, model: ShardedModel, claims: str | Mapping[Any, str]) -> None:
         self._model, self._claims = model, claims
         self._chosen: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._sparse: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def of(self, optimizer: Optimizer) -> OwnedUpdate | None:
         """Return the optimizer's updates on whole parameters; None: on rows; collective at first.
@@ -47,19 +45,7 @@ class OptimizerUpdates:
         """
         if optimizer not in self._chosen:
             self._chosen[optimizer] = self._choose(optimizer)
-            if takes_sparse_gradients(optimizer):
-                self._sparse[optimizer] = SparseGradients(optimizer, self._model)
         return self._chosen[optimizer]
-
-    def sparse(self, optimizer: Optimizer) -> SparseGradients | None:
-        """Return what gives the optimizer's rows sparse gradients; None: it takes dense ones.
-
-        Call it before the optimizer's closure: its groups may have got new parameters.
-        """
-        found: SparseGradients | None = self._sparse.get(optimizer)
-        if found is not None:
-            found.follow()
-        return found
 
     def _choose(self, optimizer: Optimizer) -> OwnedUpdate | None:
         control = self._model.control
@@ -87,8 +73,6 @@ class OptimizerUpdates:
         known = scope.known_scope(optimizer)
         if known is not None:
             return known
-        if takes_sparse_gradients(optimizer):
-            return Scope.ELEMENT
         _check_held(optimizer)
         try:
             claimed = scope.claimed_scope(optimizer, self._claims)
@@ -143,7 +127,7 @@ class OptimizerUpdates:
         """
         known = scope.known_scope(optimizer)
         control = self._model.control
-        if known in (Scope.ELEMENT, Scope.PARAMETER) or takes_sparse_gradients(optimizer):
+        if known in (Scope.ELEMENT, Scope.PARAMETER):
             return loss  # torch's own do not read it
         if control.world_size == 1:
             return loss

@@ -7,16 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from lightning_cephalo.adapters.pulled_batches import Pulled, pulls_batches
-
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
 
 def step_on(module: LightningModule, batch: Any) -> Any:
     """Call ``training_step`` as Lightning's loop does for its first batch."""
-    if pulls_batches(module.training_step):
-        return Pulled(batch).run(module.training_step, batch)
     parameters = inspect.signature(module.training_step).parameters
     if "batch_idx" in parameters or len(parameters) > 1:
         return module.training_step(batch, 0)

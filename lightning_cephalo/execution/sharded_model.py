@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -36,7 +36,6 @@ from lightning_cephalo.sharding.placement import default_mesh, whole_of
 from lightning_cephalo.sharding.root_ends import NO_ENDS, ends_of
 from lightning_cephalo.sharding.routes import Routing
 from lightning_cephalo.sharding.staging import HostStage
-from lightning_cephalo.sharding.touched_rows import TouchedRows
 from lightning_cephalo.sharding.unit import Unit
 
 
@@ -413,20 +412,6 @@ class ShardedModel:
     def sharded_parameters(self) -> dict[int, str]:
         """Return the name of every parameter that an optimizer may hold, by the parameter's id."""
         return {id(p): name for unit in self.units for name, p in unit.named_sharded()}
-
-    def touched_rows(self, parameters: Container[int]) -> dict[int, TouchedRows]:
-        """Return the notes of rows with sparse gradients, by the ids of sharded parameters.
-
-        Args:
-            parameters: Ids of sharded parameters; those without rows are left out.
-        """
-        return {
-            id(sharded): flat.touched_rows(index)
-            for flat in self.flats
-            if flat.layout is not None
-            for index, sharded in enumerate(flat.sharded)
-            if id(sharded) in parameters
-        }
 
     def sharded_in_place_of(self, original: Tensor) -> Tensor | None:
         """Return the sharded parameter of one that the module held before; None if it held none."""

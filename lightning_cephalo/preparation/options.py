@@ -219,23 +219,6 @@ class Options:
         size = self.global_batch_size or global_batch_size
         return replace(self, global_batch_size=size, kept_bytes=kept_bytes)
 
-    def fixes_batch_size(self, deals: bool) -> dict[str, str]:
-        """Return what keeps a search for a batch size from changing it, each with the way out.
-
-        Args:
-            deals: Whether dataloaders are dealt here, not by the user.
-        """
-        found = {}
-        if self.plan is not None:
-            found["plan= divides one global batch"] = "Leave plan out, so that each size gets one"
-        if self.global_batch_size is not None:
-            found["global_batch_size= fixes the global batch"] = "Leave global_batch_size out"
-        if not deals:
-            found["with use_distributed_sampler=False ranks load batches of their own sizes"] = (
-                "Leave use_distributed_sampler out"
-            )
-        return found
-
     def without_recompute(self) -> Options:
         """Return the options for a model whose units cannot be recomputed one microbatch at a time.
 

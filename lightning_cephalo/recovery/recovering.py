@@ -52,8 +52,7 @@ _DROPPED = (
     " has one, else at step 0"
 )
 _NO_SEARCH = (
-    "LearningRateFinder and BatchSizeFinder cannot run in a training that is resumed. Search in a"
-    " run of its own."
+    "LearningRateFinder cannot run in a training that is resumed. Search in a run of its own."
 )
 # of a parameter and its optimizer's state, in single precision
 _KEPT_BYTES = 12

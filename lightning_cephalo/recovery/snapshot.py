@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.tuner.lr_finder import _LRCallback
 from torch import Tensor
 
@@ -57,14 +57,14 @@ def only_searches(trainer: Trainer) -> bool:
 
 
 def searches_before_training(trainer: Trainer) -> bool:
-    """Return whether a callback searches for a rate or a batch size before the first epoch.
+    """Return whether a callback searches for a learning rate before the first epoch.
 
     The search loads a file of its own, and so drops what training would go on from.
     """
-    kinds = (LearningRateFinder.on_fit_start, BatchSizeFinder.on_fit_start)
-    return any(type(finder).on_fit_start in kinds for finder in _finders(trainer))
+    searches = LearningRateFinder.on_fit_start
+    return any(type(finder).on_fit_start is searches for finder in _finders(trainer))
 
 
 def _finders(trainer: Trainer) -> list[Any]:
-    kinds = (LearningRateFinder, BatchSizeFinder)
-    return [each for each in trainer.callbacks if isinstance(each, kinds)]  # type: ignore[attr-defined]
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    return [each for each in callbacks if isinstance(each, LearningRateFinder)]

@@ -68,7 +68,6 @@ from lightning_cephalo.sharding.routes import Route, Routing
 from lightning_cephalo.sharding.row_operators import cut_gradients
 from lightning_cephalo.sharding.spent_gradients import spent
 from lightning_cephalo.sharding.staging import HostStage
-from lightning_cephalo.sharding.touched_rows import TouchedRows
 from lightning_cephalo.sharding.transfers import Pending
 from lightning_cephalo.sharding.write_guard import (
     GatheredParameter,
@@ -247,7 +246,6 @@ class Flat:
         self._reduced_in: Buffer | None = None
         self._faces_in: WeakKeyDictionary[Buffer, list[DTensor]] = WeakKeyDictionary()
         self._spent_faces: dict[int, DTensor] = {}
-        self._touched: dict[int, TouchedRows] = {}
 
     # -- layout -------------------------------------------------------------------------------
 
@@ -634,11 +632,6 @@ class Flat:
 
     def arm(self) -> None:
         """Give autograd zeroed views of ``grad_full`` to accumulate into."""
-        for index, touched in self._touched.items():
-            if (
-                touched.is_used or self.sharded[index].grad is None
-            ):  # else gradients of earlier steps add up
-                touched.clear()
         dtype = self.master_dtype if self.dtype.is_floating_point else self.dtype
         if self._reduced_in is not None:  # of a step that has failed
             self.forget_gradient()
@@ -671,16 +664,6 @@ class Flat:
         for view, gradient in zip(self._grad_views, landed, strict=True):
             if gradient is not None:
                 view.add_(gradient)
-
-    def touched_rows(self, index: int) -> TouchedRows:
-        """Return the notes of a parameter's rows with sparse gradients; the first call begins them.
-
-        Args:
-            index: Place of the parameter, which has rows.
-        """
-        if index not in self._touched:
-            self._touched[index] = TouchedRows(self.parameters[index])
-        return self._touched[index]
 
     def used(self) -> list[bool]:
         """Per parameter, whether a gradient has landed on this rank since :meth:`arm`."""

@@ -11,7 +11,6 @@ import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_cephalo.adapters.batch_search import BatchDoesNotFitError, LoneMemoryError
 from lightning_cephalo.common import errors
 from lightning_cephalo.data.cutting import StepResultError
 from lightning_cephalo.execution.memory_errors import OutOfMemoryInStepError
@@ -39,9 +38,7 @@ BUILT_IN = {
     OutOfMemoryInStepError: torch.OutOfMemoryError,
     StepResultError: (TypeError, MisconfigurationException),
     VoidPieceError: RuntimeError,
-    BatchDoesNotFitError: RuntimeError,
     RefusedError: RuntimeError,
-    LoneMemoryError: errors.CephaloError,
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 
 import pytest
@@ -15,10 +14,8 @@ from common import (
     trainer,
     values_of,
 )
-from common import in_ranks as in_ranks_that_end
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
     DeviceStatsMonitor,
     EarlyStopping,
     GradientAccumulationScheduler,
@@ -33,7 +30,6 @@ from lightning.pytorch.utilities import grad_norm
 from warm_ranks import by_plan, in_ranks
 
 from lightning_cephalo import CephaloStrategy
-from lightning_cephalo.common.errors import UnsupportedError
 
 TOLERANCE = 1e-5
 CLOSE = {"rtol": TOLERANCE, "atol": TOLERANCE}
@@ -207,34 +203,3 @@ def _columns(path):
     return {
         name: [float(row[index]) for row in rows if row[index]] for index, name in enumerate(names)
     }
-
-
-REFUSED = {
-    "BatchSizeFinder": lambda: BatchSizeFinder(),
-}
-
-
-def _fits_refused():
-    class Trained(Net):
-        def __init__(self):
-            super().__init__()
-            self.norm = torch.nn.BatchNorm1d(5)
-
-        def training_step(self, batch, batch_idx):
-            raise AssertionError("it trained")
-
-    said = {}
-    for name, make in REFUSED.items():
-        with pytest.raises(UnsupportedError) as raised:
-            trainer("3:1", callbacks=[make()]).fit(Trained(), loader(), loader(8))
-        said[name] = str(raised.value)
-    return said, os.getpid()
-
-
-def test_callbacks_that_cannot_work_are_refused_by_name_on_every_rank():
-    for said, process in in_ranks_that_end(2, _fits_refused):
-        for name, message in said.items():
-            assert name in message, (name, message)
-            assert "Remove it" in message or "sync_batchnorm=True" in message, message
-        with pytest.raises(ProcessLookupError):
-            os.kill(process, 0)

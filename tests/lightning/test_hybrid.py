@@ -14,7 +14,6 @@ from common import Net, assert_same_tensors, in_ranks, loader, trainer, values_o
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from plans import GLOBAL_BATCH, PLANS, QUIET
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_cephalo import CephaloStrategy
@@ -73,29 +72,6 @@ def _fit(plan, optimizer="adamw", given=None, **options):
     return values_of(module), module.losses, looks.numbers, looks.bits
 
 
-class _Tokens(Net):
-    """Rows of a table that some samples use, with SparseAdam."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(12, 6, sparse=True)
-
-    def forward(self, x):
-        chosen = (x[:, 0].abs() * 7).long().remainder(12)
-        return super().forward(x) + self.table(chosen).sum(1, keepdim=True)
-
-    def configure_optimizers(self):
-        return torch.optim.SparseAdam([self.table.weight], lr=1e-2)
-
-
-def _sparse(plan):
-    module = _Tokens()
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad_(name == "table.weight")
-    trainer(plan, limit_train_batches=3).fit(module, loader(28), loader(8))
-    return values_of(module)
-
-
 class _Keeps(Callback):
     """Takes the weights apart, and puts them together from the pieces of all ranks."""
 
@@ -143,7 +119,6 @@ found = Cases(
     {
         **{(plan, case): (plan, _run, case) for plan in GROUPED[:2] for case in FITS},
         ("hybrid in turns", "clipped"): ("hybrid in turns", _run, "clipped"),
-        **{(plan, "sparse"): (plan, _sparse) for plan in GROUPED[:2]},
         ("hybrid 2 + 1", "kept"): ("hybrid 2 + 1", _kept),
         ("hybrid 2 x 2", "rounded"): (
             "hybrid 2 x 2", partial(_fit, given={"reduce_dtype": "bfloat16"})
@@ -164,13 +139,6 @@ def test_training_and_hooks_are_those_of_one_device_and_all_groups_hold_the_same
             assert own == pytest.approx(wanted, rel=1e-4, abs=1e-6)
         assert_same_tensors(own_values, values, 2e-5)
         assert own_bits == ranks[0][3]
-
-
-@pytest.mark.parametrize("plan", GROUPED[:2])
-def test_rows_with_sparse_gradients_are_those_of_all_samples(plan):
-    wanted = on_one_device(_sparse)
-    for values in found[plan, "sparse"]:
-        assert_same_tensors(values, wanted, 1e-6)
 
 
 def test_gradients_that_travel_in_less_precision_are_the_same_in_all_groups():

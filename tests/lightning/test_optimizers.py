@@ -18,9 +18,8 @@ from common import (
     trainer,
     values_of,
 )
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from plans import PLANS, plan_of
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_map_only
 
@@ -98,81 +97,6 @@ def _fit(plan, make):
     return model.losses, values_of(model), runs.strategy.optimizer_state(runs.optimizers[0])
 
 
-class _Table(nn.Module):
-    def __init__(self, rows):
-        super().__init__()
-        self.rows = nn.Embedding(rows, 4, sparse=True)
-
-    def forward(self, x, tokens):
-        return x + self.rows(tokens).sum(1)
-
-
-class _Words(LightningModule):
-    """Sparse embeddings in the root unit, with padding and as bags, and in units; a dense head.
-
-    Rows that a sample uses may have zero gradients: their moments decay all the same.
-    """
-
-    def __init__(self, by_hand):
-        super().__init__()
-        self.automatic_optimization = not by_hand
-        torch.manual_seed(5)
-        self.words = nn.Embedding(23, 4, sparse=True, padding_idx=0)
-        self.bags = nn.EmbeddingBag(13, 4, sparse=True, mode="mean")
-        self.tables = nn.ModuleList(_Table(rows) for rows in (7, 9))
-        self.head = nn.Linear(4, 1) if by_hand else nn.Identity()
-
-    def forward(self, x):
-        tokens = (x * 10).long().abs()
-        used = (x > 0).to(x.dtype)[..., None]
-        x = (self.words(tokens % 23) * used).sum(1) + self.bags(tokens % 13)
-        for table in self.tables:
-            x = table(x, tokens % table.rows.num_embeddings)
-        return self.head(x).sum(1, keepdim=True)
-
-    def training_step(self, batch, batch_idx):
-        loss = nn.functional.mse_loss(self(batch[0]), batch[1])
-        if not self.automatic_optimization:
-            optimizers = self.optimizers()
-            for optimizer in optimizers:
-                optimizer.zero_grad(set_to_none=batch_idx == 1)
-            self.manual_backward(loss)
-            # the first one updates twice from the same gradient
-            for optimizer in (*optimizers, optimizers[0]):
-                optimizer.step()
-        return loss
-
-    def configure_optimizers(self):
-        tables = [self.words, self.bags, *self.tables]
-        sparse = torch.optim.SparseAdam([p for t in tables for p in t.parameters()], lr=0.1)
-        if self.automatic_optimization:
-            return sparse
-        return sparse, torch.optim.AdamW(self.head.parameters(), lr=0.1)
-
-
-def _fit_words(plan, by_hand, batches):
-    model = _Words(by_hand)
-    runs = trainer(plan, accumulate_grad_batches=batches, precision="64-true")
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Sparse invariant checks")  # SparseAdam's own
-        runs.fit(model, loader(38))
-    return values_of(model), runs.strategy.optimizer_state(runs.optimizers[0])
-
-
-def _compiled(p):
-    optimizer = torch.optim.SGD(p, lr=0.1, momentum=0.9)
-    # a backend that needs none of the compiler, whose import takes seconds in every rank
-    optimizer.step = torch.compile(optimizer.step, backend="eager")
-    return optimizer
-
-
-def _fit_compiled(plan):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fitted = _fit(plan, _compiled)
-    return *fitted, [str(each.message) for each in caught if "SGD.step" in str(each.message)]
-
-
 # one for each way to update over local rows: in a loop, together, in a kernel, through masks
 WITH_EMPTY_RANKS = ("RMSprop", "AdamW loop", "AdamW foreach", "AdamW fused", "Rprop")
 
@@ -182,11 +106,6 @@ STEPPED = Cases(
         # in "three" a rank holds none of the state
         name: ("three" if name in WITH_EMPTY_RANKS else "3:1", _fit, make)
         for name, make in OPTIMIZERS.items()
-    }
-    | {
-        "sparse": ("3:1", _fit_words, False, 2),
-        "sparse by hand": ("whole three", _fit_words, True, 1),
-        "compiled": ("3:1", _fit_compiled),
     }
 )
 
@@ -198,26 +117,6 @@ def test_three_steps_equal_one_device(name):
     torch.testing.assert_close(losses, wanted_losses, rtol=TOLERANCE, atol=TOLERANCE)
     assert_same_tensors(values, wanted, TOLERANCE)
     assert_same_optimizer_state(state, wanted_state, TOLERANCE)
-
-
-@pytest.mark.parametrize(
-    ("name", "options"), [("sparse", (False, 2)), ("sparse by hand", (True, 1))]
-)
-def test_sparse_gradients_update_the_rows_that_the_global_batch_has_used(name, options):
-    values, state = STEPPED[name][0]
-    wanted, wanted_state = on_one_device(_fit_words, *options)
-    assert_same_tensors(values, wanted, TOLERANCE)
-    assert_same_optimizer_state(state, wanted_state, TOLERANCE)
-
-
-def test_a_compiled_step_runs_as_it_was_before_and_says_so_once():
-    losses, values, _, warned = STEPPED["compiled"][0]
-    wanted_losses, wanted, _ = on_one_device(
-        _fit, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)
-    )
-    torch.testing.assert_close(losses, wanted_losses, rtol=TOLERANCE, atol=TOLERANCE)
-    assert_same_tensors(values, wanted, TOLERANCE)
-    assert len(warned) == 1 and "runs as it was before" in warned[0]
 
 
 class Lamb(torch.optim.Optimizer):

@@ -491,7 +491,7 @@ def test_automatic_recovery_drops_what_it_cannot_go_on_from(
         begins("void or damaged")
         fails()
         given = {"default_root_dir": tmp_path, "model": Searched()}
-        begins("BatchSizeFinder cannot run", search, **given)
+        begins("LearningRateFinder cannot run", search, **given)
 
     in_ranks(1, run)
 

@@ -10,7 +10,12 @@ import torch
 import torchmetrics
 from cases import Cases
 from common import Net, loader, trainer
-from lightning.pytorch.callbacks import Callback, ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    Callback,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.plugins import (
     DeepSpeedPrecision,
     FSDPPrecision,
@@ -18,6 +23,7 @@ from lightning.pytorch.plugins import (
     MixedPrecision,
 )
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
+from lightning.pytorch.tuner import Tuner
 from torch import nn
 
 from lightning_cephalo.adapters.refusals import ROWS, Situation, When
@@ -93,14 +99,26 @@ class OwnSync(TorchSyncBatchNorm):
     """A plugin of the user's."""
 
 
-class OwnSparse(torch.optim.SparseAdam):
-    pass
+class Pulls(Refused):
+    def training_step(self, dataloader_iter):
+        raise AssertionError("it trained")
+
+
+class PullsInTest(Refused):
+    def test_step(self, dataloader_iter):
+        raise AssertionError("it ran")
 
 
 class Compiled(torch.optim.SGD):
     @torch.compile(backend="eager")
     def step(self, closure=None):
         return super().step(closure)
+
+
+def compiled_step(module):
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    optimizer.step = torch.compile(optimizer.step, backend="eager")
+    return optimizer
 
 
 def copied(module):
@@ -116,8 +134,14 @@ def _fit(plan, make, options, function="fit"):
         warnings.filterwarnings("ignore", "Lazy modules are a new feature")
         model = make()
     with pytest.raises((UnsupportedError, RemoteRankError)) as refused:
-        loaders = (loader(), loader(8)) if function == "fit" else (loader(),)
-        getattr(trainer(plan, **options), function)(model, *loaders)
+        runs = trainer(plan, **options)
+        if function == "fit":
+            runs.fit(model, loader(), loader(8))
+        elif function == "test":
+            runs.test(model, loader())
+        else:
+            model.batch_size, model.train_dataloader, model.val_dataloader = 2, loader, loader
+            Tuner(runs).scale_batch_size(model)
     return str(refused.value)
 
 
@@ -239,23 +263,57 @@ CASES = {
         {},
         ("AdamW(differentiable=True) keeps", "Leave differentiable=True out"),
     ),
-    "subclass of SparseAdam": (
-        "subclasses of SparseAdam",
-        optimizer(OwnSparse),
+    "SparseAdam": (
+        "SparseAdam",
+        optimizer(torch.optim.SparseAdam),
         {},
-        ("OwnSparse is a subclass of SparseAdam", "Use torch.optim.SparseAdam"),
+        ("SparseAdam needs sparse gradients", "Use AdamW"),
     ),
     "compiled class": (
-        "steps of optimizers that are compiled for good",
+        "compiled steps of optimizers",
         optimizer(Compiled, lr=0.1),
         {},
         ("Compiled.step is compiled", "fused=True"),
+    ),
+    "compiled step": (
+        "compiled steps of optimizers",
+        lambda: Refused(optimizers=compiled_step),
+        {},
+        ("SGD.step is compiled", "fused=True"),
+    ),
+    "step that pulls": (
+        "steps that pull batches",
+        Pulls,
+        {},
+        ("training_step has the argument dataloader_iter", "training_step(self, batch, batch_idx)"),
+    ),
+    "test that pulls": (
+        "steps that pull batches",
+        PullsInTest,
+        {},
+        ("test_step has the argument dataloader_iter",),
+        "test",
+    ),
+    "batch size": (
+        "searches for a batch size",
+        Refused,
+        {"callbacks": [BatchSizeFinder()]},
+        ("BatchSizeFinder", "global_batch_size", "cephalo plan"),
+    ),
+    "batch size by a tuner": (
+        "searches for a batch size",
+        Refused,
+        {},
+        ("Tuner.scale_batch_size", "global_batch_size", "cephalo plan"),
+        "scale_batch_size",
     ),
 }
 FITS = Cases({name: ("3:1", _fit, make, *rest[:1], *rest[2:])
               for name, (_, make, *rest) in CASES.items()})  # fmt: skip
 
 
+# Lightning's own, of steps that are refused
+@pytest.mark.filterwarnings("ignore:You are using the .dataloader_iter. step flavor")
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
 @pytest.mark.parametrize("case", CASES)
 def test_what_cannot_work_is_named_on_every_rank_before_training(case):
@@ -288,3 +346,10 @@ def test_classes_of_the_users_are_not_refused_by_their_names(precision):
     situation = Situation(found, model, None)
     rows = [row for row in ROWS if When.OPTIMIZERS not in row.when]
     assert [row.name for row in rows if row.found(situation)] == []
+
+
+def test_a_step_that_torch_never_compiles_is_not_refused():
+    torch.compile(lambda: None, backend="eager")  # it marks them
+    chosen = torch.optim.LBFGS(Refused().parameters())
+    row = next(each for each in ROWS if each.name == "compiled steps of optimizers")
+    assert row.found(Situation(None, None, None, (chosen,))) is None
