@@ -918,7 +918,7 @@ class CephaloStrategy(ParallelStrategy):
         """Run a step without gradients; return its result and this rank's samples in it."""
         session, batch, user_step = self.session, args[0], getattr(self._module, name)
         samples = evaluation_samples(batch)
-        log = session.logs.of_step([samples], trains=False)
+        log = session.logs.of_step([samples])
 
         def step() -> Any:
             result = user_step(*args, **kwargs)

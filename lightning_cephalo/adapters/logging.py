@@ -11,8 +11,8 @@ weight of a value   the ``batch_size`` given to ``self.log``; else the ``"weight
                     ``training_step`` returned; else the microbatch's samples
 torchmetrics        collected by the object itself, exactly; its value of a *step* is the weighted
                     mean over microbatches, exact for metrics that are means over samples
-sums                add up over microbatches, so that counts of samples are right; a constant, which
-                    cannot be told from a count, counts once for each microbatch, with a warning
+sums                add up over microbatches, so that counts of samples are right; a constant counts
+                    once for each microbatch
 no samples          a rank without samples in a step takes the other ranks' value
 ==================  ================================================================================
 
@@ -33,9 +33,6 @@ from torchmetrics import Metric
 
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.backends import backend_of
-from lightning_cephalo.adapters.constant_batch_sizes import ConstantBatchSizes
-from lightning_cephalo.adapters.partly_logged import PartlyLogged
-from lightning_cephalo.adapters.summed_constants import SummedConstants
 from lightning_cephalo.adapters.torchmetrics import metrics_of, prepare_states, states_of
 from lightning_cephalo.execution.step import ForwardOutcome
 from lightning_cephalo.ranks.control import ControlGroup
@@ -96,11 +93,6 @@ class StepLog:
         results: The trainer's result collection of the running loop, or None.
         sample_counts: Samples of each of this rank's microbatches.
         metrics: The module's torchmetrics objects, by their names.
-        constants: Finds constants among the summed values of this rank.
-        partly: Finds means that only some microbatches log.
-        batch_sizes: Finds numbers of samples that are those of no microbatch. None in evaluation,
-            where the samples of a batch may be a guess.
-        size_of_loader: The training loader's ``batch_size``, if it has one.
         is_seen: Whether values count; those of a repeated forward do not.
 
     Attributes:
@@ -113,14 +105,9 @@ class StepLog:
         results: Any,
         sample_counts: Sequence[int],
         metrics: Sequence[tuple[str, Metric]],
-        constants: SummedConstants,
-        partly: PartlyLogged,
-        batch_sizes: ConstantBatchSizes | None,
-        size_of_loader: Any,
         is_seen: bool = True,
     ) -> None:
-        self._constants, self._partly, self._is_seen = constants, partly, is_seen
-        self._batch_sizes, self._size_of_loader = batch_sizes, size_of_loader
+        self._is_seen = is_seen
         self._results = results
         # what watches hooks, and sees values again when no microbatch runs
         self._outside = None if results is None else results.__dict__.get("update_metrics")
@@ -219,7 +206,6 @@ class StepLog:
         own, shown = {}, {}
         for key, calls in self._calls.items():
             last = list({call.microbatch: call for call in calls}.values())
-            self._look_for_constants(key, last)
             own[key] = shown[key] = self._combined(key, calls, weights)
             # a key may be logged twice: an epoch has all values of a step, which shows the last
             if len(last) < len(calls):
@@ -240,12 +226,6 @@ class StepLog:
             own_weight = sum(weights) if samples and total else float(self._samples)
             self._results.batch_size = _whole(own_weight / (weight_of_sample or 1.0))
 
-    def _look_for_constants(self, key: str, calls: Sequence[_Logged]) -> None:
-        meta = self._results[key].meta
-        if meta.reduce_fx is torch.sum and len(calls) > 1:
-            sizes = [self._sample_counts[call.microbatch] for call in calls]
-            self._constants.look(meta.name, _values(calls), sizes)
-
     def _combined(self, key: str, calls: Sequence[_Logged], weights: Sequence[float]) -> _Combined:
         values = _values(calls)
         reduce_fx = self._results[key].meta.reduce_fx
@@ -253,16 +233,6 @@ class StepLog:
         if reduce_fx is not torch.mean:
             return _Combined(reduce_fx(values), 1.0, samples, True)
         given = not all(isinstance(call.batch_size, _Samples) for call in calls)
-        if given:
-            sizes = [self._sample_counts[call.microbatch] for call in calls]
-            numbers = [call.batch_size for call in calls]
-            if self._batch_sizes is not None:
-                self._batch_sizes.look(
-                    self._results[key].meta.name, numbers, sizes, self._size_of_loader
-                )
-        else:
-            logged = [call.microbatch for call in calls]
-            self._partly.look(self._results[key].meta.name, logged, len(self._sample_counts))
         shares = [float(call.batch_size) if given else weights[call.microbatch] for call in calls]
         return _Combined(_weighted_mean(values, shares), sum(shares), samples, given)
 
@@ -447,30 +417,15 @@ class StepLogs:
         self.are_combining = False
         self._module = module
         self.ranks = ValuesOfRanks(groups, accelerator)
-        self._constants, self._partly = SummedConstants(), PartlyLogged()
-        self._batch_sizes = ConstantBatchSizes()
 
-    def of_step(
-        self, sample_counts: Sequence[int], *, is_seen: bool = True, trains: bool = True
-    ) -> StepLog:
+    def of_step(self, sample_counts: Sequence[int], *, is_seen: bool = True) -> StepLog:
         """Return the log of a step.
 
         Args:
             sample_counts: Samples of each of this rank's microbatches.
             is_seen: Whether values count; those of a repeated forward do not.
-            trains: Whether it is a step of training, whose microbatches are those of the plan.
         """
-        results = self._module.trainer._results
-        return StepLog(
-            results,
-            sample_counts,
-            self.metrics,
-            self._constants,
-            self._partly,
-            self._batch_sizes if trains else None,
-            getattr(self._module.trainer.train_dataloader, "batch_size", None),
-            is_seen,
-        )
+        return StepLog(self._module.trainer._results, sample_counts, self.metrics, is_seen)
 
     def finish(
         self,
