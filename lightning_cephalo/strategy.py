@@ -135,10 +135,9 @@ class CephaloStrategy(ParallelStrategy):
             batches. For batches that cannot be cut along their first dimension.
         split_batch: ``split_batch(batch, sizes)`` returns one batch per size. It replaces cutting
             every tensor along its first dimension.
-        equal_microbatches: Every rank runs the same number of microbatches, so that code in
-            ``training_step`` may use collectives of its own.
-        single_microbatch: In measured plans every rank runs all of its samples at once. With
-            manual optimization it always does.
+        single_microbatch: In measured plans every rank runs all of its samples at once, so that
+            code in ``training_step`` may use collectives of its own. With manual optimization it
+            always does.
         summed_buffers: Full names of buffers to which ``training_step`` adds sums over samples,
             such as counts of codes; ``"*.count"`` names those of all modules. All other buffers
             get the mean over the samples.
@@ -216,7 +215,6 @@ class CephaloStrategy(ParallelStrategy):
         reshard_after_forward: bool | Literal["auto"] = "auto",
         collate_per_microbatch: bool = False,
         split_batch: Callable[[Any, Sequence[int]], list[Any]] | None = None,
-        equal_microbatches: bool = False,
         single_microbatch: bool = False,
         summed_buffers: Sequence[str] = (),
         memory_cap: float | int | str | Mapping[int, float | int | str] | None = None,
@@ -258,7 +256,6 @@ class CephaloStrategy(ParallelStrategy):
             reshard_after_forward=Choice.parse("reshard_after_forward", reshard_after_forward),
             collate_per_microbatch=collate_per_microbatch,
             split_batch=split_batch,
-            equal_microbatches=equal_microbatches,
             single_microbatch=single_microbatch,
             summed_buffers=tuple(summed_buffers),
             memory_cap=Cap.parse("memory_cap", memory_cap, by_rank=True),

@@ -17,12 +17,12 @@ class UserGathers:
 
     Args:
         control: Messages between the ranks.
-        equal_microbatches: Whether every rank runs the same number of microbatches.
+        has_one_microbatch: Whether measured plans give every rank one microbatch.
     """
 
-    def __init__(self, control: ControlGroup, equal_microbatches: bool) -> None:
+    def __init__(self, control: ControlGroup, has_one_microbatch: bool) -> None:
         self._control = control
-        self._equal_microbatches = equal_microbatches
+        self._has_one_microbatch = has_one_microbatch
         self._stages: set[str] = set()
         self._own = (0, False)
         # what every rank runs in this step, where that is known
@@ -53,7 +53,7 @@ class UserGathers:
         Raises:
             UnsupportedError: If they differ, and steps of this training gather.
         """
-        if self._equal_microbatches or "training" in self._stages:
+        if "training" in self._stages:
             _refuse_unequal_collectives(planned, self._name)
 
     def before_step(self, stage: str, microbatches: int, *, failed: bool = False) -> None:
@@ -97,8 +97,9 @@ class UserGathers:
             # an evaluation step is one call on each rank with samples, and none on others
             _refuse_unequal_collectives(self._counts, name)
             self._stages.add("evaluation")
-        elif not self._planned:
-            _refuse_collectives_unless(self._equal_microbatches, name)
+        elif not self._planned:  # the step is measured
+            if not self._has_one_microbatch:
+                raise _refusal(name, "different numbers of")
         else:
             _refuse_unequal_collectives(self._planned, name)
             if "training" not in self._stages:
@@ -150,21 +151,14 @@ def _refuse_unequal_collectives(counts: Sequence[int], name: str) -> None:
         UnsupportedError: The message gives the way out.
     """
     if len(set(counts)) > 1:
-        raise UnsupportedError(
-            f"{name}() inside a step, but the ranks run {list(counts)} microbatches: it would"
-            " hang. Use CephaloStrategy(equal_microbatches=True), with DataLoader(drop_last=True)"
-            " if it is a smaller last step; or gather after the step, in a hook."
-        )
+        raise _refusal(name, str(list(counts)))
 
 
-def _refuse_collectives_unless(equal_microbatches: bool, name: str) -> None:
-    """Raise for a collective in a step that is measured, before there is a plan.
-
-    Raises:
-        UnsupportedError: The message gives the way out.
-    """
-    if not equal_microbatches:
-        raise UnsupportedError(
-            f"{name}() inside training_step, of which ranks may run different numbers: it would"
-            " hang. Use CephaloStrategy(equal_microbatches=True), or gather after the step."
-        )
+def _refusal(name: str, counts: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{name}() inside a step, of which ranks run {counts} microbatches: it would hang. For a"
+        " loss over the samples of all ranks use lightning_cephalo.loss_over_batch(). Or let every"
+        " rank run one microbatch: CephaloStrategy(single_microbatch=True), with"
+        " DataLoader(drop_last=True) if it is a smaller last step. Or gather after the step, in a"
+        " hook."
+    )

@@ -15,6 +15,10 @@ from lightning_cephalo.plan.replan import Replan
 from lightning_cephalo.preparation.limits import Cap
 
 REMOVED_OPTIONS: dict[str, str] = {
+    "equal_microbatches": (
+        "Use lightning_cephalo.loss_over_batch() for a loss over the samples of all ranks, or"
+        " CephaloStrategy(single_microbatch=True), with which training_step may use collectives."
+    ),
     "vocabulary_sharding": (
         "Embedding and head are gathered whole, one after the other. chunked_logits=True lowers the"
         " memory of logits."
@@ -158,7 +162,6 @@ class Options:
         reshard_after_forward: Whether units are freed between the forward and the backward.
         collate_per_microbatch: Whether each microbatch is collated separately.
         split_batch: Cuts a batch in place of the built-in rules.
-        equal_microbatches: Whether every rank runs the same number of microbatches.
         single_microbatch: Whether measured plans give every rank one microbatch; those of steps
             that optimize manually always do.
         summed_buffers: Names of buffers to which steps add sums over samples.
@@ -189,7 +192,6 @@ class Options:
     reshard_after_forward: Choice = Choice(True, is_planned=True)
     collate_per_microbatch: bool = False
     split_batch: Callable[[Any, Sequence[int]], list[Any]] | None = None
-    equal_microbatches: bool = False
     single_microbatch: bool = False
     summed_buffers: tuple[str, ...] = ()
     memory_cap: Cap = field(default_factory=lambda: Cap("memory_cap"))
@@ -243,7 +245,6 @@ class Options:
             "global_batch_size": self.global_batch_size,
             "collate_per_microbatch": self.collate_per_microbatch,
             "split_batch": self.split_batch,
-            "equal_microbatches": self.equal_microbatches,
             "profile_budget_s": self.profile_budget_s,
             "host_memory_cap": self.host_memory_cap.everyone,
             "choose_recompute": self.recompute.is_planned,

@@ -447,7 +447,6 @@ def measure_or_load(
                     budget_s=options.profile_budget_s,
                     minimum_microbatch_size=smallest,
                     ready_samples=job.ready_samples,
-                    equal_microbatches=options.equal_microbatches or has_one_microbatch,
                     single_microbatch=has_one_microbatch,
                     choose_recompute=options.recompute.is_planned and manual is None,
                     verbose=options.verbose,

@@ -161,7 +161,7 @@ class Session:
         self._layouts = itertools.cycle(job.layouts)
         self.logs = StepLogs(module, groups, accelerator)
         self.outputs = StepOutputs(self.logs.ranks, self.model.device)
-        self.user_gathers = UserGathers(groups.control, options.equal_microbatches)
+        self.user_gathers = UserGathers(groups.control, options.single_microbatch)
         self.manual: ManualSteps | None = None
         if job.trains and not module.automatic_optimization:
             self.manual = ManualSteps(self.model.executor)

@@ -68,8 +68,7 @@ class ProfileOptions:
         minimum_microbatch_size: Smaller ones are not tried (batch normalisation).
         ready_samples: Samples of the first ready batch, on the rank with the fewest: microbatches
             are cut from it. None: loaders give single samples.
-        equal_microbatches: Whether every rank runs in every step, as the user's step communicates.
-        single_microbatch: Whether every rank runs one.
+        single_microbatch: Whether every rank runs one in every step, which may communicate.
         choose_recompute: Whether to measure without recomputation too, so that the plan can choose.
         verbose: Whether rank 0 prints progress.
     """
@@ -77,7 +76,6 @@ class ProfileOptions:
     budget_s: float
     minimum_microbatch_size: int = 1
     ready_samples: int | None = None
-    equal_microbatches: bool = False
     single_microbatch: bool = False
     choose_recompute: bool = False
     verbose: bool = True
@@ -153,7 +151,6 @@ def measure(
             global_batch_size,
             options.budget_s * _TIMING_SHARE,
             control.gather(device.name),
-            options.equal_microbatches,
             options.single_microbatch,
             report,
         )
@@ -223,7 +220,7 @@ def measure(
         kept_bytes=max(0.0, inside_too - per_sample) / units,
         microbatch_bytes=kept.microbatch_bytes,
         minimum_microbatch_size=smallest,
-        equal_microbatches=options.equal_microbatches,
+        equal_microbatches=options.single_microbatch,
         single_microbatch=options.single_microbatch,
         unresharded_bytes=float(model.unresharded_bytes),
         unresharded_peak_bytes=float(unresharded_peak_bytes(model)),

@@ -49,7 +49,7 @@ def measure_no_recompute(prober: Prober, recomputing: Measured, sweep: Sweep) ->
     try:
         smallest = sweep.sizes[0]
         for size in (smallest if recomputing.times else 0, recomputing.largest):
-            _time(prober, measured, size, smallest if sweep.everyone_runs else 0)
+            _time(prober, measured, size, smallest if sweep.has_one_microbatch else 0)
         kept = measure_memory(prober, measured, sweep)
     finally:
         model.executor.recompute = True

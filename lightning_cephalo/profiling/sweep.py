@@ -79,9 +79,8 @@ class Sweep:
         global_batch_size: Samples of a step over all ranks.
         budget_s: Wall-clock seconds.
         devices: Name of every rank's device. Devices with the same name count as equally fast.
-        everyone_runs: Whether ranks that are done run their smallest size again, because the
-            user's step may communicate.
-        has_one_microbatch: Whether each rank runs all of its samples at once.
+        has_one_microbatch: Whether each rank runs all of its samples at once. The user's step may
+            communicate then, so that ranks that are done run their smallest size again.
         report: Called on every rank with the sizes that the ranks run next; 0 for none.
     """
 
@@ -89,7 +88,6 @@ class Sweep:
     global_batch_size: int
     budget_s: float
     devices: Sequence[str]
-    everyone_runs: bool = False
     has_one_microbatch: bool = False
     report: Callable[[Sequence[int]], None] = lambda sizes: None
 
@@ -235,7 +233,7 @@ def _time_round(
     rank, beside_s = prober.control.rank, math.inf
     runs = [bool(size) for size in sizes]
     size = sizes[rank]
-    idle = sweep.sizes[0] if sweep.everyone_runs and measured.largest else 0
+    idle = sweep.sizes[0] if sweep.has_one_microbatch and measured.largest else 0
     for count in range(1, _SMALL_TIMES + 1):
         while any(runs):
             times, refused = prober.timed(size if runs[rank] else idle)
@@ -336,7 +334,7 @@ def measure_memory(prober: Prober, measured: Measured, sweep: Sweep) -> Retained
         The bytes that this rank retains per sample and microbatch until their backward.
     """
     smallest = sweep.sizes[0]
-    idle = smallest if sweep.everyone_runs and measured.times else 0
+    idle = smallest if sweep.has_one_microbatch and measured.times else 0
     heads = prober.model.executor.hooks.vocabulary.chunked
     bends: list[int] = []
 
@@ -384,7 +382,7 @@ def _bends(heads: Sequence[ChunkedHead], smallest: int) -> list[int]:
 def _measure_retained(prober: Prober, measured: Measured, sweep: Sweep) -> RetainedBytes:
     """Measure what this rank retains per sample and microbatch until its backward; collective."""
     smallest = sweep.sizes[0]
-    idle = smallest if sweep.everyone_runs and measured.times else 0
+    idle = smallest if sweep.has_one_microbatch and measured.times else 0
     single, several = measured.held.get(smallest), None
     for count in _COUNTS:
         several = _held(prober, smallest if single is not None else 0, count, idle)

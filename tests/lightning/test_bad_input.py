@@ -460,7 +460,9 @@ class Gathers(Recorder):
 def test_gathering_in_a_step_with_unequal_counts(tmp_path: Path) -> None:
     for plan in ("3:1", "idle first", "idle last"):
         found = failures(lambda plan=plan: trainer_of(plan).fit(Gathers(tmp_path), loader(plan)))
-        assert_everywhere(found, UnsupportedError, "all_gather()", "equal_microbatches=True")
+        assert_everywhere(
+            found, UnsupportedError, "all_gather()", "single_microbatch=True", "loss_over_batch()"
+        )
 
 
 class Reduces(Recorder):
@@ -485,7 +487,7 @@ class ReducesLater(Reduces):
 def test_collectives_of_torch_in_a_step_are_treated_like_gathers(tmp_path: Path) -> None:
     for plan, kind in (("3:1", Reduces), ("idle first", ReducesLater)):
         found = failures(lambda p=plan, k=kind: trainer_of(p).fit(k(tmp_path), loader(p)))
-        assert_everywhere(found, UnsupportedError, "allreduce()", "equal_microbatches=True")
+        assert_everywhere(found, UnsupportedError, "allreduce()", "single_microbatch=True")
 
     def fit(count: int) -> None:
         trainer_of("even").fit(Reduces(tmp_path), loader("even", count))

@@ -373,7 +373,7 @@ def test_numbers_that_a_step_collects_are_named_and_those_of_the_remedy_are_righ
         assert seen == pytest.approx(wanted, rel=1e-5)
 
 
-def test_what_depends_on_how_batches_are_cut_is_named_with_equal_microbatches_too():
+def test_what_depends_on_how_batches_are_cut_is_named_with_as_many_microbatches_too():
     first, second = FITS["drawing"]
     numbers, draws = first
     assert "in 'best' for a batch" in numbers and "The same holds for 'samples'" in numbers

@@ -76,7 +76,6 @@ def test_the_key_of_a_cached_job_has_the_names_that_it_always_had():
         "global_batch_size": None,
         "collate_per_microbatch": False,
         "split_batch": None,
-        "equal_microbatches": False,
         "profile_budget_s": 20.0,
         "host_memory_cap": None,
         "choose_recompute": False,

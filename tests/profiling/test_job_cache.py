@@ -163,7 +163,7 @@ OTHERS = {
     "shorter samples": {"data": longer},
     "another precision": {"precision": "bf16-mixed"},
     "no recomputation": {"strategy": {"recompute": False}},
-    "equal microbatches": {"strategy": {"equal_microbatches": True}},
+    "one microbatch": {"strategy": {"single_microbatch": True}},
     "when told to": {"strategy": {"remeasure": True}},
 }
 

@@ -255,12 +255,12 @@ class GatheringGPT(GPT):
         return loss
 
 
-def test_a_step_that_communicates_is_profiled_when_microbatches_are_equal():
+def test_a_step_that_communicates_is_profiled_with_one_microbatch():
     def communicating():
-        strategy = {"equal_microbatches": True}
+        strategy = {"single_microbatch": True}
         return profile(GatheringGPT(), loader(), strategy=strategy).to_dict()
 
-    assert in_ranks(2, communicating)[0]["equal_microbatches"]
+    assert in_ranks(2, communicating)[0]["single_microbatch"]
 
 
 class RateLogger(GPT):
