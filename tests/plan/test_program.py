@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -312,25 +310,6 @@ def test_ends_that_are_not_there_are_refused(wrong, message):
 
     with pytest.raises(ProgramError, match=message):
         check([Program(tuple(map(read, wrong.split())), ())])
-
-
-def test_the_module_prints_the_programs_of_two_ranks():
-    command = [sys.executable, "-m", "lightning_cephalo.plan"]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert done.stdout == (
-        "rank 0\n"
-        "G0 G1 Z0 F0.0 F0.1 G2 F1.0 F1.1 X1 G3 F2.0 F2.1 X2 F3.0 L0.0 F3.1 L0.1 A\n"
-        "G2 Z3 B3.0 B3.1 R3 X3 G1 Z2 B2.0 B2.1 R2 X2 Z1 B1.0 B1.1 R1 X1 R0 X0 A\n"
-        "U\n"
-        "\n"
-        "rank 1\n"
-        "G0 G1 Z0 F0.0 G2 F1.0 X1 G3 F2.0 X2 F3.0 L0.0 A\n"
-        "G2 Z3 B3.0 R3 X3 G1 Z2 B2.0 R2 X2 Z1 B1.0 R1 X1 R0 X0 A\n"
-        "U\n"
-    )
-
-
-# -- examples ---------------------------------------------------------------------------------
 
 
 def test_a_step_of_three_units_and_two_microbatches():
