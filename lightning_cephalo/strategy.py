@@ -612,6 +612,7 @@ class CephaloStrategy(ParallelStrategy):
             session.notes = (*reasons(problem, plan), *shorter, *surprises(problem, plan))
             replans = replanning.wants(self._options.replan, job)
         else:
+            session.check_modes(plan)  # before the ranks are measured for nothing
             replans = replanning.wants(self._options.replan, job)
             problem = self._measured(job) if replans else None
         session.apply(plan, memory)
