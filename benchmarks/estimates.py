@@ -14,16 +14,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
+from paper.fits import Measurement, fit, relative_errors
 from paper.profiles import read_published
 
 from lightning_cephalo.offline.estimate.analytic import (
     Efficiency,
     Error,
-    Measurement,
     find_efficiency,
-    fit,
     kind_of,
-    relative_errors,
 )
 from lightning_cephalo.offline.estimate.devices import find_device
 from lightning_cephalo.offline.estimate.models import work_of

@@ -6,10 +6,14 @@ import itertools
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from lightning_cephalo.offline.estimate.analytic import Efficiency, estimate
+from lightning_cephalo.offline.estimate.devices import find_device
+from lightning_cephalo.offline.estimate.work import Linear, ModelWork, Pass
 from lightning_cephalo.plan import (
     InfeasibleError,
     Plan,
@@ -23,6 +27,7 @@ from lightning_cephalo.plan import (
 ROOT = Path(__file__).resolve().parent.parent
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(str(ROOT / "benchmarks"))
+    from paper.fits import Measurement, fit, relative_errors
     from paper.planner import PublishedModel, published
     from paper.profiles import PublishedProfiles, read_published
 
@@ -315,3 +320,48 @@ def test_what_the_published_model_predicts(profiles, model, four, eight):
             else:
                 found = batch / PublishedModel().step_s(asked, way(asked).ranks)
                 assert found == pytest.approx(known, rel=0.01)
+
+
+# -- fits of estimates ---------------------------------------------------------------------------
+
+WORK = ModelWork(
+    model="block",
+    dtype="fp16",
+    sequence_length=512,
+    units=24,
+    unit_kinds=1,
+    unit_parameters=50e6,
+    largest_unit_parameters=50e6,
+    root_parameters=100e6,
+    forward=Pass(Linear(0.0, 54e9), Linear(1e6, 0.3e9), 30),
+    backward=Pass(Linear(0.0, 108e9), Linear(0.3e9, 0.5e9), 60),
+    tail=Pass(Linear(0.0, 310e9), Linear(0.6e9, 1e9), 40),
+    boundary_bytes=2e6,
+    kept_bytes=60e6,
+    unit_peak_bytes=Linear(5e6, 80e6),
+    root_peak_bytes=Linear(1e6, 200e6),
+)
+
+
+def test_a_fit_finds_the_efficiencies_that_made_the_curves():
+    made = [
+        Efficiency("A100 40GB", "half", 0.8, 0.6),
+        Efficiency("T4", "half", 0.4, 0.5),
+    ]
+    measurements = [
+        Measurement(
+            find_device(truth.device),
+            work,
+            estimate(work, find_device(truth.device), 8, efficiencies=[truth]),
+        )
+        for truth in made
+        # another balance of arithmetic and memory, so that both can be told
+        for work in (WORK, replace(WORK, forward=Pass(Linear(0.0, 20e9), Linear(0.0, 1e9), 30)))
+    ]
+    fitted = fit(measurements)
+    assert [entry.device for entry in fitted] == ["", "A100 40GB", "T4"]
+    assert 0.4 < fitted[0].compute < 0.8
+    for entry, truth in zip(fitted[1:], made, strict=True):
+        assert entry.compute == pytest.approx(truth.compute, rel=0.1)
+        assert entry.bandwidth == pytest.approx(truth.bandwidth, rel=0.1)
+    assert max(relative_errors(measurements[0], fitted[1])) < 0.1

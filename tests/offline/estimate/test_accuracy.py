@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_cephalo.offline.estimate.analytic import find_efficiency, relative_errors
+from lightning_cephalo.offline.estimate.analytic import find_efficiency
 from lightning_cephalo.offline.estimate.models import work_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -39,7 +39,9 @@ def test_estimates_are_as_close_as_they_say(benchmark):
     errors = [
         error
         for entry in found
-        for error in relative_errors(entry, find_efficiency(entry.device, entry.work.dtype))
+        for error in benchmark.relative_errors(
+            entry, find_efficiency(entry.device, entry.work.dtype)
+        )
     ]
     assert np.median(errors) < 0.15
     assert np.quantile(errors, 0.9) < 0.4
