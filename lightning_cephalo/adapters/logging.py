@@ -29,11 +29,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
 
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.backends import backend_of
-from lightning_cephalo.adapters.torchmetrics import metrics_of, prepare_states, states_of
+from lightning_cephalo.adapters.torchmetrics import metrics_of
 from lightning_cephalo.execution.step import ForwardOutcome
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.ranks.groups import Groups
@@ -92,7 +91,6 @@ class StepLog:
     Args:
         results: The trainer's result collection of the running loop, or None.
         sample_counts: Samples of each of this rank's microbatches.
-        metrics: The module's torchmetrics objects, by their names.
         is_seen: Whether values count; those of a repeated forward do not.
 
     Attributes:
@@ -104,7 +102,6 @@ class StepLog:
         self,
         results: Any,
         sample_counts: Sequence[int],
-        metrics: Sequence[tuple[str, Metric]],
         is_seen: bool = True,
     ) -> None:
         self._is_seen = is_seen
@@ -113,7 +110,6 @@ class StepLog:
         self._outside = None if results is None else results.__dict__.get("update_metrics")
         self._sample_counts = sample_counts
         self._samples = sum(sample_counts)
-        self._metrics = metrics
         self._microbatch = 0
         self._calls: dict[str, list[_Logged]] = {}
         self._metric_values: dict[str, dict[int, Any]] = {}
@@ -157,8 +153,7 @@ class StepLog:
         """
         self.pause(self._microbatch)
         # numbers travel as float64, which holds every checksum of 32 bits exactly
-        updated = ("1" if metric._update_count else "0" for _, metric in self._metrics)
-        checksum = zlib.crc32("\n".join([*self._live(), *updated]).encode())
+        checksum = zlib.crc32("\n".join(self._live()).encode())
         synced = any(self._synced(key) for key in self._live())
         return float(checksum), float(synced), float(self._samples), self.weight
 
@@ -323,12 +318,11 @@ class StepLog:
             )
             for key, metric in self._live().items()
         ]
-        everyone = control.gather((own, states_of(self._metrics)))
-        prepare_states(self._metrics, [states for _, states in everyone], self._idle)
+        everyone = control.gather(tuple(own))
         if self._results is None:
             return
         order: dict[str, _Key] = {}
-        for keys, _ in everyone:
+        for keys in everyone:
             for item in keys:
                 order.setdefault(item.key, item)
         live = self._live()
@@ -344,6 +338,8 @@ class StepLog:
         """Log a key that this rank has not logged, in a way that changes nothing."""
         if item.metric_attribute is not None:
             value = module.get_submodule(item.metric_attribute)
+            # else torchmetrics warns that it was never updated, but other ranks have updated it
+            value._update_count = value._update_count or 1
         else:
             neutral = {"max": float("-inf"), "min": float("inf")}
             number = neutral.get(item.options["reduce_fx"], 0.0)
@@ -425,7 +421,7 @@ class StepLogs:
             sample_counts: Samples of each of this rank's microbatches.
             is_seen: Whether values count; those of a repeated forward do not.
         """
-        return StepLog(self._module.trainer._results, sample_counts, self.metrics, is_seen)
+        return StepLog(self._module.trainer._results, sample_counts, is_seen)
 
     def finish(
         self,

@@ -29,6 +29,7 @@ from lightning_cephalo.adapters.module_copies import ModuleCopies
 from lightning_cephalo.adapters.moved_state import MovedState, StateAway
 from lightning_cephalo.adapters.rows_of_state import RowsOfState
 from lightning_cephalo.adapters.step_outputs import StepOutputs
+from lightning_cephalo.adapters.torchmetrics import synchronise_lists
 from lightning_cephalo.adapters.updates import OptimizerUpdates
 from lightning_cephalo.adapters.user_gathers import UserGathers
 from lightning_cephalo.adapters.user_module import SwitchedOffCaches
@@ -160,6 +161,10 @@ class Session:
         self._all_apart = options.collate_per_microbatch
         self._layouts = itertools.cycle(job.layouts)
         self.logs = StepLogs(module, groups, accelerator)
+        if groups.control.world_size > 1:
+            executor = self.model.executor
+            end = synchronise_lists(groups.control, lambda: executor.inside_microbatch)
+            self._at_end.callback(end)
         self.outputs = StepOutputs(self.logs.ranks, self.model.device)
         self.user_gathers = UserGathers(groups.control, options.single_microbatch)
         self.manual: ManualSteps | None = None

@@ -221,6 +221,21 @@ def test_keys_that_only_some_ranks_log_keep_their_own_values(plan: str, tmp_path
             assert step["with 0_step"] == 1.0
 
 
+class Boxes(torchmetrics.Metric):
+    """Holds a tensor of another shape for each sample, as metrics of detection do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("boxes", default=[], dist_reduce_fx=None)
+
+    def update(self, rows: torch.Tensor, target: torch.Tensor, indexes: torch.Tensor) -> None:
+        for row, index in zip(rows, indexes.tolist(), strict=True):
+            self.boxes += [row.expand(index % 3, 2)]
+
+    def compute(self) -> torch.Tensor:
+        return sum((len(box) * box.sum() for box in self.boxes), torch.zeros(()))
+
+
 class Metrics(Logger):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -231,6 +246,14 @@ class Metrics(Logger):
         )
         self.val_error = torchmetrics.MeanSquaredError()
         self.val_ranking = torchmetrics.classification.BinaryAUROC()
+        lists = torchmetrics.MetricCollection(
+            {
+                "map": torchmetrics.retrieval.RetrievalMAP(),
+                "ndcg": torchmetrics.retrieval.RetrievalNormalizedDCG(),
+                "boxes": Boxes(),
+            }
+        )
+        self.lists, self.val_lists = lists.clone("in_"), lists.clone("val_")
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -242,6 +265,9 @@ class Metrics(Logger):
         self.log("ranking", self.ranking, on_step=False, on_epoch=True)
         self.many.update(predicted, y)
         self.log_dict(self.many, on_step=False, on_epoch=True)
+        index = batch[0].long().flatten()
+        self.lists.update(predicted.flatten(), (y > 0).flatten(), indexes=index % 3)
+        self.log_dict(self.lists, on_step=False, on_epoch=True)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -250,6 +276,9 @@ class Metrics(Logger):
         self.val_error(predicted, y)
         self.log("val_error", self.val_error)
         self.val_ranking.update(predicted.sigmoid(), (y > 0).long())
+        index = batch[0].long().flatten()
+        self.val_lists.update(predicted.flatten(), (y > 0).flatten(), indexes=index % 3)
+        self.log_dict(self.val_lists)
 
     def on_validation_epoch_end(self) -> None:
         self.log("val_ranking", self.val_ranking.compute())
