@@ -256,11 +256,7 @@ class Accelerator(ABC):
 
     @abstractmethod
     def marks(self, backend: Backend) -> Marks:
-        """Return an object that marks points in the device's work.
-
-        Args:
-            backend: The backend of the collectives whose ends it will mark.
-        """
+        """Return an object that marks points in the device's work."""
 
     @abstractmethod
     def end_of_work(self) -> EndOfWork | None:

@@ -61,13 +61,6 @@ class MicrobatchList(list[Any]):
         >>> batch = MicrobatchList([[1, 2, 3], [4, 5]], (3, 2))
         >>> type(batch)(part * 2 for part in batch).sizes
         (3, 2)
-
-    Args:
-        batches: one for each microbatch.
-        sizes: samples of each batch; None if they are to be counted.
-
-    Attributes:
-        sizes: as given.
     """
 
     sizes: tuple[int, ...] | None = None
@@ -258,11 +251,7 @@ class BatchLayout:
 
 
 def zero_rows(batch: Any, layout: BatchLayout | None = None) -> Any:
-    """Returns a batch like ``batch`` without samples, for a rank that has none in a step.
-
-    Raises:
-        BatchSplitError: ``batch`` cannot be cut.
-    """
+    """Returns a batch like ``batch`` without samples, for a rank that has none in a step."""
     if isinstance(batch, MicrobatchList):
         return MicrobatchList((), ())
     return (layout or BatchLayout()).take(batch, 0, 0)

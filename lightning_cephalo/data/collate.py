@@ -58,12 +58,6 @@ class RankCollate:
     is made from ``dataset[0]``, once per process, and cut to zero rows. Random augmentation of that
     sample does not change the global generators. A function that drops samples may return None for
     all of them. That is an empty batch too: Lightning would skip the step on this rank alone.
-
-    Args:
-        collate_fn: the user's function.
-        dataset: the loader's map-style dataset, or None for an iterable one.
-        microbatch_sizes: if given, the samples are cut by `split_sizes`, and each part is collated
-            separately into a `MicrobatchList`.
     """
 
     def __init__(

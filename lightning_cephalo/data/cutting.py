@@ -221,13 +221,7 @@ class EmptyPredictions:
         self._empty: dict[Any, Any] = {}
 
     def of_step(self, result: Any, samples: int, dataloader: Any) -> Any:
-        """Return a prediction step's result, or an empty one without samples.
-
-        Args:
-            result: The result of ``predict_step``; None without samples.
-            samples: Number of samples of this rank in this step.
-            dataloader: A key that identifies the dataloader.
-        """
+        """Return a prediction step's result, or an empty one without samples."""
         if samples and dataloader not in self._empty:
             self._empty[dataloader] = empty_like(result, samples)
         return result if samples else self._empty.get(dataloader)

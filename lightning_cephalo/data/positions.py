@@ -73,11 +73,7 @@ def states_of(source: object, others: Sequence[Any] = ()) -> list[Any]:
 
 
 def restore_states(source: object, states: Sequence[Any], others: Sequence[Any] = ()) -> None:
-    """Sets what `states_of` has read.
-
-    Raises:
-        ValueError: another number of generators and stateful samplers than when they were read.
-    """
+    """Sets what `states_of` has read."""
     generators, samplers = [*generators_of(source), *others], _stateful_within(source)
     if len(states) != len(generators) + len(samplers):
         raise ValueError(

@@ -71,9 +71,6 @@ class SwappedRandomness:
 
     Entering again continues where the last block stopped. So a lazily drawn order does not depend
     on draws from the global generators in between. Only CPU generators are swapped.
-
-    Args:
-        entropy: non-negative integers; equal entropy means equal draws.
     """
 
     def __init__(self, entropy: Sequence[int]) -> None:

@@ -22,17 +22,7 @@ def reinstantiate(
     wrap_collate: Callable[[Any], Any] | None = None,
     **changes: Any,
 ) -> DataLoader[Any]:
-    """Returns a loader of the same class with the same options, except for ``changes``.
-
-    Args:
-        loader: the user's loader.
-        wrap_collate: wraps the loader's collate function. It may be called again on its own result
-            and must then return that result unchanged.
-        changes: one of ``batch_sampler``, ``sampler`` or ``batch_size``.
-
-    Raises:
-        TypeError: the class does not expose its arguments, or does not pass them on.
-    """
+    """Returns a loader of the same class with the same options, except for ``changes``."""
     keywords = _init_keywords(loader)
     if "batch_sampler" in changes:
         # torch rejects these next to a batch sampler unless they have their defaults

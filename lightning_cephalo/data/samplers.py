@@ -48,16 +48,6 @@ class GlobalOrder(Sampler[Any]):
     generators runs under states seeded from ``(seed, epoch, pass)``. So the ranks agree and
     training's own random numbers do not change. The sampler is read lazily, one step at a time, so
     an endless sampler works. This object also has the attributes of the user's sampler.
-
-    Args:
-        source: the user's sampler (any iterable of keys), or batch sampler (of lists of keys).
-        seed: the seed that the ranks agreed on (`lightning_cephalo.data.agreed_seed`).
-        epoch: epoch to start with; `set_epoch` changes it.
-
-    Attributes:
-        epochs_ahead: by how much the epochs of `set_epoch` exceed those of the order. Lightning
-            counts an epoch that ``max_steps`` has cut as done, and yet continues it.
-        first_step: the step at which the latest pass began; above 0 after `continue_at`.
     """
 
     def __init__(self, source: Iterable[Any], *, seed: int, epoch: int = 0) -> None:
@@ -135,17 +125,7 @@ class GlobalOrder(Sampler[Any]):
             yield step
 
     def continue_at(self, position: Position, way: Continue, *, undoes_draws: bool = False) -> None:
-        """Makes the next pass begin where another run has stopped.
-
-        Args:
-            position: where it has stopped.
-            way: how to go on.
-            undoes_draws: the other run's loader would not draw from its generator before the next
-                epoch, since its workers stay, but a new one does.
-
-        Raises:
-            ValueError: the samplers hold other generators than in the other run.
-        """
+        """Makes the next pass begin where another run has stopped."""
         restore_states(self.source, position.now)
         self._set_epoch(position.epoch + (way is Continue.BEHIND))
         self._resumed, self._undoes_draws = (position, way), undoes_draws
@@ -157,12 +137,7 @@ class GlobalOrder(Sampler[Any]):
         return self._begun is not None
 
     def position(self, step: int, items: int) -> Position:
-        """Returns the position in the latest pass.
-
-        Args:
-            step: steps of this pass that are trained.
-            items: items in a step.
-        """
+        """Returns the position in the latest pass."""
         now = states_of(self.source)
         if self._begun is not None:
             epoch, number, start = self._begun
@@ -233,11 +208,7 @@ class RankBatchSampler(Sampler[list[Any]]):
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """Samples per step of every rank. Settable; a running pass keeps its old sizes.
-
-        Raises:
-            ValueError: a different number of ranks than before, a negative size, or only zeros.
-        """
+        """Samples per step of every rank. Settable; a running pass keeps its old sizes."""
         return self._batch_sizes
 
     @batch_sizes.setter

@@ -60,19 +60,6 @@ def deal(total: int, shares: Sequence[int]) -> tuple[int, ...]:
 def split_sizes(count: int, microbatch_sizes: Sequence[int]) -> tuple[int, ...]:
     """Returns the sizes of the microbatches of a rank with ``count`` samples in this step.
 
-    Args:
-        count: samples of this rank in this step.
-        microbatch_sizes: the plan's microbatch sizes of this rank, in samples.
-
-    Returns:
-        The plan's sizes if they sum to ``count``. With fewer samples: the plan's sizes in order
-        until the samples are used up, the last one cut short. With more samples (only from a loader
-        that cephalo does not deal): the plan's sizes, then more of the largest size, for which the
-        memory was planned.
-
-    Raises:
-        ValueError: ``count`` is negative, or there are samples but no size above 0.
-
     Example:
         >>> split_sizes(7, (4, 4, 3)), split_sizes(13, (4, 4, 3))
         ((4, 3), (4, 4, 3, 2))

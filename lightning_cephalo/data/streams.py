@@ -124,13 +124,7 @@ def _first_samples(loader: Any, seed: int, count: int) -> list[Any]:
 
 
 class GlobalStep(NamedTuple):
-    """A rank's part of a global batch; a tuple, which torch's pinning of memory passes through.
-
-    Attributes:
-        batch: this rank's samples, collated.
-        fingerprint: checksum of both ends of the global batch.
-        samples: number of samples in the global batch.
-    """
+    """A rank's part of a global batch; a tuple, which torch's pinning of memory passes through."""
 
     batch: Any
     fingerprint: float
@@ -142,13 +136,6 @@ class StreamCollate:
 
     The user's function draws from global states of its own, seeded differently on each rank. It
     draws more where a rank has more samples, and a stream that draws too must not see that.
-
-    Args:
-        collate_fn: the user's function.
-        rank: position of this rank among ``sizes``.
-        sizes: samples per step of every rank.
-        microbatch_sizes: as in `RankCollate`.
-        every_rank: give every rank a sample, or collate none if there are too few.
     """
 
     def __init__(
@@ -181,15 +168,7 @@ class StreamCollate:
 
 
 class ReadyCutter:
-    """Cuts this rank's part out of ready batches.
-
-    Args:
-        layout: counts their rows, and cuts them.
-        rank: position of this rank among ``sizes``.
-        sizes: proportions of every rank.
-        every_rank: give every rank a sample, or none if there are too few.
-        leaves_whole: give batches that cannot be cut to one rank each, in turn; else they raise.
-    """
+    """Cuts this rank's part out of ready batches."""
 
     def __init__(
         self,
@@ -480,15 +459,6 @@ def deal_stream(
     every_rank: bool = False,
 ) -> LockStepLoader:
     """Returns a loader of this rank's part of each global batch; collective.
-
-    Args:
-        loader: the user's loader, a stream.
-        sizes: samples per step of every rank; for ready batches, proportions.
-        gather: a collective for numbers.
-        training: warn of what training differs in if the stream divides itself between ranks, and
-            cut every batch; evaluation leaves those whole that cannot be cut.
-        every_rank: as in `rebuild_train_loader`; a stream that divides itself ends with the first
-            part.
 
     The other arguments are those of `rebuild_train_loader`.
     """

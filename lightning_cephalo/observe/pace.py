@@ -135,12 +135,7 @@ def busy_table(ranks: Sequence[MeasuredRank]) -> Table:
 
 
 def remarks(ranks: Sequence[MeasuredRank], *, is_given: bool = False) -> list[str]:
-    """Return sentences on ranks whose speed differs from the plan's; none if all is well.
-
-    Args:
-        ranks: What was measured, in rank order.
-        is_given: Whether the user gave the plan, so that another start follows it again.
-    """
+    """Return sentences on ranks whose speed differs from the plan's; none if all is well."""
     advice = _GIVEN if is_given else _AGAIN
     drifts = {rank.rank: rank.drift for rank in ranks if rank.drift is not None}
     working = {rank.rank for rank in ranks if rank.busy_s > _SHARE_OF_STEP * rank.step_s}

@@ -58,11 +58,7 @@ class Summary:
 
 
 def with_device(cluster: Cluster, name: str) -> Cluster:
-    """Return the cluster with one more device in its first node.
-
-    Raises:
-        PlanError: the device is unknown.
-    """
+    """Return the cluster with one more device in its first node."""
     device = find_device(name, cluster.own_devices, where="--add")
     first, *others = cluster.nodes
     alone = dataclasses.replace(first, count=1, devices=(*first.devices, (device, 1)))
@@ -82,17 +78,6 @@ def compare(
     The rows are every baseline, our plan with one more of each addition, and our plan last. Where
     there are several nodes, our plan with the whole state on each node comes before it, and the
     fastest pipeline of node groups.
-
-    Args:
-        asked: the scenario to compare on.
-        additions: names of devices.
-        time_limit_s: for each plan.
-        say: called with a text before each step of the comparison.
-
-    Raises:
-        PlanError: an addition is unknown, or the problem came from a file and has no cluster.
-        InfeasibleError: no plan exists, with or without an addition.
-        SolverError: no plan was found, and the solver ran out of time on the problem itself.
     """
     rows = []
     for name, baseline in BASELINES.items():
@@ -124,13 +109,7 @@ def compare(
 
 @dataclass(frozen=True)
 class Chosen:
-    """A plan, and the other way to hold the state.
-
-    Attributes:
-        asked: the scenario, with the problem of the plan.
-        plan: the plan.
-        rows: the other way and this one; empty where there is one node, or nothing of it is known.
-    """
+    """A plan, and the other way to hold the state."""
 
     asked: Scenario
     plan: Plan
@@ -212,16 +191,7 @@ class Pipelines:
 
 
 def pipelines(asked: Scenario, today: Plan, *, time_limit_s: float = 60.0) -> Pipelines:
-    """Search for pipelines of node groups, on this network and on slower and faster ones.
-
-    Args:
-        asked: the scenario.
-        today: its plan of one stage.
-        time_limit_s: of all searches. This network has half of it.
-
-    Raises:
-        PlanError: the problem has no cluster of several nodes, or its model was not counted.
-    """
+    """Search for pipelines of node groups, on this network and on slower and faster ones."""
     if asked.pipeline_of is None or asked.cluster is None:
         raise PlanError(
             "--pipeline needs --cluster and a model whose bytes are counted: a saved problem "

@@ -140,18 +140,7 @@ def _fastest(
 def checked_plan(
     problem: Problem, ranks: Sequence[RankPlan], *, backend: str, started_s: float
 ) -> Plan:
-    """Return the plan of this allocation with every prediction filled in.
-
-    Args:
-        problem: the problem that the allocation is for.
-        ranks: microbatch sizes, state fraction and mode of every rank, in rank order.
-        backend: name of the planner that chose the allocation.
-        started_s: ``time.perf_counter()`` when choosing began.
-
-    Raises:
-        InfeasibleError: a rank would exceed its device or host memory, or ranks run different
-            numbers of microbatches although the problem requires equal ones.
-    """
+    """Return the plan of this allocation with every prediction filled in."""
     plan = replace(priced(problem, ranks, backend=backend), solve_s=time.perf_counter() - started_s)
     counts = {len(rank.microbatch_sizes) for rank in ranks}
     if problem.equal_microbatches and len(counts) > 1:

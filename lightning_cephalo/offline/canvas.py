@@ -38,19 +38,7 @@ def empty_figure(
     columns: int = 1,
     rows: Sequence[float] = (1.0,),
 ) -> tuple[Figure, Sequence[Axes]]:
-    """Return a figure and its axes, row by row.
-
-    Args:
-        path: Where the figure will be written; its suffix is checked.
-        width: In inches.
-        height: In inches.
-        columns: How many axes side by side.
-        rows: Relative heights of the rows, which share their time axis.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        PlanError: The path has another suffix than ``.png`` or ``.svg``.
-    """
+    """Return a figure and its axes, row by row."""
     suffix = Path(path).suffix.lower()
     if suffix not in _SUFFIXES:
         raise PlanError(

@@ -52,14 +52,7 @@ exit codes: 0 done; 1 nothing fits (the message says what would help); 2 wrong i
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line.
-
-    Args:
-        arguments: as in ``sys.argv[1:]``, which is the default.
-
-    Returns:
-        The exit code; ``--help`` lists them.
-    """
+    """Run the command line."""
     # Only results go to standard output, which may be piped into a program.
     notes = Console(stderr=True, highlight=False)
     given = sys.argv[1:] if arguments is None else arguments

@@ -62,15 +62,7 @@ _STATE_PLACES = {
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """One allocation in a comparison.
-
-    Attributes:
-        name: Such as ``"even"`` or ``"cephalo"``.
-        step_s: Predicted time of a step; None if the allocation cannot run.
-        samples_per_s: Predicted throughput; None if the allocation cannot run.
-        memory: Per rank, the bytes that it needs and its capacity; None if not known.
-        reason: Why the allocation cannot run, in a few words; empty if it can.
-    """
+    """One allocation in a comparison."""
 
     name: str
     step_s: float | None = None
@@ -84,16 +76,6 @@ def timeline_figure(simulation: Simulation, problem: Problem, path: str | PathLi
 
     Beyond 16 ranks, equal ranks share a row, such as "16 × V100". Beyond 16 such rows, only the
     busiest are drawn.
-
-    Args:
-        simulation: the simulation to draw.
-        problem: the simulated problem; the names of its ranks are shown.
-        path: of the file, ending in ``.png`` or ``.svg``.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        PlanError: the suffix is another one, the problem has another number of ranks, or the file
-            cannot be written.
     """
     _check_ranks(simulation, len(problem.ranks), "the problem")
     rows, left_out = _rows(simulation, problem)
@@ -131,17 +113,6 @@ def memory_figure(
 
     Ranks share rows and lines as in :func:`timeline_figure`. Bars are the prediction of
     ``plan/cost.py``, lines are simulated.
-
-    Args:
-        simulation: of the plan.
-        problem: the simulated problem.
-        plan: the simulated plan.
-        path: of the file, ending in ``.png`` or ``.svg``.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        PlanError: the suffix is another one, problem or plan have another number of ranks, or the
-            file cannot be written.
     """
     _check_ranks(simulation, len(problem.ranks), "the problem")
     _check_ranks(simulation, len(plan.ranks), "the plan")
@@ -159,16 +130,7 @@ def memory_figure(
 
 
 def comparison_figure(rows: Sequence[ComparisonRow], path: str | PathLike[str]) -> None:
-    """Draw the throughput of allocations as bars; allocations that cannot run are marked.
-
-    Args:
-        rows: the allocations, from top to bottom; ours last.
-        path: of the file, ending in ``.png`` or ``.svg``.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        PlanError: the suffix is another one, there are no rows, or the file cannot be written.
-    """
+    """Draw the throughput of allocations as bars; allocations that cannot run are marked."""
     if not rows:
         raise PlanError("comparison_figure: expected at least one row to compare, but got none.")
     figure, (axes,) = empty_figure(path, 9, 1.4 + 0.6 * len(rows))
@@ -232,15 +194,7 @@ def _kind_label(timeline: Timeline, problem: Problem) -> str:
 def draw_streams(
     axes: Axes, row: int, events: Sequence[Event], step_s: float, scale: float
 ) -> set[Operation]:
-    """Draw the streams of a rank in one row, and return the operations in it.
-
-    Args:
-        axes: Where time goes to the right, and rows go down, each of height 1.
-        row: Index of the row.
-        events: What runs when.
-        step_s: When the step ends.
-        scale: Units of the time axis per second.
-    """
+    """Draw the streams of a rank in one row, and return the operations in it."""
     places, used = dict(_PLACES), {event.stream for event in events}
     if Stream.COPY in used:
         places[Stream.COPY] = _COPY_PLACE

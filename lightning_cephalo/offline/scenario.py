@@ -88,21 +88,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Scenario:
-    """A problem and the sources of its times.
-
-    Attributes:
-        problem: the planning problem.
-        subject: one line that names the model, dtype, length and batch.
-        sources: the source of each rank's times.
-        left_out: messages about measured times that were not used.
-        cluster: the cluster; None if the problem was read from a file.
-        problem_of: makes the problem of the same question on another cluster; None if the problem
-            was read from a file.
-        pipeline_of: makes the problem of the advisor for pipelines on a cluster; None if the model
-            was not counted.
-        hybrid_of: makes the problem in which each node of a cluster holds the whole state; None
-            likewise.
-    """
+    """A problem and the sources of its times."""
 
     problem: Problem
     subject: str
@@ -141,11 +127,7 @@ class Scenario:
 
 
 def read(question: Question) -> Scenario:
-    """Read or build the problem of a question.
-
-    Raises:
-        PlanError: an option is missing, contradicts another one, or has an invalid value.
-    """
+    """Read or build the problem of a question."""
     if question.problem is not None:
         return _saved(question, question.problem)
     from lightning_cephalo.offline.estimate import build_problem, work_of

@@ -69,16 +69,6 @@ def simulate(problem: Problem, plan: Plan, *, steps: int = 1) -> Simulation:
     """Simulate ``steps`` training steps of a plan.
 
     Ranks with equal profiles and equal plans are simulated once.
-
-    Args:
-        problem: the problem that the plan is for.
-        plan: the plan to simulate; its predictions are not read.
-        steps: how many steps the events cover.
-
-    Raises:
-        PlanError: ``steps`` is not a positive whole number, the plan is for another number of
-            ranks, it uses a microbatch size or a mode that was not profiled, or it keeps optimizer
-            state in host memory, of which the problem says nothing.
     """
     steps = records.whole("steps", steps, minimum=1)
     cost.predict(problem, plan)  # raises the PlanError for plans that do not match the problem
@@ -105,12 +95,7 @@ def simulate(problem: Problem, plan: Plan, *, steps: int = 1) -> Simulation:
 
 
 def programs_of(problem: Problem, plan: Plan) -> list[Program]:
-    """Return the program of every rank, for a model that visits each unit once.
-
-    Args:
-        problem: Gives the number of units.
-        plan: Gives the microbatches and modes of every rank.
-    """
+    """Return the program of every rank, for a model that visits each unit once."""
     problem = cost.as_planned(problem, plan)
     visits = [Visit(unit) for unit in range(1, problem.units + 1)]
     trainable = [True] * (problem.units + 1)

@@ -38,14 +38,7 @@ def _units(problem: Problem, moved: MovedState) -> list[int]:
 
 
 class StateLanes:
-    """The links and the host's processors of one rank.
-
-    Args:
-        problem: The simulated problem.
-        profile: The rank.
-        rank: Its part of the plan, which moves state.
-        record: Called with each piece of work: its stream, instruction, start and end.
-    """
+    """The links and the host's processors of one rank."""
 
     def __init__(
         self, problem: Problem, profile: RankProfile, rank: RankPlan, record: _Record

@@ -181,14 +181,6 @@ class Need:
     The rank's share of the state is not part of it. The total is::
 
         fixed + max(peaks[size - 1]) + per_sample * samples + per_microbatch * microbatches
-
-    Args:
-        state: what the rank holds a share of in addition, over all ranks.
-        fixed: needed whatever the samples, also on an idle rank.
-        peaks: needed while a microbatch runs, by microbatch size minus one.
-        per_sample: retained for each sample of the rank's batch.
-        per_microbatch: retained for each microbatch.
-        capacity: limit on this total.
     """
 
     state: float

@@ -152,12 +152,7 @@ class CurveTable(FileRecord):
 
 @dataclass(frozen=True)
 class CachedTables:
-    """Result of :func:`cached_tables`.
-
-    Attributes:
-        tables: the valid tables, in order of file name.
-        broken: one message per file that is not a table, each naming its file.
-    """
+    """Result of :func:`cached_tables`."""
 
     tables: tuple[CurveTable, ...]
     broken: tuple[str, ...]

@@ -122,9 +122,6 @@ def even_step_s(problem: Problem) -> float | None:
 
     None if that does not fit every rank. The best number of microbatches is nearly always the
     least that fits, so only the first few that fit are tried.
-
-    Args:
-        problem: Ranks and work of the step.
     """
     batches, shares = even_batches(problem), even_shares(problem.active_groups, len(problem.ranks))
     found = []

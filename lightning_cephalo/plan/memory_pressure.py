@@ -77,17 +77,7 @@ def plan_for_batches(problem: Problem, plan: Plan, batch_sizes: Sequence[int]) -
 
 @dataclass(frozen=True)
 class _Run:
-    """A way of a rank to run its batch.
-
-    Attributes:
-        sizes: Its microbatches.
-        mode: What happens to their activations.
-        rooms: For each moment of a step, the bytes that it leaves, and those of the whole state.
-        host_bytes: What it needs of the host's memory.
-        busy_s: Seconds of work.
-        most_moving: The largest share of the state that there is room for if state may move; None:
-            it may not.
-    """
+    """A way of a rank to run its batch."""
 
     sizes: tuple[int, ...]
     mode: Mode

@@ -30,23 +30,7 @@ _COPIES = frozenset({Stream.COPY, Stream.TO_HOST, Stream.TO_DEVICE})
 
 @dataclass(frozen=True)
 class PhaseSummary:
-    """One phase of a step on one rank.
-
-    Attributes:
-        phase: The phase.
-        seconds: How long it lasts.
-        device_bytes: Most bytes on the device at the same time.
-        sizes: These bytes by kind, as in :attr:`MemoryTimeline.kinds`.
-        host_bytes: Most bytes of host memory.
-        gathered_bytes: Rows of others that arrive in gathers which begin in the phase.
-        reduced_bytes: Gradients of others' rows that leave in reduces which begin in the phase.
-        to_host_bytes: Bytes of copies from the device to the host.
-        to_device_bytes: Bytes of copies from the host to the device.
-        compute_busy: Share of the phase in which the device computes, 0 to 1.
-        link_busy: Share in which a collective is under way.
-        copy_busy: Share in which a copy between device and host is under way.
-        host_busy: Share in which the host updates parameters.
-    """
+    """One phase of a step on one rank."""
 
     phase: Phase
     seconds: float

@@ -155,13 +155,7 @@ class MovedState:
 def moved_state(
     sizes: tuple[int, ...], resident_fraction: float, host_update_fraction: float
 ) -> MovedState:
-    """Return which units' state is where.
-
-    Args:
-        sizes: Parameters of every unit, the root unit first.
-        resident_fraction: As in a :class:`RankPlan`.
-        host_update_fraction: As in a :class:`RankPlan`.
-    """
+    """Return which units' state is where."""
     homes = state_homes(sizes, resident_fraction, host_update_fraction)
     return MovedState(resident_fraction, host_update_fraction, sizes, homes)
 
@@ -245,13 +239,7 @@ class HostTraffic:
         return self.arrived + self.updated + self.returned
 
     def memory_s(self, streamed: float, on_host: float, bytes_per_s: float) -> float:
-        """Return how long the host's memory is busy.
-
-        Args:
-            streamed: Streamed parameters.
-            on_host: Parameters that the host updates.
-            bytes_per_s: What it reads and writes in a second; infinite: it is never busy.
-        """
+        """Return how long the host's memory is busy."""
         return (streamed * self.of_streamed() + on_host * self.of_host()) / bytes_per_s
 
 
@@ -262,16 +250,7 @@ def exposure(
     backward_s: float,
     least_backward_s: float | None = None,
 ) -> Exposure:
-    """Return the seconds that updates and moves add to a step, as a function of the rank's share.
-
-    Args:
-        problem: Ranks and work of the step.
-        profile: The rank.
-        moved: Where its state lives.
-        backward_s: The slowest rank's backward of one unit.
-        least_backward_s: What it takes at least: a backward hides moves, and lets collectives hide
-            fewer updates. None: the same.
-    """
+    """Return the seconds that updates and moves add to a step, as a function of its share."""
     least_s = backward_s if least_backward_s is None else least_backward_s
     found = device_exposure(problem, profile, moved, least_s)
     is_moved = moved.count(StateHome.RESIDENT) < problem.parameters
@@ -281,14 +260,7 @@ def exposure(
 def device_exposure(
     problem: Problem, profile: RankProfile, moved: MovedState, backward_s: float
 ) -> Exposure:
-    """Return the seconds that the device's updates add to a step (``plan/updates.py``).
-
-    Args:
-        problem: As for :func:`exposure`.
-        profile: As for :func:`exposure`.
-        moved: As for :func:`exposure`.
-        backward_s: As for :func:`exposure`.
-    """
+    """Return the seconds that the device's updates add to a step (``plan/updates.py``)."""
     root = sum(moved.sizes[:1]) - moved.root_on_host
     units = sum(moved.sizes) - moved.count(StateHome.HOST) - root
     return update_exposure(problem, profile, root, units, backward_s)
@@ -297,14 +269,7 @@ def device_exposure(
 def moving_exposure(
     problem: Problem, profile: RankProfile, moved: MovedState, backward_s: float
 ) -> Exposure:
-    """Return the seconds of moves that no compute hides, as a function of the rank's share.
-
-    Args:
-        problem: As for :func:`exposure`.
-        profile: As for :func:`exposure`.
-        moved: As for :func:`exposure`.
-        backward_s: As for :func:`exposure`.
-    """
+    """Return the seconds of moves that no compute hides, as a function of the rank's share."""
     backward_s = paced_backward_s(problem, backward_s)
     ways = [
         _way_s(problem, profile, size, home)
@@ -346,10 +311,6 @@ def paced_backward_s(problem: Problem, backward_s: float) -> float:
     """Return the least seconds between two backwards of units in the middle of a step.
 
     They have collectives, and an update that takes no rank less than its overhead.
-
-    Args:
-        problem: Ranks and work of the step.
-        backward_s: The slowest rank's backward of one unit.
     """
     update_s = problem.unit_update_s * problem.early_update
     return max(backward_collectives_s(problem), backward_s) + update_s

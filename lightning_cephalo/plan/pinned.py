@@ -26,9 +26,6 @@ def most_taken(total: float) -> float:
 
     >>> most_taken(1.0), round(most_taken(8.0), 2), round(most_taken(32.0), 2)
     (2.0, 1.51, 1.26)
-
-    Args:
-        total: All pieces together, by the size of the largest one.
     """
     if total <= 1.0:
         return 2.0

@@ -87,13 +87,7 @@ class Operation(str, enum.Enum):
 
 @dataclass(frozen=True)
 class OperationInfo:
-    """How an operation is written.
-
-    Attributes:
-        letter: In programs.
-        colour: In figures. Copies of one direction share theirs, and so do updates.
-        phrase: In messages, before the unit's name; empty: the operation's own name.
-    """
+    """How an operation is written."""
 
     letter: str
     colour: str
@@ -541,12 +535,7 @@ def _is_left_over(instruction: Instruction) -> bool:
 
 
 def offload(program: Program, visits: Sequence[Visit]) -> Program:
-    """Copy boundaries to the host after their forward and fetch them two visits before their use.
-
-    Args:
-        program: A program without offload.
-        visits: Visits in the order of the forward.
-    """
+    """Copy boundaries to the host after their forward and fetch them two visits before use."""
     order = backward_order(visits)
     away = frozenset(order[UNITS_THAT_STAY:])
     fetched_behind = dict(zip(order, order[UNITS_THAT_STAY:], strict=False))
@@ -593,10 +582,6 @@ def move_state(program: Program, homes: Sequence[StateHome]) -> Program:
     staging buffers: one unit's state arrives while another's is used.
 
     The host begins where the device would update a unit. What it has updated comes back at last.
-
-    Args:
-        program: A program, with early updates or without.
-        homes: Where each unit's optimizer state lives.
     """
     early = {i.unit for i in program.backward if i.operation is Operation.UPDATE}
     backward: list[Instruction] = []
@@ -655,11 +640,6 @@ def release_ends(program: Program, visits: Sequence[Visit], ends: Ends) -> Progr
     last one. They are reduced and freed when the backward begins. The first ones are freed as soon
     as all microbatches have passed them. They are armed before the backward of the first visit, and
     reduced with the root unit.
-
-    Args:
-        program: A program that gathers and frees the root unit as one.
-        visits: Visits in the order of the forward.
-        ends: The layers that are apart.
     """
     forward, backward = list(program.forward), list(program.backward)
     if ends.last:

@@ -16,11 +16,7 @@ _EVEN = 1e-9
 
 
 def parsed_groups(field: str, value: Any) -> tuple[int, ...]:
-    """Return the group of every rank; empty: all ranks hold the state together.
-
-    Raises:
-        PlanError: An entry is no whole number.
-    """
+    """Return the group of every rank; empty: all ranks hold the state together."""
     return tuple(
         records.whole(f"{field}[{rank}]", group, minimum=0)
         for rank, group in enumerate(records.items(field, value, of="whole numbers"))
@@ -28,11 +24,7 @@ def parsed_groups(field: str, value: Any) -> tuple[int, ...]:
 
 
 def check_groups(field: str, groups: Sequence[int], ranks: int) -> None:
-    """Raise if these are not groups of so many ranks.
-
-    Raises:
-        PlanError: There is another number of entries than ranks, or only one group.
-    """
+    """Raise if these are not groups of so many ranks."""
     if not groups:
         return
     if len(groups) != ranks:

@@ -69,12 +69,7 @@ def state_homes(
 
 @dataclass(frozen=True)
 class HomeBytes:
-    """Bytes of a rank's optimizer state.
-
-    Attributes:
-        device: On the device, with the buffers that streamed state passes through.
-        host: In host memory, with parameters and gradients of what the host updates.
-    """
+    """Bytes of a rank's optimizer state."""
 
     device: float
     host: float

@@ -36,13 +36,6 @@ def update_exposure(
     ::
 
         update_exposure(problem, profile, 1e6, 9e6, 0.1).of(0.5)
-
-    Args:
-        problem: Ranks and work of the step.
-        profile: The rank.
-        root: Parameters of the root unit that devices update.
-        units: Parameters of all other units that devices update.
-        backward_s: The slowest rank's backward of one unit.
     """
     rate = profile.updated_parameters_per_s
     if not problem.early_update:
@@ -106,14 +99,7 @@ def _room(problem: Problem, profile: RankProfile) -> float:
 
 
 def shortest_update_s(problem: Problem, members: Sequence[int], rooms: Sequence[float]) -> float:
-    """Return the least slowest update of ranks that hold the state together.
-
-    Args:
-        problem: Ranks and work of the step.
-        members: The ranks.
-        rooms: The largest share of the state that each can hold. If they sum to less than 1, the
-            result is that of all being full.
-    """
+    """Return the least slowest update of ranks that hold the state together."""
     rates = [problem.ranks[rank].updated_parameters_per_s / problem.parameters for rank in members]
     # ranks that are full hold no more, however long updates take
     full_s = sorted((room / rate, room, rate) for room, rate in zip(rooms, rates, strict=True))

@@ -98,10 +98,6 @@ def rooms_of_updates(problem: Problem, backward_s: float) -> Windows:
     ::
 
         rooms_of_updates(problem, 1.0)    # ((0, 2), (1.5, 1), (2, 1)) of four units
-
-    Args:
-        problem: Ranks and work of the step; its updates are early.
-        backward_s: The slowest rank's backward of one unit.
     """
     gather_s, reduce_s, both_s, update_s = _times(problem)
     rooms = [(problem.root_reduce_s, 1)]
@@ -119,12 +115,7 @@ def exposed_last_gather_s(problem: Problem) -> float:
 
 
 def pass_s(windows: Windows, own_s: Any) -> Any:
-    """Return the seconds of a pass through all units.
-
-    Args:
-        windows: Collectives beside the units' passes.
-        own_s: Seconds of one unit's compute on the slowest rank; a number or an array.
-    """
+    """Return the seconds of a pass through all units."""
     # exact where compute hides all collectives
     found_s = sum(count for _, count in windows) * own_s
     for floor_s, count in windows:

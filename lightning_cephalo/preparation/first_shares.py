@@ -24,12 +24,7 @@ def first_shares(
 ) -> list[float]:
     """Return shares of the state before a plan is made: those of a given plan, or by memory. ::
 
-        first_shares(job, find_units(model))    # memories of 24 and 8 GiB: [0.75, 0.25]
-
-    Args:
-        job: The training to run.
-        units: The units of the model, the root unit first.
-        compute_dtype: Dtype of gathered parameters (None: their own).
+    first_shares(job, find_units(model))    # memories of 24 and 8 GiB: [0.75, 0.25]
     """
     if job.plan is not None:
         return [rank.state_fraction for rank in job.plan.ranks]

@@ -47,21 +47,6 @@ def count_on_optimizers(
     """Let plan and predictions count on the optimizers' state; collective.
 
     Comes before optimizers have state of their own. A plan that the user gives stays as it is.
-
-    Args:
-        job: The training to run.
-        problem: What the plan was made from.
-        session: The session, which follows the plan.
-        optimizers: All optimizers.
-        trainer: The trainer that is fitting.
-
-    Raises:
-        InfeasibleError: On rank 0, if no plan has the memory.
-        RemoteRankError: On the other ranks, for the same reason.
-        UnsupportedError: On every rank, if loaders cannot deal the sizes of another plan.
-
-    Returns:
-        The problem, with that state.
     """
     control, model = session.control, session.model
     units_move = problem.optimizer_offload is not False or session.plan.moves_state
@@ -110,13 +95,7 @@ def _why_anew(each: float, planned: float, stay: int) -> str:
 
 
 def counted_on(problem: Problem, model: ShardedModel, each_bytes: float) -> Problem:
-    """Return a problem whose optimizer holds so many bytes of state for each parameter.
-
-    Args:
-        problem: A problem that counts on two moments.
-        model: The sharded model.
-        each_bytes: The bytes.
-    """
+    """Return a problem whose optimizer holds so many bytes of state for each parameter."""
     planned = planned_state_bytes(model)
     counted = problem.with_moments(each_bytes, planned, sum(trained_sizes(model)))
     # a rank may hold a row more than its share
@@ -130,12 +109,7 @@ def _gives_back(problem: Problem) -> bool:
 
 
 def still_fits(problem: Problem, plan: Plan) -> Plan | None:
-    """Return a plan with this problem's predictions of memory; None: another one is needed.
-
-    Args:
-        problem: The problem.
-        plan: A plan for the same ranks, made for other state.
-    """
+    """Return a plan with this problem's predictions of memory; None: another one is needed."""
     parts = []
     found = predict(problem, plan).ranks
     for profile, rank, part in zip(problem.ranks, plan.ranks, found, strict=True):

@@ -37,15 +37,6 @@ class HostState:
         ...
         state.follow(other_plan, optimizers)         # its rows have moved
         state.close()
-
-    Args:
-        model: The sharded model.
-        capacity_bytes: Host memory that this rank may use, for boundaries too.
-        control: Messages between ranks.
-        limited_by: What allows less than the host has, for messages; empty: nothing does.
-
-    Attributes:
-        moved: The state that lives in host memory; None: all of it is on the device.
     """
 
     def __init__(
@@ -64,18 +55,7 @@ class HostState:
         self.moved: MovedState | None = None
 
     def begin(self, optimizers: Sequence[Optimizer], trainer: Trainer, plan: Plan) -> None:
-        """Let state live where the plan says, now that the optimizers exist; collective.
-
-        Args:
-            optimizers: All optimizers.
-            trainer: The trainer that is fitting.
-            plan: The plan in use.
-
-        Raises:
-            PlanError: On every rank, if state cannot live where the plan says.
-            HostMemoryError: If the host has too little memory.
-            RemoteRankError: If that is so on another rank.
-        """
+        """Let state live where the plan says, now that the optimizers exist; collective."""
         own = needs_device(trainer, optimizers)
         self._scales_loss = precision.loss_scaler(trainer.precision_plugin) is not None
         self._needs_device = next(filter(None, self._control.gather(own)), "")
@@ -96,11 +76,7 @@ class HostState:
         return f" The host's memory is limited by {self._limited_by}." if self._limited_by else ""
 
     def check(self, plan: Plan) -> None:
-        """Raise if optimizer state cannot live where a plan says; the same on all ranks.
-
-        Raises:
-            PlanError: The message names the reason.
-        """
+        """Raise if optimizer state cannot live where a plan says; the same on all ranks."""
         if plan.moves_state and self._needs_device:
             raise PlanError(
                 "The plan keeps optimizer state in host memory (resident_fraction), but it has to"
@@ -115,15 +91,7 @@ class HostState:
             )
 
     def check_room(self, own: RankPlan, optimizers: Sequence[Optimizer]) -> None:
-        """Raise if this rank's state does not fit into its host's memory.
-
-        Args:
-            own: This rank's part of a plan.
-            optimizers: All optimizers.
-
-        Raises:
-            HostMemoryError: The message says how much is needed.
-        """
+        """Raise if this rank's state does not fit into its host's memory."""
         if not own.moves_state or not optimizers or not self._has_begun:
             return
         whole = trained_sizes(self._model)
@@ -139,12 +107,7 @@ class HostState:
             )
 
     def follow(self, plan: Plan, optimizers: Sequence[Optimizer]) -> None:
-        """Move this rank's state to where a plan says; its rows are already the plan's.
-
-        Args:
-            plan: The plan.
-            optimizers: All optimizers; none before they exist.
-        """
+        """Move this rank's state to where a plan says; its rows are already the plan's."""
         if not optimizers or not self._has_begun or self._needs_device:
             return
         executor, homes = self._model.executor, self._homes(plan, self._control.rank)
@@ -165,13 +128,7 @@ class HostState:
     def predicted(
         self, plan: Plan, memory: Sequence[RankMemory], optimizers: Sequence[Optimizer]
     ) -> tuple[RankMemory, ...]:
-        """Return the predicted memory of every rank, with that of its host.
-
-        Args:
-            plan: The plan in use.
-            memory: What it predicts without state in host memory.
-            optimizers: All optimizers; none before they exist.
-        """
+        """Return the predicted memory of every rank, with that of its host."""
         if not plan.moves_state or not optimizers:
             return tuple(memory)
         found, held = [], self._held(optimizers)
@@ -182,11 +139,7 @@ class HostState:
         return tuple(found)
 
     def away(self, plan: Plan) -> StateAway:
-        """Return which of this rank's parameters have their state in host memory.
-
-        Args:
-            plan: A plan, whose rows the model has already.
-        """
+        """Return which of this rank's parameters have their state in host memory."""
         homes = self._homes(plan, self._control.rank)
         return StateAway(self._model.units, self._model.accelerator, homes)
 

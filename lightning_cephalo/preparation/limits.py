@@ -85,11 +85,7 @@ class Cap:
         return dict(self.by_rank).get(rank, self.everyone)
 
     def bytes_of(self, rank: int, total_bytes: float) -> float:
-        """Return the bytes that a rank may use of ``total_bytes``; infinite without a cap.
-
-        Raises:
-            PlanError: If the cap is a fraction and the device does not report its size.
-        """
+        """Return the bytes that a rank may use of ``total_bytes``; infinite without a cap."""
         allowed = self.of(rank)
         if allowed is None:
             return math.inf
@@ -103,11 +99,7 @@ class Cap:
         return allowed * total_bytes
 
     def check_ranks(self, world_size: int) -> None:
-        """Check that the named ranks exist.
-
-        Raises:
-            PlanError: If any does not; the message names them.
-        """
+        """Check that the named ranks exist."""
         strangers = [rank for rank, _ in self.by_rank if rank >= world_size]
         if strangers:
             raise PlanError(
@@ -117,11 +109,7 @@ class Cap:
 
 
 def _amount(field: str, value: Any) -> float | int:
-    """Read a fraction (a float) or bytes (an int).
-
-    Raises:
-        PlanError: If the value is neither; the message says what was expected.
-    """
+    """Read a fraction (a float) or bytes (an int)."""
     if isinstance(value, str):
         return math.floor(BYTES.parse(field, value))
     if isinstance(value, Integral):
@@ -137,16 +125,7 @@ def _amount(field: str, value: Any) -> float | int:
 
 @dataclass(frozen=True)
 class HostMemory:
-    """One rank's part of its host's memory.
-
-    Attributes:
-        capacity_bytes: Bytes that offloaded boundaries may take.
-        copy_bytes_per_s: Rate of copies from and to the device.
-        is_apart: Whether it is separate from the device's memory. On the CPU it is not: offloading
-            would free nothing.
-        is_pinned: Whether it comes in pieces whose ends may stay empty.
-        limited_by: What allows less than the host has; empty: nothing does, or the user's cap.
-    """
+    """One rank's part of its host's memory."""
 
     capacity_bytes: float
     copy_bytes_per_s: float = math.inf
@@ -162,12 +141,7 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class Limits:
-    """The memory that one rank may use.
-
-    Attributes:
-        device: Its device. A plan may use ``capacity_bytes``, at most the user's ``cap_bytes``.
-        host: Its part of the host's memory.
-    """
+    """The memory that one rank may use."""
 
     device: Device
     host: HostMemory
@@ -183,22 +157,7 @@ class Limits:
         host_memory_cap: Cap,
         kept_bytes: float = 0.0,
     ) -> Limits:
-        """Read the memory of this rank's device and host, and apply the user's caps.
-
-        Args:
-            accelerator: This rank's device.
-            processes_on_host: Number of ranks that share the host.
-            rank: This rank.
-            world_size: Number of ranks.
-            memory_cap: Caps of devices.
-            host_memory_cap: Cap of a rank's part of its host; empty: half of the free memory.
-            kept_bytes: The rank's memory there for a restart, which counts against the cap.
-
-        Raises:
-            PlanError: If a cap names a rank that does not exist, is a fraction of an unknown size,
-                or is above the host's memory. :func:`check_limits` checks caps against devices, on
-                all ranks together.
-        """
+        """Read the memory of this rank's device and host, and apply the user's caps."""
         found = accelerator.describe(processes_on_host)
         memory_cap.check_ranks(world_size)
         cap_bytes = memory_cap.bytes_of(rank, found.total_bytes)
@@ -257,11 +216,7 @@ def _copy_rate(accelerator: Accelerator) -> float:
 
 
 def check_limits(limits: Sequence[Limits]) -> None:
-    """Raise if any rank's cap is above its device's memory; all ranks raise the same error.
-
-    Raises:
-        PlanError: The message names the rank and the way out.
-    """
+    """Raise if any rank's cap is above its device's memory; all ranks raise the same error."""
     for rank, own in enumerate(limits):
         cap_bytes, total_bytes = own.device.cap_bytes, own.device.total_bytes
         if not math.isinf(cap_bytes) and cap_bytes > total_bytes:
@@ -273,11 +228,7 @@ def check_limits(limits: Sequence[Limits]) -> None:
 
 
 def check_plan(plan: Plan, limits: Sequence[Limits]) -> None:
-    """Raise if a given plan states a memory need above the caps.
-
-    Raises:
-        PlanError: The message names the rank and the way out.
-    """
+    """Raise if a given plan states a memory need above the caps."""
     for rank, (part, own) in enumerate(zip(plan.ranks, limits, strict=True)):
         cap_bytes = own.device.cap_bytes
         if part.memory_bytes is not None and part.memory_bytes > cap_bytes:
@@ -310,12 +261,7 @@ def named_where_nothing_fits(limits: Sequence[Limits]) -> Iterator[None]:
 
 
 def limit_note(limits: Sequence[Limits], uses_host: bool = True) -> str:
-    """Return a sentence on ranks whose memory is less than what their hosts have; empty if none.
-
-    Args:
-        limits: Of every rank.
-        uses_host: Whether memory of hosts counts that is apart from the devices.
-    """
+    """Return a sentence on ranks whose memory is less than what their hosts have; empty if none."""
     by_limit: dict[str, list[int]] = {}
     for rank, own in enumerate(limits):
         found = own.device.limited_by if math.isinf(own.device.cap_bytes) else ""
@@ -334,14 +280,7 @@ def limit_note(limits: Sequence[Limits], uses_host: bool = True) -> str:
 def with_host_memory(
     problem: Problem, hosts: Sequence[HostMemory], boundaries: bool = True
 ) -> Problem:
-    """Let the plan use the memory of hosts that have some apart from the device.
-
-    Args:
-        problem: The problem.
-        hosts: Host memory of every rank.
-        boundaries: Whether boundaries may go there, which needs a problem that was measured with
-            recomputation. Optimizer state may by ``Problem.optimizer_offload``.
-    """
+    """Let the plan use the memory of hosts that have some apart from the device."""
     moves = problem.optimizer_offload is not False
 
     def planned_bytes(host: HostMemory) -> float:
@@ -381,14 +320,7 @@ def _equal_hosts(problem: Problem, hosts: Sequence[HostMemory]) -> list[HostMemo
 def reserve_host_memory(
     accelerator: Accelerator, host: HostMemory, plan: RankPlan
 ) -> HostArena | None:
-    """Return this rank's host memory for boundaries, with the bytes of the plan allocated.
-
-    Returns:
-        None where the plan offloads nothing.
-
-    Raises:
-        HostMemoryError: If the host has less than the plan needs.
-    """
+    """Return this rank's host memory for boundaries, with the bytes of the plan allocated."""
     if not plan.offload:
         return None
     arena = HostArena(accelerator, host.capacity_bytes)

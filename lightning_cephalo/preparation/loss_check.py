@@ -95,11 +95,6 @@ class LossCheck:
 
         Runs once, and later does nothing. Smaller microbatches than the halves need are joined.
         With manual optimization every rank runs the code, and each backward's loss is compared.
-
-        Args:
-            batch: This rank's batch.
-            pieces: This rank's microbatches of the step, and how many samples each has.
-            step: The user's training step on one microbatch.
         """
         if not self._is_due:
             return
@@ -149,15 +144,7 @@ def check_measured(
     trainer: Trainer,
     manual: ManualSteps | None = None,
 ) -> None:
-    """Warn if the loss of a few samples is not the weighted mean of its halves'; collective.
-
-    Args:
-        job: The training to run.
-        problem: Says how many samples a microbatch may have on each rank.
-        model: The sharded model.
-        trainer: The trainer that is fitting.
-        manual: Runs steps that call their backwards themselves; None: the executor runs both.
-    """
+    """Warn if the loss of a few samples is not the weighted mean of its halves'; collective."""
     half = additivity.SAMPLES // 2
     progress = Progress(job.options.verbose and model.control.rank == 0)
     have_room = all(rank.largest_microbatch_size >= 2 * half for rank in problem.ranks)

@@ -47,17 +47,7 @@ REFUSALS = (PlanError, UnsupportedError, HostMemoryError, TooLittleMemoryError, 
 
 @dataclass(frozen=True)
 class _Pending:
-    """A plan that all ranks have accepted, and when it takes effect.
-
-    Attributes:
-        plan: The plan.
-        memory: Its predicted memory.
-        arena: This rank's host memory for it.
-        from_batch: The batch of the present epoch from which on it is followed; infinite: the
-            next epoch.
-        mark: Where the loaders stood when it was accepted.
-        is_users: Whether the user has asked for it.
-    """
+    """A plan that all ranks have accepted, and when it takes effect."""
 
     plan: Plan
     memory: tuple[RankMemory, ...]
@@ -68,15 +58,7 @@ class _Pending:
 
 
 class PlanChanges:
-    """Lets a training follow another plan between two of its steps.
-
-    Args:
-        session: The session of the training.
-        trainer: The trainer that is fitting.
-
-    Attributes:
-        change_s: Seconds that the last change took on this rank.
-    """
+    """Lets a training follow another plan between two of its steps."""
 
     def __init__(self, session: Session, trainer: Trainer) -> None:
         self._session, self._trainer = session, trainer
@@ -102,23 +84,7 @@ class PlanChanges:
         *,
         by_user: bool = True,
     ) -> bool:
-        """Accept a plan on all ranks, or raise on all of them; collective.
-
-        Args:
-            plan: The plan, equal on every rank, or its path.
-            memory: The predicted memory of every rank; empty: the peaks of the plan.
-            by_user: Whether the user asks for it. Else it does not replace a plan of the user's.
-
-        Raises:
-            PlanError: If the plan does not fit the run, or ranks give different plans.
-            UnsupportedError: If something that this run needs cannot change.
-            HostMemoryError: If a host has less memory than the plan needs.
-            TooLittleMemoryError: If a rank lacks the memory to move its rows.
-            RemoteRankError: If any of these happened on another rank.
-
-        Returns:
-            Whether it will take effect.
-        """
+        """Accept a plan on all ranks, or raise on all of them; collective."""
         if self.waits_for_users and not by_user:
             return False
         session, control = self._session, self._session.control
@@ -163,14 +129,7 @@ class PlanChanges:
         return checked
 
     def take_effect(self, batch: int) -> bool:
-        """Follow an accepted plan if its batch has come; collective then.
-
-        Args:
-            batch: Number of the batch in its epoch that is about to be trained.
-
-        Returns:
-            Whether the plan has changed.
-        """
+        """Follow an accepted plan if its batch has come; collective then."""
         steps = self._trainer.global_step
         # no update since the batch before: its gradients are needed still
         self._accumulates = batch > 0 and steps == self._steps_before
@@ -211,17 +170,6 @@ class PlanChanges:
         """Follow a plan from the middle of a step that has failed on all ranks; collective.
 
         Plans that wait still take effect.
-
-        Args:
-            plan: A plan with the batches of the present one.
-            memory: The predicted memory of every rank.
-
-        Raises:
-            PlanError: As for :meth:`request`, like all of these. The old plan stays.
-            UnsupportedError: If something that this run needs cannot change.
-            HostMemoryError: If a host has less memory than the plan needs.
-            TooLittleMemoryError: If a rank lacks the memory to move its rows.
-            RemoteRankError: If any of these happened on another rank.
         """
         session, control = self._session, self._session.control
         loaders = DealtLoaders(self._trainer)

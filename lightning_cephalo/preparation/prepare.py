@@ -58,13 +58,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Loaders:
-    """The user's training dataloaders.
-
-    Attributes:
-        flat: All of them.
-        spec: How they are nested; None for a single one.
-        mode: How Lightning's CombinedLoader puts their batches together.
-    """
+    """The user's training dataloaders."""
 
     flat: tuple[Any, ...]
     spec: Any
@@ -245,10 +239,6 @@ def _training_loaders(trainer: Trainer, *, is_read: bool) -> Loaders:
 
     Private API: the loaders are needed before Lightning's loop requests them. Its ``setup_data``
     must not be called early, or a resumed loader would start anew.
-
-    Args:
-        trainer: The trainer that is fitting.
-        is_read: Whether batches are read before training, so that loaders must start anew.
     """
     from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
     from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -316,11 +306,7 @@ def _starts(loaders: Loaders, layouts: Sequence[BatchLayout], seed: int) -> list
 
 
 def _samples_of_ready_batches(starts: list[list[float]]) -> int:
-    """Return the rows of the first ready batch; of all ranks' if each reads a stream of its own.
-
-    Raises:
-        PlanError: If ranks have no batch, so that they cannot be measured.
-    """
+    """Return the rows of the first ready batch; of all ranks' if each reads a stream of its own."""
     own = [int(rows) for _, rows in starts]
     without = [rank for rank, rows in enumerate(own) if not rows]
     if without:
@@ -369,11 +355,7 @@ def _given_plan(options: Options, world_size: int, batch_size: int | None) -> Pl
 
 
 def _check_ranks(plan: Plan | None, world_size: int, batch_size: int | None) -> int:
-    """Return the global batch size: the plan's, or the given one if every rank can have a sample.
-
-    Raises:
-        PlanError: Without a plan, if there are more ranks than samples.
-    """
+    """Return the global batch size: the plan's, or the given one if it has a sample for each rank."""
     if plan is not None:
         return plan.global_batch_size
     assert batch_size is not None, "without a plan it was read, or found in the first batch"
@@ -487,11 +469,7 @@ def measure_or_load(
 
 
 def _optimizer_offload(job: Job, manual: ManualSteps | None) -> bool | Literal["auto"]:
-    """Return whether the plan may keep optimizer state in host memory, or has to.
-
-    Raises:
-        PlanError: If it has to, but no rank's host has memory apart from its device.
-    """
+    """Return whether the plan may keep optimizer state in host memory, or has to."""
     asked = job.options.optimizer_offload
     if asked is False and not _gives_moved_state(job):
         return False
@@ -536,12 +514,7 @@ def _keep(
 
 
 def make_plan(job: Job, problem: Problem, control: ControlGroup) -> Plan:
-    """Solve for the plan on rank 0, and return it on every rank; collective.
-
-    Raises:
-        InfeasibleError: On rank 0, if there is no plan.
-        RemoteRankError: On the other ranks, for the same reason.
-    """
+    """Solve for the plan on rank 0, and return it on every rank; collective."""
     with Progress(job.options.verbose and control.rank == 0) as progress:
         progress.say("solving for the plan")
         plan = control.together(

@@ -27,15 +27,7 @@ _LIMIT_S = 30.0
 
 @dataclass(frozen=True)
 class Relief:
-    """A plan that takes less memory, and has taken effect.
-
-    Attributes:
-        rank: The first rank that ran out.
-        problem: The problem with less memory for such ranks.
-        plan: Its solution.
-        now: The same for the batches that are loaded; it has taken effect.
-        is_requested: Whether the solution itself will take effect.
-    """
+    """A plan that takes less memory, and has taken effect."""
 
     rank: int
     problem: Problem
@@ -46,14 +38,7 @@ class Relief:
 
 @dataclass(frozen=True)
 class _Said:
-    """What a rank says of its error.
-
-    Attributes:
-        is_memory: Whether it ran out of memory.
-        is_told: Whether it has only heard of another rank's error.
-        held_bytes: The most that it has held; infinite if unknown.
-        refused: Why it cannot repeat the step; may be empty.
-    """
+    """What a rank says of its error."""
 
     is_memory: bool
     is_told: bool
@@ -64,18 +49,7 @@ class _Said:
 def make_room(
     session: Session, changes: PlanChanges, problem: Problem, error: Exception, refused: str
 ) -> Relief:
-    """Follow a plan that takes less memory, or raise the error on every rank; collective.
-
-    Args:
-        session: The session of the training.
-        changes: Changes its plan.
-        problem: The problem to which the present plan is a solution.
-        error: This rank's error. All ranks have raised at the same place.
-        refused: Why this rank cannot repeat the step, in a sentence; empty: it can.
-
-    Raises:
-        Exception: The error, with a sentence that says why no other plan is tried.
-    """
+    """Follow a plan that takes less memory, or raise the error on every rank; collective."""
     control = session.control
     figures = session.model.accelerator.memory
     own = _Said(

@@ -95,20 +95,7 @@ def _policy_of(problem: Problem, plan: Plan, step: int) -> ReplanPolicy | None:
 
 
 class Replanning:
-    """Changes the plan of a running training where ranks change their pace.
-
-    Args:
-        session: The session of the training, which follows a plan.
-        trainer: The trainer that is fitting.
-        changes: Changes the plan.
-        watch: Times this rank's steps.
-        problem: The measured problem.
-        policy: Decides, on rank 0.
-        options: The user's options.
-
-    Attributes:
-        replans: The changes so far, equal on every rank.
-    """
+    """Changes the plan of a running training where ranks change their pace."""
 
     def __init__(
         self,
@@ -207,12 +194,7 @@ class Replanning:
             rank_zero_warn(f"Step {step}: another plan would be faster, but was refused. {error}")
 
     def changed(self, plan: Plan, seconds: float) -> None:
-        """Note that a plan has taken effect, and tell everybody who wants to know.
-
-        Args:
-            plan: The plan.
-            seconds: How long the change took.
-        """
+        """Note that a plan has taken effect, and tell everybody who wants to know."""
         change, self._accepted = self._accepted, None
         step = self._trainer.global_step
         if change is None or change.plan != plan:  # the user's own
@@ -248,18 +230,7 @@ class Replanning:
     # -- in a step that has failed --------------------------------------------------------------
 
     def relieve(self, error: Exception, refused: str) -> Replan:
-        """Follow a plan that takes less memory, so that the step can be repeated; collective.
-
-        Args:
-            error: This rank's error. All ranks have raised at the same place.
-            refused: Why this rank cannot repeat the step, in a sentence; empty: it can.
-
-        Raises:
-            Exception: The error, on every rank, if there is no way.
-
-        Returns:
-            The change, of which the user has not been told.
-        """
+        """Follow a plan that takes less memory, so that the step can be repeated; collective."""
         session, step, old = self._session, self._trainer.global_step, self._session.plan
         found = make_room(session, self._changes, self._problem, error, refused)
         self._problem = found.problem
@@ -297,12 +268,7 @@ class Replanning:
 
 
 def line_of(change: Replan, name: str = "") -> str:
-    """Return the line that tells the user of a change.
-
-    Args:
-        change: The change, after it has taken effect.
-        name: The device of the rank whose pace has changed.
-    """
+    """Return the line that tells the user of a change."""
     factor, than = change.factor, "slower"
     if factor < 1.0:
         factor, than = 1.0 / factor, "faster"

@@ -357,15 +357,7 @@ class Session:
         keeps_gradients: bool = False,
         in_step: bool = False,
     ) -> None:
-        """Follow a plan that is checked, with its host memory; collective. See :meth:`apply`.
-
-        Args:
-            plan: As for :meth:`apply`.
-            memory: As for :meth:`apply`.
-            arena: This rank's host memory for the plan.
-            keeps_gradients: Whether gradients move with their rows, as later ones add to them.
-            in_step: Whether an optimizer's step is under way: then owners of whole parameters stay.
-        """
+        """Follow a plan that is checked, with its host memory; collective. See :meth:`apply`."""
         self.model.release_buffers()  # modes decide which of them are needed
         self._move_shards(plan, keeps_gradients)
         for owned in () if in_step else map(self.updates.of, self.optimizers):
@@ -422,12 +414,7 @@ class Session:
         self.user_gathers.check([len(rank.microbatch_sizes) for rank in plan.ranks])
 
     def check_modes(self, plan: Plan) -> None:
-        """Raise if the way to train allows no such plan, on any rank.
-
-        Raises:
-            PlanError: If a rank has no samples or several microbatches with manual optimization, or
-                offloads boundaries that retained activations hold.
-        """
+        """Raise if the way to train allows no such plan, on any rank."""
         if self.manual is not None:
             _refuse_with_manual_optimization(plan)
         recompute = self.job.options.recompute
@@ -439,17 +426,7 @@ class Session:
             )
 
     def check_move(self, plan: Plan, keeps_gradients: bool = False) -> None:
-        """Raise on every rank if shards must move to follow a plan, but cannot; collective.
-
-        Args:
-            plan: The plan.
-            keeps_gradients: Whether gradients move with their rows.
-
-        Raises:
-            UnsupportedError: If optimizer state cannot move with its rows.
-            TooLittleMemoryError: If a rank lacks the memory for it.
-            RemoteRankError: If that is so on another rank.
-        """
+        """Raise on every rank if shards must move to follow a plan, but cannot; collective."""
         if self._fractions_of(plan) == self.model.fractions:
             return
         state = self._rows_of_state(keeps_gradients)
@@ -473,11 +450,7 @@ class Session:
             ) from failure
 
     def host_memory_of(self, plan: Plan) -> HostArena | None:
-        """Return this rank's host memory for a plan; that of the present plan if it is enough.
-
-        Raises:
-            HostMemoryError: If the host has less memory than the plan needs.
-        """
+        """Return this rank's host memory for a plan; that of the present plan if it is enough."""
         own, arena = plan.ranks[self.control.rank], self.model.executor.arena
         self._host_state.check_room(own, self.optimizers)
         if own.offload and arena is not None and (own.host_bytes or 0.0) <= arena.held_bytes:

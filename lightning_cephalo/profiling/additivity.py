@@ -41,18 +41,7 @@ _TINY = 1e-12
 
 @dataclass(frozen=True)
 class LossOfParts:
-    """The loss of a batch, and that of its parts.
-
-    Attributes:
-        whole: The loss of the batch.
-        parts: The weighted mean of the losses of its parts.
-        sizes: The samples of each part.
-        again: The loss of the batch, a second time; None: it was run once.
-        undefined: Whether a part has no loss (0/0), though the batch has one.
-        evenly: The same as ``parts``, of batches of one size: in place of its part, each has two
-            copies of it, or more. None: not run.
-        noise: How much losses of copies differ from those of the parts; 0 but for rounding.
-    """
+    """The loss of a batch, and that of its parts."""
 
     whole: float
     parts: float
@@ -75,9 +64,6 @@ class LossOfParts:
         ::
 
             LossOfParts(whole=1.386, parts=0.693, sizes=(2, 2)).differs()    # True
-
-        Args:
-            in_half: Whether the model computes in half precision.
         """
         tolerance = _ROUNDING_IN_HALF if in_half else _ROUNDING
         alike = math.isclose(self.whole, self.parts, rel_tol=tolerance, abs_tol=_TINY)

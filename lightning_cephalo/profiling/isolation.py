@@ -370,9 +370,6 @@ def _update_nothing(optimizer: Optimizer) -> list[RemovableHandle]:
     """Hide all gradients from an optimizer's own ``step()``, which no hook of Lightning sees.
 
     It would hold state otherwise, and take time: both are measured elsewhere.
-
-    Returns:
-        What ends it.
     """
     hidden: dict[Tensor, Tensor] = {}
 

@@ -11,15 +11,7 @@ from lightning_cephalo.ranks.crash_report import is_lost_connection
 
 @contextmanager
 def lost_rank_explained(rank: int, doing: str) -> Iterator[None]:
-    """Replace the error of a lost connection by one that explains it.
-
-    Args:
-        rank: This rank.
-        doing: What this rank is doing, for the message.
-
-    Raises:
-        ProfilingError: In place of the error that torch.distributed raises if a rank is gone.
-    """
+    """Replace the error of a lost connection by one that explains it."""
     try:
         yield
     except RuntimeError as failure:

@@ -254,15 +254,7 @@ def _in_this_world(
     updates: OptimizerTime,
     resting: float,
 ) -> Problem:
-    """Return a problem with what depends on all ranks together.
-
-    Args:
-        alone: What each device does alone.
-        model: The sharded model, whose visits are traced.
-        network: Times of communication.
-        updates: Times of the optimizer's step.
-        resting: Bytes that the rank with the most of them holds besides full buffers.
-    """
+    """Return a problem with what depends on all ranks together."""
     visits = [visit for visit in model.executor.visits if not visit.is_meeting]
     reduced = len({visit.unit for visit in visits if model.units[visit.unit].trainable})
     share = reduced / alone.units
@@ -424,11 +416,6 @@ class _Batches:
 
     Steps may change what they get: pop labels, or scale a tensor in place. So each gets containers
     of its own, and tensors of its own once one has changed them.
-
-    Args:
-        loader: A DataLoader or :class:`~lightning_cephalo.preparation.prepare.Loaders`.
-        layouts: How ready batches of each loader are cut.
-        move: Moves a batch to the device.
     """
 
     def __init__(

@@ -267,9 +267,6 @@ class StepMeter(Observer):
     Gathered buffers are included. Bytes are read from the device's allocator where it has one. The
     figures of an emulated device are not used: they include the bytes that :class:`_StepTracker`
     leaves out.
-
-    Args:
-        model: The sharded model.
     """
 
     def __init__(self, model: ShardedModel) -> None:
@@ -312,11 +309,7 @@ class StepMeter(Observer):
             self._peak_bytes = last_bytes
 
     def held(self, samples_bytes: int) -> Held:
-        """Return what the step held.
-
-        Args:
-            samples_bytes: Bytes of the samples, to add.
-        """
+        """Return what the step held."""
         figures = (self._peak_bytes, self._kept_bytes)
         reducing = (self._reducing_peak_bytes, self._reducing_kept_bytes)
         return Held(*(figure + samples_bytes for figure in (*figures, *reducing)))
@@ -360,14 +353,7 @@ class Held:
 
 @dataclass(frozen=True)
 class RetainedBytes:
-    """Bytes that are retained from the forward until the backward.
-
-    Attributes:
-        sample_bytes: Per sample, over all units.
-        microbatch_bytes: Per microbatch, whatever its number of samples.
-        reducing_sample_bytes: The part of ``sample_bytes`` that is retained from the first reduce
-            on.
-    """
+    """Bytes that are retained from the forward until the backward."""
 
     sample_bytes: float
     microbatch_bytes: float
@@ -382,16 +368,7 @@ class RetainedBytes:
     def between(
         cls, single: float, several: float, count: int, size: int, larger: tuple[int, float] | None
     ) -> RetainedBytes:
-        """Derive both figures from the bytes held between forward and backward.
-
-        Args:
-            single: Bytes with one microbatch.
-            several: Bytes with ``count`` microbatches.
-            count: Two or more.
-            size: Samples in each microbatch.
-            larger: Samples of a larger microbatch, and the bytes with one such microbatch. None if
-                there is none: then all retained bytes count per sample.
-        """
+        """Derive both figures from the bytes held between forward and backward."""
         each = max(0.0, (several - single) / (count - 1))
         if larger is None:
             return cls(each / size, 0.0)
@@ -405,13 +382,6 @@ def compute_curve(
     """Return ``compute_bytes`` of microbatches of 1 to ``largest`` samples.
 
     Peaks are interpolated, and never fall: a larger batch holds no less.
-
-    Args:
-        sizes: Measured sizes, rising.
-        peaks: Their peaks, gathered buffers included.
-        largest: Length of the curve.
-        gathered: The part of the problem's ``gathered_bytes`` that is full buffers.
-        kept: The bytes retained until the backward.
     """
     if not largest:
         return []

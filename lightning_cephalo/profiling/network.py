@@ -27,25 +27,7 @@ _NOISE = 0.05
 
 @dataclass(frozen=True)
 class NetworkTimes:
-    """Seconds of communication on the slowest rank.
-
-    Attributes:
-        gather_s: Gather of an average unit from uneven shards.
-        reduce_s: Reduce of an average unit into uneven shards.
-        gather_and_reduce_s: One of each, beside each other; None where no step has that.
-        even_gather_s: Gather from even shards; None where these save too little time, or where a
-            rank has no memory for them.
-        even_reduce_s: Reduce into even shards; None likewise.
-        even_gather_and_reduce_s: Both beside each other; None likewise.
-        padded_bytes: Bytes of the buffers in which even shares travel that fast; 0 if they travel
-            as they are.
-        root_gather_s: Gather of the root unit, without last layers that are apart.
-        root_reduce_s: Reduce of the root unit, likewise.
-        last_gather_s: Gather of these last layers; 0: there are none.
-        last_reduce_s: Reduce of these last layers; the same.
-        exchange_s: One exchange of small messages.
-        by_node: Whether slices went by node in all of these, because that was faster.
-    """
+    """Seconds of communication on the slowest rank."""
 
     gather_s: float
     reduce_s: float
@@ -85,11 +67,6 @@ def measure_network(
     of the other kind, even or uneven, and even ones padded where that can help. It leaves no
     gradients and nothing gathered behind, and restores the shares. It leaves slices on the faster
     way: straight, or by node.
-
-    Args:
-        model: The sharded model; has run a step.
-        clock: Returns seconds once all work issued to the device is done.
-        capacity_bytes: The bytes that this rank may hold.
     """
     model.executor.reshard()
     _choose_way(model, clock, capacity_bytes)
@@ -170,14 +147,7 @@ def _saved(even_s: float | None, uneven_s: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class MeanTimes:
-    """Mean seconds of gathering and of reducing a unit, as steps do it.
-
-    Attributes:
-        gather_s: Gather of a unit, while the next one is gathered, too.
-        reduce_s: Reduce of a unit beside nothing else.
-        gather_and_reduce_s: One of each, beside each other; None where no step has that.
-        padded_bytes: Bytes of padding that this takes.
-    """
+    """Mean seconds of gathering and of reducing a unit, as steps do it."""
 
     gather_s: float
     reduce_s: float
@@ -236,12 +206,6 @@ def _in_turn(
 
     A backward of n units has a gather, n - 2 times a reduce and a gather beside each other, and two
     reduces beside nothing. The last one is timed apart. Its unit counts for all by its bytes.
-
-    Args:
-        model: The sharded model.
-        units: Those whose forward counts.
-        trained: Those whose backward counts; three or more.
-        clock: Returns seconds once all work issued to the device is done.
     """
     mean_bytes = statistics.fmean(unit.gradient_bytes for unit in trained)
     passes = []
@@ -319,14 +283,7 @@ def root_times(
 def unit_times(
     model: ShardedModel, unit: Unit, clock: Callable[[], float], apart: Collection[int] = ()
 ) -> tuple[float, float]:
-    """Return the slowest rank's median seconds of gathering and of reducing a unit.
-
-    Args:
-        model: The sharded model.
-        unit: The unit.
-        clock: Returns seconds once all work issued to the device is done.
-        apart: Parts of the root unit that do not count: some of its ends, or 0 for all but them.
-    """
+    """Return the slowest rank's median seconds of gathering and of reducing a unit."""
     gathers, reduces = [], []
     for repeat in range(1 + _REPEATS):
         gather_s, reduce_s = slowest(model, clock, partial(_gather, unit, apart)), 0.0

@@ -23,25 +23,14 @@ _REPEATS = 2
 
 @dataclass(frozen=True)
 class NoRecompute:
-    """One rank's figures with retained activations.
-
-    Attributes:
-        measured: Times and memory of one or two sizes; empty if the rank lacks the memory.
-        kept: Bytes retained until the backward.
-    """
+    """One rank's figures with retained activations."""
 
     measured: Measured
     kept: RetainedBytes
 
 
 def measure_no_recompute(prober: Prober, recomputing: Measured, sweep: Sweep) -> NoRecompute:
-    """Measure steps that retain their activations; collective.
-
-    Args:
-        prober: Runs profiling steps.
-        recomputing: The measurements with recomputation, which give the sizes.
-        sweep: The settings of those measurements.
-    """
+    """Measure steps that retain their activations; collective."""
     model = prober.model
     model.release_buffers()  # retained graphs have memory of their own
     model.executor.recompute = False
@@ -84,13 +73,6 @@ def with_no_recompute(
     """Add the curves without recomputation to a profile, so that the plan can choose.
 
     Returns the profile unchanged if this rank ran no size without recomputation.
-
-    Args:
-        profile: Measured with recomputation.
-        no_recompute: This rank's figures without recomputation.
-        kept: Bytes that any rank retains per sample and microbatch without recomputation.
-        units: Number of the model's units.
-        gathered_bytes: The part of the problem's ``gathered_bytes`` that is full buffers.
     """
     measured, largest = no_recompute.measured, profile.largest_microbatch_size
     sizes = sorted(set(measured.times) & set(measured.held))

@@ -41,23 +41,13 @@ class OptimizerTime:
     ::
 
         found.overhead_s + numel / found.parameters_per_s[rank]    # a step of one rank's rows
-
-    Attributes:
-        overhead_s: Seconds whatever a rank's rows: clipping, and the slowest rank's calls.
-        parameters_per_s: By rank, the parameters that its device updates per second; infinite: they
-            take no time that can be measured.
     """
 
     overhead_s: float
     parameters_per_s: tuple[float, ...]
 
     def in_problem(self, problem: Problem, unit_part: float) -> Problem:
-        """Return a problem with these times; ranks that are alike get the slowest of their rates.
-
-        Args:
-            problem: Ranks that are alike have equal profiles in it.
-            unit_part: The part of the parameters that is one unit's.
-        """
+        """Return a problem with these times; equal ranks get the slowest of their rates."""
         bare = [replace(rank, updated_parameters_per_s=math.inf) for rank in problem.ranks]
         found = list(zip(bare, self.parameters_per_s, strict=True))
         ranks = [
@@ -80,12 +70,6 @@ def optimizer_time(
     """Return the times of clipping and of AdamW, whose rows are any; collective.
 
     Leaves no gradients behind.
-
-    Args:
-        model: The sharded model; has run a step.
-        clock: Returns seconds once all work issued to the device is done.
-        clip: Clips the gradients of the given parameters, on all ranks together; None if the
-            trainer does not clip.
     """
     model.executor.reshard()
     flats = [flat for unit in model.units for flat in unit.flats if flat.trainable]
@@ -104,12 +88,7 @@ def optimizer_time(
 
 
 def clipping(largest: float | None, algorithm: str | None) -> Callable[..., object] | None:
-    """Return the trainer's clipping as a function; None if it does not clip.
-
-    Args:
-        largest: The trainer's ``gradient_clip_val``.
-        algorithm: The trainer's ``gradient_clip_algorithm``.
-    """
+    """Return the trainer's clipping as a function; None if it does not clip."""
     if not largest:
         return None
     clip = clip_by_value if algorithm == "value" else clip_by_norm

@@ -32,13 +32,7 @@ from lightning_cephalo.profiling.memory_model import Held, StepMeter, batch_byte
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one microbatch on one rank, summed over its visits of units.
-
-    Attributes:
-        forward_s: All units' forward.
-        backward_s: All units' backward.
-        tail_s: Everything else: embedding, head, loss.
-    """
+    """Seconds of one microbatch on one rank, summed over its visits of units."""
 
     forward_s: float
     backward_s: float
@@ -61,19 +55,7 @@ class Times:
 
 
 class Prober:
-    """Runs profiling steps; collective.
-
-    Args:
-        model: The sharded model.
-        clock: Returns seconds once all work issued to the device is done.
-        batch_of: Returns a batch of the given number of samples on the device.
-        step: The user's training step on one batch.
-        context: The precision plugin's context of a training step.
-        manual: Runs steps that call their backwards themselves; None: the executor runs both.
-
-    Attributes:
-        wall_s: Seconds of the last timed step.
-    """
+    """Runs profiling steps; collective."""
 
     def __init__(
         self,
@@ -101,15 +83,7 @@ class Prober:
         return self.model.accelerator.now_s()
 
     def timed(self, size: int) -> tuple[Times | None, list[bool]]:
-        """Time a step with one microbatch of ``size`` samples (0: take part without one).
-
-        Returns:
-            This rank's times, None if it computed nothing; and per rank whether it ran out of
-            memory. If any rank did, no rank's times are valid.
-
-        Raises:
-            ProfilingError: On every rank, if any fails for another reason.
-        """
+        """Time a step with one microbatch of ``size`` samples (0: take part without one)."""
         self._times = None
         start_s = self.now_s()
         refused = self._run(partial(self._timed_step_of, size), size)
@@ -223,11 +197,7 @@ class Prober:
 
 
 class _PhaseClock(Observer):
-    """Sums this rank's compute time by phase.
-
-    Args:
-        clock: Returns seconds once all work issued to the device is done.
-    """
+    """Sums this rank's compute time by phase."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

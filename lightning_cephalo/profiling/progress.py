@@ -48,13 +48,7 @@ class Progress:
         self.say(f"profiling: microbatches of {by_rank} samples (by rank)")
 
     def done(self, largest: Sequence[int], seconds: float, steps: float) -> None:
-        """Print the final line.
-
-        Args:
-            largest: The largest microbatch size of every rank.
-            seconds: How long profiling took.
-            steps: How many steps training would have run in that time.
-        """
+        """Print the final line."""
         if self._console is not None:
             sizes = ", ".join(map(str, largest))
             self._console.print(

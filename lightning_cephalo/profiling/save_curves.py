@@ -23,19 +23,7 @@ def remember(
     recompute: bool,
     batch: Any,
 ) -> str | None:
-    """Save the curves of every kind of device in the user's cache.
-
-    Args:
-        problem: the measured problem.
-        model: class name of the model.
-        parameters: total number of its parameters.
-        dtype: compute dtype; None: that of the parameters, assumed to be fp32.
-        recompute: whether the measured backward recomputes; the saved one always includes that.
-        batch: a batch like the measured ones, for the length of a sample.
-
-    Returns:
-        None, or why nothing was saved: a failure must not stop the training.
-    """
+    """Save the curves of every kind of device in the user's cache."""
     try:
         curves = _curves(problem, recompute)
         if curves:

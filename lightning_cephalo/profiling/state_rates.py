@@ -45,15 +45,7 @@ _ALIKE = 2.0
 
 @dataclass(frozen=True)
 class StateRates:
-    """Rates of one rank, in parameters and in bytes per second; infinite: it takes no time.
-
-    Attributes:
-        host_updated_parameters_per_s: Of its host's processors.
-        to_device_bytes_per_s: Of copies to its device.
-        to_host_bytes_per_s: Of copies to its host.
-        host_memory_bytes_per_s: Of its part of the host's memory, which copies and updates read and
-            write; infinite: they do not wait for it.
-    """
+    """Rates of one rank, in parameters and in bytes per second; infinite: it takes no time."""
 
     host_updated_parameters_per_s: float = 0.0
     to_device_bytes_per_s: float = math.inf

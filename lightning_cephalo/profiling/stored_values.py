@@ -36,13 +36,7 @@ _DEEPEST = 4  # iterators that take from iterators
 
 @dataclass(frozen=True)
 class Kept:
-    """What a rank's step keeps on modules that depends on how its batch is cut.
-
-    Attributes:
-        numbers: Names of numbers that are no means over samples, with those of the batch and of its
-            parts.
-        drawn: Names of generators and iterators that the step advances, with their types.
-    """
+    """What a rank's step keeps on modules that depends on how its batch is cut."""
 
     numbers: tuple[tuple[str, float, tuple[float, ...]], ...] = ()
     drawn: tuple[tuple[str, str], ...] = ()
@@ -112,11 +106,7 @@ class StoredValues:
         self._start, self._marks = [], {}
 
     def kept(self, in_half: bool = False) -> Kept:
-        """Return what depends on the cut: of the first run, the parts, and the first one again.
-
-        Args:
-            in_half: Whether the model computes in half precision.
-        """
+        """Return what depends on the cut: of the first run, the parts, and the first one again."""
         drawn = tuple(sorted(self._drawn.items()))
         if len(self._values) < 3 or not self.compares_numbers:
             return Kept((), drawn)

@@ -67,11 +67,7 @@ def register() -> None:
 
 
 def meeting(parameters: RendezvousParameters) -> RendezvousHandler:
-    """Return where the agents meet: torch's own place, with times of this host's clock.
-
-    Args:
-        parameters: As for torch's backend "c10d".
-    """
+    """Return where the agents meet: torch's own place, with times of this host's clock."""
     backend, store = create_backend(parameters)
     host, port = _place(parameters.endpoint)
     limit_silence(port, _SILENT_S)

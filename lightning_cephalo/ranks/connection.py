@@ -245,10 +245,6 @@ def note(met: Met | None, earlier: Connection | None = None) -> Connection:
 
     Lightning does not do this for gloo. A gloo thread that releases a tensor while the interpreter
     ends aborts the process (pytorch #190489). Its threads must therefore end earlier.
-
-    Args:
-        met: As in :class:`Connection`.
-        earlier: As in :class:`Connection`.
     """
     default = dist.group.WORLD
     assert default is not None

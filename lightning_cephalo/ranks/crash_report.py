@@ -162,12 +162,7 @@ def is_lost_connection(exception: BaseException) -> bool:
 
 
 def seen(switchboard: Switchboard, answers: Mapping[int, Whereabouts | OSError]) -> str:
-    """Return what this rank sees of the others.
-
-    Args:
-        switchboard: Reaches them.
-        answers: Of :meth:`Switchboard.look`.
-    """
+    """Return what this rank sees of the others."""
     gone = [rank for rank, answer in answers.items() if isinstance(answer, ConnectionError)]
     if gone:
         return (

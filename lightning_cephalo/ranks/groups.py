@@ -152,9 +152,6 @@ def place(node_rank: int) -> str:
     """Return what is equal for ranks on one node: its number, name, kernel, network namespace.
 
     The first network namespace has the same number on all hosts.
-
-    Args:
-        node_rank: This rank's node as the launcher counts them.
     """
     return f"{node_rank} {socket.gethostname()} {kernel_of_host()} {_network()}"
 

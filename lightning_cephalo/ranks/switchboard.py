@@ -35,15 +35,7 @@ _GOODBYE = b"{}\n"
 
 @dataclass(frozen=True)
 class Process:
-    """The process of a rank, and where it answers.
-
-    Attributes:
-        host: The name of its host.
-        address: The address by which other hosts reach it.
-        port: Of its server; 0: it has none.
-        number: Its process id.
-        place: Equal for processes that reach each other as "localhost".
-    """
+    """The process of a rank, and where it answers."""
 
     host: str
     address: str

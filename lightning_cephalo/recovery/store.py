@@ -257,18 +257,6 @@ class Store:
         store = Store(Store.default_folder(), "agent-4711")
         store.keep(Piece(serial, attempt, rank, world_size), meta, tensors)
         store.pieces()                                # of all ranks that keep here
-
-    Args:
-        folder: A folder on a local disk; None: ``/dev/shm``.
-        job: Name of the job.
-
-    Attributes:
-        base: The folder of all jobs of this user.
-        folder: The folder of the job.
-        is_in_memory: Whether the files take memory of the host.
-
-    Raises:
-        RecoveryError: The folder cannot be used: it is another user's, or no folder.
     """
 
     def __init__(self, folder: Path | None, job: str) -> None:
@@ -318,17 +306,7 @@ class Store:
         return next(slot for slot in slots if slot.piece() not in kept)
 
     def keep(self, piece: Piece, spared: Piece | None, meta: bytes, tensors: list[Tensor]) -> None:
-        """Write a piece into the slot of its rank that does not hold the spared one.
-
-        Args:
-            piece: Which piece it is.
-            spared: As for :meth:`slot`.
-            meta: As for :meth:`Slot.write`.
-            tensors: As for :meth:`Slot.write`.
-
-        Raises:
-            OSError: There is no room; the spared piece is whole.
-        """
+        """Write a piece into the slot of its rank that does not hold the spared one."""
         self.slot(piece.rank, spared).write(piece, meta, tensors)
 
     def pieces(self) -> dict[Piece, Slot]:
@@ -348,12 +326,7 @@ class Store:
         return True
 
     def remove(self, ranks: Iterable[int] = (), copies: Iterable[int] = ()) -> None:
-        """Remove all files but some, and the folder if it is empty then.
-
-        Args:
-            ranks: Ranks of this host whose pieces stay.
-            copies: Ranks of other hosts the copies of whose pieces stay.
-        """
+        """Remove all files but some, and the folder if it is empty then."""
         staying = {*(f"rank{rank}" for rank in ranks), *(f"copy{rank}" for rank in copies)}
         for path in self._paths():
             if path.name.partition(".")[0] not in staying:

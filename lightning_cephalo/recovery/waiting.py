@@ -28,15 +28,6 @@ def wait_for_hosts(
     """Wait for more hosts if an error says that the present ones are too few; collective then.
 
     The agent ends the ranks when another host comes, and starts them together with its ranks.
-
-    Args:
-        error: Why training cannot begin.
-        wait_s: The longest wait.
-        control: Messages between ranks.
-        is_noticed: Returns whether the agent has asked this rank to end.
-
-    Raises:
-        SIGTERMException: On every rank, if the agent has asked any to end.
     """
     here, most = (int(os.environ.get(n, "1")) for n in ("GROUP_WORLD_SIZE", MOST_HOSTS))
     # only errors that all ranks raise together let them communicate

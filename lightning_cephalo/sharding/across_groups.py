@@ -47,12 +47,7 @@ class Across:
         return next(number for number, ranks in enumerate(self.members) if rank in ranks)
 
     def route(self, cuts: Sequence[Sequence[int]], inside: Route) -> Route:
-        """Return the way of a flat's slices.
-
-        Args:
-            cuts: Offsets of the slices of each group's ranks.
-            inside: The way inside of a group.
-        """
+        """Return the way of a flat's slices."""
         own = self.own
         place = self.members[own].index(dist.get_rank(self.reduces))
         start, end = cuts[own][place : place + 2]
@@ -68,14 +63,7 @@ class Across:
 
 @dataclass(frozen=True)
 class _Peer:
-    """A rank of another group whose slice overlaps this rank's.
-
-    Attributes:
-        group: Number of its group.
-        rank: The rank.
-        start: Where the overlap begins in this rank's slice.
-        end: One past its end.
-    """
+    """A rank of another group whose slice overlaps this rank's."""
 
     group: int
     rank: int

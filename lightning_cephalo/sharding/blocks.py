@@ -35,13 +35,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 @dataclass(frozen=True)
 class _Block:
-    """A module that may be a unit.
-
-    Attributes:
-        name: Its full name.
-        module: The module.
-        family: The type of the blocks that it is repeated with, or stands among.
-    """
+    """A module that may be a unit."""
 
     name: str
     module: nn.Module
@@ -93,13 +87,7 @@ def type_of(module: nn.Module) -> type[nn.Module]:
 def _blocks(
     prefix: str, module: nn.Module, kinds: frozenset[type[nn.Module]] = frozenset()
 ) -> Iterator[_Block]:
-    """Yield the outermost blocks: those of runs, and those that stand next to them.
-
-    Args:
-        prefix: Beginning of the names of the module's children.
-        module: The module to search.
-        kinds: Types that are blocks without neighbours, too (in a stage of one block).
-    """
+    """Yield the outermost blocks: those of runs, and those that stand next to them."""
     found: dict[str, _Block] = {}
     if isinstance(module, _LISTS):
         runs = list(_runs(module))
@@ -201,14 +189,7 @@ def _signature(module: nn.Module) -> tuple[tuple[str, tuple[int, ...]], ...]:
 def _by_size(
     prefix: str, module: nn.Module, total: int, chosen: frozenset[int]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield modules outside of blocks, none much larger than the others if it can be divided.
-
-    Args:
-        prefix: Beginning of the names of its children.
-        module: A module that is divided into its children.
-        total: Number of elements of all parameters.
-        chosen: Ids of the blocks.
-    """
+    """Yield modules outside of blocks, none much larger than the others if it can be divided."""
     for name, child in module.named_children():
         size = _numel(child)
         if id(child) in chosen or _is_embedding(child) or size < SMALLEST_UNIT * total:

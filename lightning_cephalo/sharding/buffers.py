@@ -11,12 +11,7 @@ import torch
 
 
 class Buffer:
-    """A piece of memory that one flat may use at a time.
-
-    Attributes:
-        storage: The memory.
-        nbytes: Its size.
-    """
+    """A piece of memory that one flat may use at a time."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.storage, self.nbytes = storage, storage.nbytes()

@@ -29,9 +29,6 @@ class ByNode:
     The tag of a message tells whose slice it is. A collective sends at most one message of a tag
     from one rank to another, and gloo keeps the order of messages of one tag. One thread passes on
     slices, in the order of the collectives, so that both ends have the same order.
-
-    Args:
-        nodes: The node of every rank, by any number.
     """
 
     def __init__(self, nodes: Sequence[int]) -> None:
@@ -129,18 +126,7 @@ class ByNode:
 
 @dataclass(frozen=True)
 class _Role:
-    """What a rank does in a collective of slices of given sizes; empty slices take no part.
-
-    Attributes:
-        rows: Elements of each row that a reduce receives into: one for each partner, and where
-            there are peers, one for each slice that is relayed.
-        peers: The other ranks of its node.
-        partners: Whom its own slice goes to or comes from: its peers, and a relay in every other
-            node.
-        relays: By the owner of a slice, who relays it in this rank's node; in the owner's node,
-            the owner.
-        relayed: The owners, in other nodes, whose slices this rank relays.
-    """
+    """What a rank does in a collective of slices of given sizes; empty slices take no part."""
 
     rows: tuple[int, ...]
     peers: tuple[int, ...]

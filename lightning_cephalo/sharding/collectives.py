@@ -48,17 +48,7 @@ def gather_slices(
     route: Route = _STRAIGHT,
     slices: Sequence[torch.Tensor] | None = None,
 ) -> Pending:
-    """Fill ``full`` with every rank's slice; this rank's own slice is already in place.
-
-    Args:
-        full: 1-d tensor of ``sum(sizes)`` elements.
-        sizes: Elements of every rank, in group order; zeros allowed.
-        group: The process group.
-        padding: Whether nearly equal slices are padded, on backends that gain by it; None: not.
-        stage: Moves device tensors over backends that run on the host; None: this call blocks.
-        route: The way of slices in host memory.
-        slices: The slices of ``full``, where a caller keeps them; None: they are cut here.
-    """
+    """Fill ``full`` with every rank's slice; this rank's own slice is already in place."""
     if full.is_cpu:
         return Pending(route.gather(slices or full.split(list(sizes)), group))
     if backend_of(group).runs_on_device:
@@ -96,22 +86,7 @@ def reduce_slices(
     route: Route = _STRAIGHT,
     slices: Sequence[torch.Tensor] | None = None,
 ) -> Pending:
-    """Sum ``full`` over the ranks and write ``scale`` times this rank's slice to ``output``.
-
-    Args:
-        full: 1-d tensor of ``sum(sizes)`` elements; must live until the wait for the result ends.
-            Its values may change. Its dtype is that in which it travels.
-        sizes: Elements of every rank, in group order; zeros allowed.
-        group: The process group.
-        output: 1-d tensor of this rank's size. Between hosts the sum has its dtype; backends that
-            run on the device sum in the dtype of ``full``.
-        scale: Factor of the sum.
-        accumulate: Add to ``output`` instead of overwriting it.
-        padding: As for :func:`gather_slices`.
-        stage: As for :func:`gather_slices`.
-        route: As for :func:`gather_slices`.
-        slices: As for :func:`gather_slices`.
-    """
+    """Sum ``full`` over the ranks and write ``scale`` times this rank's slice to ``output``."""
     rank = group.rank()
     own = sizes[rank]
 

@@ -150,14 +150,7 @@ def master_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass
 class _Views:
-    """Views of a piece of memory, made once for all steps.
-
-    Attributes:
-        whole: All parameters, end to end.
-        parameters: Each parameter.
-        slices: The rows of the ranks; None before their first use, as torch makes no views of
-            memory that is free.
-    """
+    """Views of a piece of memory, made once for all steps."""
 
     whole: torch.Tensor
     parameters: list[torch.Tensor]
@@ -166,14 +159,7 @@ class _Views:
 
 @dataclass(frozen=True)
 class _Slices:
-    """Views of a piece of memory by a layout.
-
-    Attributes:
-        whole: All parameters. Its version is its own: graphs that point into the memory stay valid
-            when equal values are written again.
-        own: This rank's slice.
-        of_ranks: Every rank's slice; none where each holds all.
-    """
+    """Views of a piece of memory by a layout."""
 
     whole: torch.Tensor
     own: torch.Tensor
@@ -319,10 +305,6 @@ class Flat:
         """Move every rank's slice to another layout, in place; collective.
 
         The sharded parameters stay the same objects. Gradients are forgotten unless they move too.
-
-        Args:
-            layout: The new layout, of the same parameters.
-            columns: What else has the rows of its parameters.
         """
         old = self.layout
         if old is None or layout is None:

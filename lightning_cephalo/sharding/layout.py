@@ -55,14 +55,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The slots of one flat and the cuts between ranks.
-
-    Attributes:
-        slots: The parameters in order, without gaps.
-        cuts: ``world_size + 1`` element offsets, non-decreasing from 0 to ``numel``. With groups
-            that each hold the whole flat, those of this rank's group.
-        cuts_of_groups: Those of every group; empty without groups.
-    """
+    """The slots of one flat and the cuts between ranks."""
 
     slots: tuple[Slot, ...]
     cuts: tuple[int, ...]
@@ -104,18 +97,6 @@ def overlaps(old_cuts: Sequence[int], new_cuts: Sequence[int]) -> tuple[tuple[in
     ::
 
         overlaps([0, 6, 10], [0, 4, 10])     # ((4, 2), (0, 4)): rank 0 keeps 4 and sends 2
-
-    Args:
-        old_cuts: Offsets of the ranks' slices, one more than ranks, non-decreasing from 0.
-        new_cuts: The same for the slices to come.
-
-    Returns:
-        For every rank a tuple with one count per receiving rank. Slices are consecutive, so what
-        a rank sends lies in its old slice in the order of receivers. What it receives lies in its
-        new slice in the order of senders.
-
-    Raises:
-        ValueError: If the cuts are of different flats, or of different numbers of ranks.
     """
     if len(old_cuts) != len(new_cuts) or old_cuts[-1] != new_cuts[-1]:
         raise ValueError(
@@ -143,14 +124,7 @@ class Divider:
         self._errors = [0.0] * len(self._cumulative)
 
     def divide(self, shapes: Sequence[tuple[int, ...]]) -> FlatLayout:
-        """Lay parameters of these shapes end to end and cut them.
-
-        Args:
-            shapes: Shapes with at least one dimension each.
-
-        Raises:
-            ValueError: If a shape has no dimension (a scalar).
-        """
+        """Lay parameters of these shapes end to end and cut them."""
         slots: list[Slot] = []
         offset = 0
         for shape in shapes:

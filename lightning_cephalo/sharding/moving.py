@@ -27,14 +27,7 @@ from lightning_cephalo.sharding.placement import local_part, set_rows
 def moved(
     slice_: Tensor, old_cuts: Sequence[int], new_cuts: Sequence[int], group: dist.ProcessGroup
 ) -> Tensor:
-    """Return this rank's slice by the new cuts; blocking and collective.
-
-    Args:
-        slice_: This rank's slice by the old cuts, 1-d.
-        old_cuts: Offsets of the ranks' slices, in elements.
-        new_cuts: The same for the slices to come.
-        group: The process group.
-    """
+    """Return this rank's slice by the new cuts; blocking and collective."""
     rank, counts = dist.get_rank(group), overlaps(old_cuts, new_cuts)
     size = slice_.element_size()
     sends = [count * size for count in counts[rank]]
@@ -77,14 +70,7 @@ class Column:
         placements: Sequence[Placement],
         group: dist.ProcessGroup,
     ) -> None:
-        """Give every tensor its rows by the new layout, in place; blocking and collective.
-
-        Args:
-            old: The layout whose rows they have.
-            new: The layout to come.
-            placements: The rows of each parameter by the new layout.
-            group: A process group that moves tensors of the flat's device.
-        """
+        """Give every tensor its rows by the new layout, in place; blocking and collective."""
         held = {slot: tensor for slot, tensor in enumerate(self.tensors) if tensor is not None}
         rows = [local_part(tensor) for tensor in held.values()]
         device = next(iter(held.values())).device_mesh.device_type

@@ -22,14 +22,7 @@ _ALIGNED = 16
 
 
 class Padding:
-    """The choice whether slices are padded, and the memory of the slots.
-
-    Attributes:
-        is_on: Whether nearly equal slices are padded; may change between steps, on all ranks
-            together.
-        gathers: Lends the slots of gathers.
-        reduces: Lends the slots of reduces.
-    """
+    """The choice whether slices are padded, and the memory of the slots."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -61,19 +54,7 @@ def slot_numel(sizes: Sequence[int]) -> int | None:
 
 
 class Slots:
-    """One slot per rank in a borrowed buffer.
-
-    Args:
-        like: 1-d tensor of all slices.
-        sizes: Elements of every rank's slice.
-        slot: Elements of a slot.
-        pool: Lends the buffer.
-        more: Number of slots in addition to those of the ranks.
-
-    Attributes:
-        whole: 1-d tensor of the ranks' slots.
-        more: 1-d tensors, the additional slots.
-    """
+    """One slot per rank in a borrowed buffer."""
 
     def __init__(
         self,

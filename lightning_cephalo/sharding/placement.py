@@ -125,9 +125,6 @@ class RowsTensor(DTensor):
 
     Operators that communicate must run on every rank. [Note: operators on rows] in
     ``row_operators.py`` has the rules. A pickle of it holds the whole tensor, as a plain one.
-
-    Raises:
-        UnsupportedError: If a rank computes alone what needs the rows of all.
     """
 
     @classmethod
@@ -238,11 +235,6 @@ def all_gather_on_mesh(local: torch.Tensor, sizes: Sequence[int], mesh: DeviceMe
 
     Rows may lie on another device than the one that the ranks communicate with: after
     ``parameter.cpu()``.
-
-    Args:
-        local: This rank's rows, shape ``(sizes[rank], ...)``.
-        sizes: Number of rows of every rank.
-        mesh: One-dimensional mesh over the ranks.
     """
     sent = local.to(mesh.device_type) if local.device.type != mesh.device_type else local
     return all_gather_rows(sent, sizes, mesh.get_group()).to(local.device)
@@ -299,12 +291,6 @@ def set_rows(
     """Give a DTensor other rows of the same values: the object stays, nothing is communicated.
 
     So optimizers and schedulers that hold it need not learn of the change.
-
-    Args:
-        tensor: The DTensor.
-        local: This rank's rows by the new placement, in the tensor's dtype.
-        placement: The rows of all ranks of the mesh.
-        mesh: Its new mesh; None: it stays.
     """
     set_local_part(tensor, local)
     assert isinstance(tensor, DTensor)

@@ -31,12 +31,7 @@ SMALLEST_SHARE = 0.25
 
 @dataclass(frozen=True)
 class RootEnds:
-    """Parameters at the ends of the root unit, by their places among its parameters.
-
-    Attributes:
-        first: Those of embeddings before the first unit.
-        last: Those of all layers behind the last unit.
-    """
+    """Parameters at the ends of the root unit, by their places among its parameters."""
 
     first: tuple[int, ...] = ()
     last: tuple[int, ...] = ()

@@ -17,12 +17,7 @@ class Route(Protocol):
     """Moves slices of host memory between the ranks of a group; without local results."""
 
     def gather(self, slices: Sequence[Tensor], group: dist.ProcessGroup) -> list[Any]:
-        """Start to fill all slices but this rank's own, which is sent; return the handles.
-
-        Args:
-            slices: One 1-d tensor per rank, in group order; may be empty.
-            group: A group that sends and receives host memory.
-        """
+        """Start to fill all slices but this rank's own, which is sent; return the handles."""
         ...
 
     def reduce(
@@ -32,17 +27,7 @@ class Route(Protocol):
         group: dist.ProcessGroup,
         dtype: torch.dtype,
     ) -> tuple[list[Any], Callable[[], Tensor]]:
-        """Start to sum this rank's slice over the ranks.
-
-        Args:
-            slices: One 1-d tensor per rank, in group order: this rank's summands. They may change.
-            memory: A 1-d tensor of :meth:`received_numel` elements.
-            group: A group that sends and receives host memory.
-            dtype: Dtype of the sum; no narrower than the slices'.
-
-        Returns:
-            The handles, and a function that returns the sum once all of them are done.
-        """
+        """Start to sum this rank's slice over the ranks."""
         ...
 
     def received_numel(self, sizes: Sequence[int], rank: int) -> int:
@@ -135,13 +120,7 @@ class Routing:
         return self._world_size + self._of_groups
 
     def received_numel(self, sizes: Sequence[int], rank: int, route: Route | None = None) -> int:
-        """Return the elements that a reduce of slices of these sizes receives into on a rank.
-
-        Args:
-            sizes: Elements of every rank.
-            rank: The rank.
-            route: The way of the reduce; None: that of gathers.
-        """
+        """Return the elements that a reduce of slices of these sizes receives into on a rank."""
         if not self._on_host:
             return sizes[rank]
         return (route or self.route).received_numel(sizes, rank)

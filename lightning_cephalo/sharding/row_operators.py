@@ -78,16 +78,7 @@ _EXPIRED = -1
 
 
 def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator whose operands include sharded tensors, or views of them.
-
-    Args:
-        func: An overload of torch's operators.
-        args: Its arguments.
-        kwargs: Its arguments by name.
-
-    Raises:
-        UnsupportedError: If ranks do different things, or operands cannot be combined.
-    """
+    """Run an operator whose operands include sharded tensors, or views of them."""
     args, kwargs = pytree.tree_map_only(DTensor, _adopted, (args, kwargs))
     call = _Call(func, args, kwargs)
     call.refuse_locked()
@@ -153,12 +144,7 @@ def cut_gradients(parameters: Iterable[Tensor]) -> None:
 
 
 class _Gathered:
-    """The whole values of a sharded tensor, which all views that share their memory show.
-
-    Args:
-        base: The sharded tensor.
-        whole: Its whole values.
-    """
+    """The whole values of a sharded tensor, which all views that share their memory show."""
 
     def __init__(self, base: DTensor, whole: Tensor) -> None:
         self.base, self.whole = base, whole
@@ -184,13 +170,6 @@ class RowsView(Tensor):
 
     A write to it, or to a view of it (``p[0].data``), reaches the rows. It is valid until the
     tensor is written in another way than through views of the same gathered values.
-
-    Args:
-        gathered: The whole values.
-        values: A view of them.
-
-    Raises:
-        UnsupportedError: If it is used after its tensor was written in another way.
     """
 
     gathered: _Gathered
@@ -252,16 +231,7 @@ def _version(base: DTensor) -> int:
 
 @dataclass(frozen=True)
 class _Kind:
-    """What is known of an operator.
-
-    Attributes:
-        is_element_wise: Whether each element of the result depends on one of each operand.
-        combines: Whether it may be a reduction of parts.
-        is_view: Whether results share memory with operands that it does not write.
-        is_random: Whether it draws random numbers.
-        written: Place and name of the arguments that it writes.
-        returned: For each result the one of these arguments that it is; None: it is new.
-    """
+    """What is known of an operator."""
 
     is_element_wise: bool
     combines: bool
@@ -400,12 +370,7 @@ def _count_write(tensor: Tensor) -> None:
 
 @dataclass(frozen=True)
 class _Home:
-    """Where operands of one element-wise computation come together.
-
-    Attributes:
-        tensor: One that has the rows of the result; None: the whole is computed on every rank.
-        shape: Shape of the whole result.
-    """
+    """Where operands of one element-wise computation come together."""
 
     tensor: DTensor | None
     shape: torch.Size

@@ -27,14 +27,6 @@ def refuse_different(values: Sequence[Tensor], like: DTensor, name: str) -> None
 
     Ranks compare three numbers of each tensor: its sum, the sum of its magnitudes, and a sum in
     which each place has a weight of its own. So a tensor in another order differs, too.
-
-    Args:
-        values: The tensors; equal numbers of them on every rank.
-        like: A tensor on the mesh of the ranks.
-        name: The operator, for the message.
-
-    Raises:
-        UnsupportedError: On every rank.
     """
     own = torch.cat([_sums(value).to(local_part(like).device) for value in values])
     mesh, ones = like.device_mesh, [len(own)] * dist.get_world_size()

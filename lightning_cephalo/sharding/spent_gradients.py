@@ -30,11 +30,7 @@ class SentGradient:
 
 
 class SpentGradient(Locked):
-    """Stands in for this rank's rows of a gradient that has updated its parameter.
-
-    Attributes:
-        sent: What is known of a gradient that the host will use; None: it is used.
-    """
+    """Stands in for this rank's rows of a gradient that has updated its parameter."""
 
     sent: SentGradient | None = None
 
@@ -48,12 +44,7 @@ class SpentGradient(Locked):
 
 
 def spent(gradient: DTensor, name: str) -> DTensor:
-    """Return a stand-in without memory for a gradient.
-
-    Args:
-        gradient: The gradient.
-        name: Full name of its parameter, for messages.
-    """
+    """Return a stand-in without memory for a gradient."""
     return as_dtensor(SpentGradient(local_part(gradient), name), gradient._spec)
 
 

@@ -21,25 +21,14 @@ def wait_for(work: Any) -> None:
 
 @dataclass
 class Pending:
-    """A collective under way.
-
-    Attributes:
-        works: Handles of torch.distributed.
-        finish: Local work that remains once the handles are done.
-        tensors: What the collective reads and writes on a device. torch itself keeps it only until
-            the first wait, which may be that of an observer on another stream.
-    """
+    """A collective under way."""
 
     works: list[Any] = field(default_factory=list)
     finish: Callable[[], None] | None = None
     tensors: tuple[torch.Tensor, ...] = ()
 
     def wait(self, wait: Wait = wait_for) -> None:
-        """Block until the result may be used; on a device only the current stream waits.
-
-        Args:
-            wait: Waits for one handle.
-        """
+        """Block until the result may be used; on a device only the current stream waits."""
         for work in self.works:
             wait(work)
         self.works, self.tensors = [], ()

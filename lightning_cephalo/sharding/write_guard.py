@@ -38,13 +38,6 @@ class GatheredParameter(nn.Parameter):
     torch gives ``p.data`` a version counter of its own, so that ``p.data.mul_(2)`` would leave no
     trace. Here ``p.data`` shares the counter of ``p``. Assigning ``p.data = x`` raises. Operators
     do not see the class: its ``__torch_function__`` is switched off, as that of every parameter.
-
-    Attributes:
-        full_name: Name from the top module, for messages.
-        lock: The lock of its sharded counterpart.
-
-    Raises:
-        UnitUseError: When ``data`` is assigned.
     """
 
     full_name = ""

@@ -47,13 +47,7 @@ HOST_UPDATE_BYTES_PER_PARAMETER = 30
 
 @dataclass(frozen=True)
 class RankSource:
-    """The source of one rank's times.
-
-    Attributes:
-        device: name of the device.
-        source: ``"measured"``, ``"table"`` or ``"estimate"``.
-        detail: which source, and its error if it is known.
-    """
+    """The source of one rank's times."""
 
     device: str
     source: str
@@ -62,13 +56,7 @@ class RankSource:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A problem and the sources of its times.
-
-    Attributes:
-        problem: to solve.
-        sources: one per rank, in rank order.
-        broken_files: messages about cache files that could not be read.
-    """
+    """A problem and the sources of its times."""
 
     problem: Problem
     sources: tuple[RankSource, ...]
@@ -98,33 +86,6 @@ def build_problem(
 
     The times of each device come from its best source: measured curves in the cache, then
     ``tables``, then its datasheet.
-
-    Args:
-        cluster: devices and links.
-        work: the model at one dtype and sequence length.
-        global_batch_size: samples of one step over all ranks.
-        tables: published or the user's own.
-        cache_folder: folder of measured tables; default: the user's cache.
-        recompute: whether units are recomputed in the backward.
-        choose_recompute: leave that to the plan, rank by rank; the trainer must support it.
-        choose_resharding: let the plan keep units gathered from the forward to the backward, as the
-            trainer does by default.
-        allow_offload: let the plan move boundaries to host memory, if the cluster has any and
-            units are recomputed.
-        optimizer_offload: as for the strategy; it needs host memory in the cluster.
-        early_update: whether units are updated inside the backward, as the trainer does unless
-            something needs all gradients at once, such as clipping by norm.
-        clip_by_norm: whether clipping by norm is what makes updates late. Gradients that the host
-            needs then leave early.
-        hybrid_sharding: whether each node holds the whole state. Its optimizer state stays on the
-            devices.
-        largest_microbatch_size: larger sizes are not considered.
-        uneven_factor: time of collectives with uneven shards over that with even ones.
-        efficiencies: from :func:`~lightning_cephalo.offline.estimate.analytic.fit`.
-
-    Raises:
-        PlanError: a device cannot compute in this dtype, there is one node only for hybrid
-            sharding, or a value is invalid.
     """
     groups = _groups(cluster) if hybrid_sharding else ()
     cached = cached_tables(cache_folder)
@@ -338,20 +299,7 @@ def rank_profile(
     sample_bytes: float = 0.0,
     host_capacity_bytes: float = 0.0,
 ) -> RankProfile:
-    """Return the profile of one device, with the microbatch sizes that fit.
-
-    Args:
-        device: its datasheet.
-        curves: its times, with recomputation.
-        work: the model.
-        capacity_bytes: memory that a plan may use.
-        recompute: whether units are recomputed in the backward.
-        choose_recompute: leave that to the plan.
-        fixed_bytes: held whatever the microbatch.
-        sample_bytes: retained for each sample.
-        host_capacity_bytes: host memory for boundaries and optimizer state; 0: they stay on the
-            device.
-    """
+    """Return the profile of one device, with the microbatch sizes that fit."""
     sizes = range(1, curves.largest_microbatch_size + 1)
     kept_backward = tuple(
         max(0.0, b - f) for f, b in zip(curves.forward_s, curves.backward_s, strict=True)

@@ -71,15 +71,7 @@ HOST_BYTES_PER_S = 100e9
 
 @dataclass(frozen=True)
 class NodeGroup(Checked):
-    """A group of equal nodes.
-
-    Attributes:
-        devices: each kind of device and its number in one node; every device is one rank.
-        count: number of nodes.
-        link: between ranks of one node; None: the slowest device's PCIe.
-        host_memory_bytes: of one node; 0: unknown, nothing can be offloaded.
-        host_bytes_per_s: rate of one node's memory, reads and writes together.
-    """
+    """A group of equal nodes."""
 
     devices: tuple[tuple[Device, int], ...]
     count: Count = 1
@@ -107,14 +99,7 @@ class NodeGroup(Checked):
 
 @dataclass(frozen=True)
 class ClusterRank:
-    """One rank: its device, the index of its node, and its share of the node's host memory.
-
-    Attributes:
-        device: its device.
-        node: index of its node.
-        host_memory_bytes: its share of the node's memory.
-        host_bytes_per_s: its share of that memory's rate, while all ranks of the node use theirs.
-    """
+    """One rank: its device, the index of its node, and its share of the node's host memory."""
 
     device: Device
     node: int
@@ -131,19 +116,7 @@ def _share_below_1(field: str, value: Any) -> float:
 
 @dataclass(frozen=True)
 class Cluster(FileRecord):
-    """Devices in nodes.
-
-    Attributes:
-        nodes: groups of equal nodes.
-        between_nodes: the link of every node to the others, or a link for each pair of nodes;
-            required for several nodes.
-        own_devices: devices described in the file itself.
-        reserve: part of every device's memory that a plan leaves free.
-
-    Raises:
-        PlanError: there are no nodes, or several without a link between them, or the links of pairs
-            are no symmetric square matrix.
-    """
+    """Devices in nodes."""
 
     kind = "cluster"
 

@@ -24,13 +24,7 @@ def even_collective_s(cluster: Cluster, nbytes: float) -> float:
 def hybrid_gather_s(
     cluster: Cluster, nbytes: float, *, uneven_factor: float = UNEVEN_FACTOR
 ) -> float:
-    """Return the seconds to all-gather ``nbytes`` inside of every node, which holds all of them.
-
-    Args:
-        cluster: gives the links.
-        nbytes: of the whole unit.
-        uneven_factor: time with uneven shards over that with even ones.
-    """
+    """Return the seconds to all-gather ``nbytes`` inside of every node, which holds all of them."""
     ranks = Counter(rank.node for rank in cluster.ranks)
     network = cluster.network  # a matrix of all pairs of nodes, made anew
     inside = (network.ring_s({node: count}, nbytes) for node, count in ranks.items())
@@ -51,11 +45,5 @@ def hybrid_reduce_s(
 def uneven_collective_s(
     cluster: Cluster, nbytes: float, *, uneven_factor: float = UNEVEN_FACTOR
 ) -> float:
-    """Return the same as :func:`even_collective_s`, for uneven shards.
-
-    Args:
-        cluster: gives the links.
-        nbytes: of the whole unit.
-        uneven_factor: time with uneven shards over that with even ones.
-    """
+    """Return the same as :func:`even_collective_s`, for uneven shards."""
     return uneven_factor * even_collective_s(cluster, nbytes)

@@ -143,15 +143,6 @@ class UnitStubs:
 
     Each kind of call is counted once, on its own. The stub returns fresh leaf tensors, as the
     code between units sees them as outputs of a unit.
-
-    Args:
-        units: the modules.
-        outside: counts the rest of the model.
-
-    Attributes:
-        calls: the count of every call, in order.
-        boundary_bytes: retained bytes of all calls' inputs; tensors that several calls share count
-            once.
     """
 
     def __init__(self, units: list[nn.Module], outside: Counter) -> None:

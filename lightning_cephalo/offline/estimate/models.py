@@ -33,23 +33,7 @@ def work_of(
     name: str | None = None,
     **arguments: Any,
 ) -> ModelWork:
-    """Count the work and memory that a model needs.
-
-    Args:
-        model: a ``transformers`` config object; the path of a ``config.json`` or of a folder with
-            one; a model type such as ``"gpt2"`` (its default config); or ``package.module:Class``
-            (a LightningModule or another module).
-        sequence_length: tokens of a sample; default: the model's maximum, or 512 if its config
-            has none. Ignored for images, whose length is their number of patches. For a class:
-            the length of its token input (default: 512), if it has no ``example_input_array``.
-        dtype: compute dtype.
-        name: for tables; default: the model type, or the name of the class.
-        arguments: overrides of the config, or arguments of the class.
-
-    Raises:
-        PlanError: there is no such model, it does not take an argument, the length is below 1, or
-            the model does not run on fake tensors.
-    """
+    """Count the work and memory that a model needs."""
     if sequence_length is not None:
         sequence_length = records.whole("sequence_length", sequence_length, minimum=1)
     if names_class(model):

@@ -44,17 +44,7 @@ NO_OWN_LINK = "Between nodes that are connected through others, write the slowes
 
 
 def link_matrix(field: str, rows: Any, nodes: int) -> LinkMatrix:
-    """Return a checked matrix of links between nodes.
-
-    Args:
-        field: for messages.
-        rows: one row per node, with one :class:`Link` per node and None for the node itself.
-        nodes: the number of nodes.
-
-    Raises:
-        PlanError: the matrix is not square, has another size, lacks a link, or two nodes have
-            another link one way than the other way.
-    """
+    """Return a checked matrix of links between nodes."""
     matrix = tuple(
         records.items(f"{field}[{index}]", row, of="links")
         for index, row in enumerate(records.items(field, rows, of="rows of links"))
@@ -97,15 +87,7 @@ def uniform(link: Link | None, nodes: int) -> LinkMatrix:
 
 @dataclass(frozen=True)
 class Network(Checked):
-    """The links of some nodes.
-
-    Attributes:
-        inside: the link between ranks of each node.
-        between: a link for each pair of nodes; None on the diagonal.
-
-    Raises:
-        PlanError: there is no node, or ``between`` is no symmetric square matrix of links.
-    """
+    """The links of some nodes."""
 
     inside: tuple[Link, ...]
     between: LinkMatrix
@@ -140,10 +122,6 @@ class Network(Checked):
 
         A ring passes every link once, so the slowest one decides. Each rank sends all except its
         own part, ``(n - 1) / n`` of the bytes. The latency is that of a tree: one hop per level.
-
-        Args:
-            ranks: the number of ranks on each node that takes part.
-            nbytes: of all shards together.
         """
         count = sum(ranks.values())
         if count == 1:

@@ -29,14 +29,6 @@ def curves_of(
     Fields that a table lacks are estimated. ``tail_s`` is scaled by the ratio of the table's
     forward to the estimated one. ``compute_bytes`` comes from the operators alone, as bytes depend
     on the model and hardly on the device.
-
-    Args:
-        device: the device to find.
-        work: the model; a table counts if it matches model, dtype, sequence length and size.
-        largest_microbatch_size: curves are cut to it; those of a table may be shorter.
-        measured: tables of the cache.
-        tables: published or a user's; the first that has the device counts.
-        efficiencies: for estimates.
     """
     for table in (*measured, *tables):
         if not table.matches(work.model, work.dtype, work.sequence_length, work.parameters):

@@ -54,13 +54,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Pass:
-    """The work of one pass over one microbatch.
-
-    Attributes:
-        flops: of matrix products and attention; a multiply and an add are two.
-        moved_bytes: read and written by all other operators, parameters included.
-        operators: number of launched kernels.
-    """
+    """The work of one pass over one microbatch."""
 
     flops: Linear
     moved_bytes: Linear
@@ -73,26 +67,6 @@ class ModelWork:
 
     Units that differ are averaged (T5's encoder and decoder layers); ``unit_kinds`` is the number
     of kinds.
-
-    Attributes:
-        model: name, to find tables by.
-        dtype: ``"fp32"``, ``"tf32"``, ``"fp16"`` or ``"bf16"``.
-        sequence_length: tokens of one sample in the counted batches.
-        units: calls of units in one forward.
-        unit_kinds: number of different kinds of these calls.
-        unit_parameters: mean number of parameters of a unit.
-        largest_unit_parameters: parameters of the largest unit.
-        root_parameters: parameters outside of units, with those at their ends.
-        forward: one unit.
-        backward: one unit, without recompute.
-        tail: the root, forward and backward.
-        boundary_bytes: retained per sample and unit: the unit's input.
-        kept_bytes: retained per sample and unit in addition, if nothing is recomputed.
-        unit_peak_bytes: most bytes that a unit's forward and backward hold at the same time,
-            without its input, parameters and gradients.
-        root_peak_bytes: the same for the root (logits and loss).
-        first_parameters: of the root unit's embeddings that steps free behind the first unit.
-        last_parameters: of its layers behind the last unit, which steps gather apart.
     """
 
     model: str
@@ -128,20 +102,7 @@ def count_work(
     sequence_length: int,
     unit_types: Sequence[type[nn.Module] | str] | None = None,
 ) -> ModelWork:
-    """Count the work and memory that a model needs.
-
-    Args:
-        build: makes the module; called under ``FakeTensorMode``, so it takes no memory.
-        run: runs the module on a batch of the given number of samples and returns the loss; also
-            called under ``FakeTensorMode``.
-        model: name for tables.
-        dtype: compute dtype.
-        sequence_length: of a sample.
-        unit_types: as for the strategy.
-
-    Raises:
-        PlanError: the model needs values that fake tensors do not have, or the dtype is unknown.
-    """
+    """Count the work and memory that a model needs."""
     if dtype not in TORCH_DTYPES:
         raise PlanError(f"dtype: expected one of {', '.join(TORCH_DTYPES)}, but got {dtype!r}.")
     with FakeTensorMode():

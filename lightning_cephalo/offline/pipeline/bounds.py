@@ -140,12 +140,6 @@ class StageTable:
 
     Arrays have the shape (2, units + 1): hold and regather, by units. They are bounds until a plan
     replaces them, and infinite where nothing fits.
-
-    Attributes:
-        sum_s: forward and backward of a wave for which the stage has waited.
-        forward_s: by how much one wave's forward follows the other.
-        backward_s: the same for the backward.
-        ends_s: seconds before the first gather and after the last backward, at least.
     """
 
     def __init__(self, least: LeastTimes, stage: Stage) -> None:
@@ -258,15 +252,7 @@ def _line(units: np.ndarray, at_two: float, at_three: float) -> np.ndarray:
 
 
 def least_pipelines_s(unit_s: np.ndarray, tail_s: np.ndarray, units: int, waves: int) -> np.ndarray:
-    """Return seconds that no cut of these pipelines beats, links and memory aside.
-
-    Args:
-        unit_s: least seconds of one unit for one wave, of shape (pipelines, stages); infinite where
-            a pipeline has fewer stages.
-        tail_s: least seconds of the tail for one wave, of the same shape.
-        units: of the model.
-        waves: their number.
-    """
+    """Return seconds that no cut of these pipelines beats, links and memory aside."""
     there = np.isfinite(unit_s)
     in_units = np.divide(tail_s, unit_s, out=np.full_like(unit_s, np.inf), where=there)
     work = units + np.where(there.any(axis=1), in_units.min(axis=1), 0.0)

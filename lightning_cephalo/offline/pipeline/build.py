@@ -46,19 +46,6 @@ def pipeline_problem(
 ) -> PipelineProblem:
     """Return the advisor's problem; blocks are the ranks of one device in one node.
 
-    Args:
-        cluster: devices and links.
-        work: the model at one dtype and sequence length.
-        whole: today's problem, of :func:`~.estimate.build_problem` with the same options.
-        tables: published or the user's own.
-        cache_folder: folder of measured tables; default: the user's cache.
-        recompute: whether units are recomputed in the backward.
-        choose_recompute: leave that to the plan, rank by rank.
-        efficiencies: of devices without measurements.
-
-    Raises:
-        PlanError: the cluster has one node only, or a device cannot compute in this dtype.
-
     Example::
 
         whole = build_problem(cluster, work, global_batch_size=256).problem

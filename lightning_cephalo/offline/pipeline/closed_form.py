@@ -27,14 +27,6 @@ from lightning_cephalo.offline.pipeline.times import Crossing, StageTimes
 def pipeline_s(stages: Sequence[StageTimes], crossings: Sequence[Crossing], waves: int) -> float:
     """Return the seconds of a step.
 
-    Args:
-        stages: in the order of the forward.
-        crossings: from each stage to the next one, one less than stages.
-        waves: how many pass, forward and backward.
-
-    Raises:
-        PlanError: there is no stage or wave, or not one crossing between each two stages.
-
     Example::
 
         stage = StageTimes(1, 1.0, 2.0, 0.0, 0.0, 0.0, Gathering.HOLD)

@@ -24,13 +24,7 @@ _HALVINGS = 4
 
 @dataclass(frozen=True)
 class Point:
-    """Seconds of a step where the slowest link between nodes has some bandwidth.
-
-    Attributes:
-        bandwidth_bytes_per_s: of that link.
-        today_s: no plan of one stage is faster.
-        pipeline_s: of the fastest pipelines; infinite if none fits.
-    """
+    """Seconds of a step where the slowest link between nodes has some bandwidth."""
 
     bandwidth_bytes_per_s: float
     today_s: float
@@ -44,13 +38,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Crossover:
-    """Where pipelines begin to win.
-
-    Attributes:
-        bandwidth_bytes_per_s: of the slowest link between nodes; below it a pipeline wins. 0: it
-            wins at none of the bandwidths tried. Infinite: at all.
-        points: what was tried, by increasing bandwidth.
-    """
+    """Where pipelines begin to win."""
 
     bandwidth_bytes_per_s: float
     points: tuple[Point, ...]
@@ -63,11 +51,6 @@ def find_crossover(
     time_limit_s: float = 60.0,
 ) -> Crossover:
     """Return the bandwidth below which pipelines win.
-
-    Args:
-        problem_at: makes the problem with all bandwidths between nodes times a factor.
-        planned: plans of stages that an earlier search made.
-        time_limit_s: of all searches. Each has half of what is left.
 
     Example::
 

@@ -36,14 +36,7 @@ class Cut:
 
 @dataclass(frozen=True)
 class Order:
-    """Stages in one order, with what crosses between them.
-
-    Attributes:
-        problem: the advisor's problem.
-        tables: seconds of each stage; the search replaces bounds in them by plans.
-        crossings: from each stage to the next one.
-        waves: number of waves.
-    """
+    """Stages in one order, with what crosses between them."""
 
     problem: PipelineProblem
     tables: tuple[StageTable, ...]
@@ -70,26 +63,14 @@ class Order:
     def best(
         self, below_s: float = math.inf, most_units: Sequence[int] | None = None
     ) -> Cut | None:
-        """Return the fastest cut, or None if none is faster than ``below_s``.
-
-        Args:
-            below_s: of a step, without what parallel pipelines exchange.
-            most_units: of each stage; None: any number.
-        """
+        """Return the fastest cut, or None if none is faster than ``below_s``."""
         search = _Search(self, below_s, most_units)
         search.descend(0, self.problem.units, (0.0, 0.0, 0.0), ())
         return search.found
 
 
 class _Search:
-    """A depth-first search; ``found`` is the best cut so far.
-
-    Attributes:
-        own: each stage's arrays of sums, forwards and backwards, up to its most units.
-        rest: for sums, forwards and backwards, and for each stage: the least of it and all later
-            stages together, by units.
-        added_s: what the links add to the sum, and the first stage's collectives at both ends.
-    """
+    """A depth-first search; ``found`` is the best cut so far."""
 
     def __init__(self, order: Order, below_s: float, most_units: Sequence[int] | None) -> None:
         self.order, self.below_s = order, below_s
@@ -132,14 +113,7 @@ class _Search:
         known: tuple[float, float, float],
         choices: tuple[tuple[int, int], ...],
     ) -> None:
-        """Choose the units of a stage and of all later ones.
-
-        Args:
-            index: of the stage.
-            units: that are left for it and all later ones.
-            known: the sum and the maxima of all stages before it.
-            choices: their ways and units.
-        """
+        """Choose the units of a stage and of all later ones."""
         if index == len(self.own):
             self._price(choices)
             return

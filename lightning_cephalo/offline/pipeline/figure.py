@@ -27,17 +27,7 @@ _COLOURS = {Work.FORWARD: SKY, Work.BACKWARD: BLUE, Work.UPDATE: GREEN}
 
 
 def pipeline_figure(advice: Advice, crossover: Crossover, path: str | PathLike[str]) -> None:
-    """Draw the stages of the fastest pipelines, and where pipelines win.
-
-    Args:
-        advice: with pipelines.
-        crossover: of the same problem.
-        path: of the file, ending in ``.png`` or ``.svg``.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        PlanError: there is no pipeline, the suffix is another one, or the file cannot be written.
-    """
+    """Draw the stages of the fastest pipelines, and where pipelines win."""
     if advice.best is None:
         raise PlanError("pipeline_figure: expected a pipeline to draw, but none fits.")
     stages = sum(len(pipeline.stages) for pipeline in advice.best.pipelines)

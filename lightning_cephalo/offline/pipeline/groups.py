@@ -67,10 +67,6 @@ def _signature(problem: PipelineProblem, index: int) -> object:
 def partitions(atoms: Sequence[int], kinds: Sequence[int]) -> Iterator[Partition]:
     """Yield every way to divide atoms into groups, one of those that are equal by kind.
 
-    Args:
-        atoms: indices of the atoms to divide.
-        kinds: the kind of every atom.
-
     Example::
 
         list(partitions([0, 1], [0, 1]))     # [((0, 1),), ((0,), (1,))]

@@ -16,14 +16,7 @@ from lightning_cephalo.plan import Plan
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """A stage with the plan of its wave.
-
-    Attributes:
-        stage: its blocks, units and way to gather.
-        plan: who does what in one wave; memory is that of the whole step. One entry per rank of the
-            stage's blocks.
-        times: its seconds.
-    """
+    """A stage with the plan of its wave."""
 
     stage: Stage
     plan: Plan
@@ -32,13 +25,7 @@ class PlannedStage:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Stages that a part of the batch passes in waves.
-
-    Attributes:
-        stages: in the order of the forward.
-        crossings: from each stage to the next one.
-        samples: of the global batch.
-    """
+    """Stages that a part of the batch passes in waves."""
 
     stages: tuple[PlannedStage, ...]
     crossings: tuple[Crossing, ...]
@@ -71,12 +58,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """One or two parallel pipelines, each of which holds the whole model.
-
-    Attributes:
-        pipelines: they share the batch.
-        sync_s: seconds to add up the gradients of parallel pipelines, after all backwards.
-    """
+    """One or two parallel pipelines, each of which holds the whole model."""
 
     pipelines: tuple[Pipeline, ...]
     sync_s: float = 0.0
@@ -100,19 +82,7 @@ class PipelinePlan:
 
 @dataclass(frozen=True)
 class Advice:
-    """Whether a pipeline would be faster than today's plan, and how sure that is.
-
-    Attributes:
-        problem: what was asked.
-        today: the plan of one stage, which is what training runs; None: none was found.
-        today_least_s: no plan of one stage is faster; infinite if none fits.
-        best: the fastest pipelines found; None: none fits.
-        bound_s: no pipelines that ``covers`` speaks of are faster.
-        covers: what was searched, in words.
-        screened: how many groupings were bounded.
-        solved: how many stages were planned.
-        search_s: seconds that the search took.
-    """
+    """Whether a pipeline would be faster than today's plan, and how sure that is."""
 
     problem: PipelineProblem
     today: Plan | None

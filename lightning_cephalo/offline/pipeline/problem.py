@@ -19,14 +19,7 @@ from lightning_cephalo.plan import Problem, RankProfile
 
 @dataclass(frozen=True)
 class Block(Checked):
-    """Ranks of one node that stay together; a stage is one or more blocks.
-
-    Attributes:
-        name: label, such as ``"node 0: 8 × V100 16GB"``.
-        node: index of its node in the network.
-        ranks: their profiles; curves go as far as a rank could run, whatever else it holds.
-        update_bytes_per_s: rate at which one rank's optimizer reads and writes its rows.
-    """
+    """Ranks of one node that stay together; a stage is one or more blocks."""
 
     name: Name
     node: int
@@ -44,13 +37,6 @@ class RootBytes(Checked):
     """Bytes of the root (embedding, head): the first and the last stage each hold all of it.
 
     That is safe whether embedding and head share their weights or not.
-
-    Attributes:
-        gather: its parameters in the compute dtype.
-        reduce: its gradients.
-        state: parameters, gradients and optimizer state.
-        buffers: the full buffers that every rank of these stages holds.
-        update: what an update reads and writes.
     """
 
     gather: Amount = 0.0
@@ -62,15 +48,7 @@ class RootBytes(Checked):
 
 @dataclass(frozen=True)
 class UnitBytes(Checked):
-    """Bytes of one unit; the attributes are those of :class:`RootBytes`.
-
-    Attributes:
-        gather: its parameters in the compute dtype.
-        reduce: its gradients.
-        state: parameters, gradients and optimizer state.
-        buffers: its full parameters in the compute dtype and its full gradients.
-        update: what an update reads and writes.
-    """
+    """Bytes of one unit; the attributes are those of :class:`RootBytes`."""
 
     gather: Amount
     reduce: Amount
@@ -82,19 +60,6 @@ class UnitBytes(Checked):
 @dataclass(frozen=True)
 class PipelineProblem(Checked):
     """Everything that the advisor needs to know about a cluster and a model.
-
-    Args:
-        whole: today's problem: all ranks in one stage.
-        blocks: the ranks, in the order of ``whole.ranks``.
-        network: the links inside and between the blocks' nodes.
-        unit: bytes of one unit.
-        root: bytes of the root.
-        crossing_bytes: bytes of one sample that cross from a stage to the next, each way.
-        uneven_factor: time of collectives with uneven shards over that with even ones.
-
-    Raises:
-        PlanError: blocks and ranks differ, a block has no rank or no node in the network, or two
-            blocks have the same name.
 
     Example::
 
@@ -145,12 +110,7 @@ class PipelineProblem(Checked):
         return self.whole.global_batch_size
 
     def scaled(self, factor: float, whole: Problem) -> PipelineProblem:
-        """Return this problem with all bandwidths between nodes times ``factor``.
-
-        Args:
-            factor: above 0.
-            whole: today's problem on that network.
-        """
+        """Return this problem with all bandwidths between nodes times ``factor``."""
         return replace(self, network=self.network.scaled(factor), whole=whole)
 
     def nodes(self, blocks: Collection[int]) -> tuple[int, ...]:

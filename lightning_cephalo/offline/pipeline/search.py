@@ -130,21 +130,6 @@ def advise(
     Units, ways to gather, waves and the samples of parallel pipelines are chosen too. Inside a
     stage, :func:`~lightning_cephalo.plan.solve` divides a wave so that it is as short as possible.
 
-    Args:
-        problem: cluster and model.
-        time_limit_s: of today's plan, and of the search. After this long, the best pipelines so far
-            are returned; the gap says how far they may be from the best.
-        gap: pipelines within this fraction of the bound are good enough.
-        most_stages: of one pipeline; None: as many as there are blocks and units.
-        planned: plans of stages that an earlier search made.
-        below_s: only pipelines that are faster are of interest.
-        today: the plan of one stage, where it is known already; None: it is solved for.
-
-    Returns:
-        The advice. ``best`` is None if there is a single block, or nothing fits.
-
-    Raises:
-        PlanError: an argument is invalid, or ``most_stages`` exceeds the units of the model.
     Example::
 
         advice = advise(pipeline_problem(cluster, work, global_batch_size=256))
@@ -261,15 +246,7 @@ class _Search:
         least_stages: int,
         sync: Sync | None = None,
     ) -> tuple[_Found | None, float]:
-        """Return the fastest single pipeline of some atoms, and seconds that none beats.
-
-        Args:
-            atoms: all of them take part.
-            samples: of the global batch.
-            below_s: only pipelines that are faster count.
-            least_stages: of the pipeline.
-            sync: limits units by what parallel pipelines exchange; None: they do not count.
-        """
+        """Return the fastest single pipeline of some atoms, and seconds that none beats."""
         counter = itertools.count()
         heap: list[tuple[float, int, object]] = []
         for bound_s, partition, waves in self._screened(atoms, samples, least_stages):

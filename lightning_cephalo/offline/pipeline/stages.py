@@ -18,17 +18,7 @@ from lightning_cephalo.plan import Plan, Problem, RankProfile
 
 @dataclass(frozen=True)
 class Stage:
-    """What identifies a stage.
-
-    Attributes:
-        blocks: indices of its blocks, increasing.
-        units: number of its units.
-        gathering: how often it gathers them.
-        is_first: whether no stage comes before it.
-        is_last: whether no stage comes after it.
-        waves: number of waves of its pipeline.
-        wave_samples: samples of one wave (the last wave may have less).
-    """
+    """What identifies a stage."""
 
     blocks: tuple[int, ...]
     units: int
@@ -61,9 +51,6 @@ def stage_problem(problem: PipelineProblem, stage: Stage) -> Problem:
     """Return one wave of a stage as a problem; its memory is that of the whole step.
 
     Collectives that a stage runs once in a step are not part of it: ``StageTimes`` has them.
-
-    Raises:
-        PlanError: the stage has more units than the model, or none.
     """
     whole, held = problem.whole, stage_bytes(problem, stage)
     gather_s, reduce_s = _collectives_s(problem, stage) if stage.regathers else (0.0, 0.0)
@@ -122,15 +109,7 @@ def planned_times(problem: PipelineProblem, stage: Stage, plan: Plan) -> StageTi
 def stage_times(
     problem: PipelineProblem, stage: Stage, forward_s: float, backward_s: float, tail_s: float
 ) -> StageTimes:
-    """Return the seconds of a stage whose slowest rank has these times for one wave.
-
-    Args:
-        problem: gives links and bytes.
-        stage: the stage.
-        forward_s: one unit's forward.
-        backward_s: one unit's backward.
-        tail_s: the root's forward and backward.
-    """
+    """Return the seconds of a stage whose slowest rank has these times for one wave."""
     gather_s, reduce_s = _collectives_s(problem, stage)
     ready_s = after_s = 0.0
     updated = stage.units * problem.unit.update

@@ -25,21 +25,6 @@ class Gathering(enum.Enum):
 class StageTimes:
     """The seconds of one stage; those of compute are its slowest rank's, summed over a wave.
 
-    Attributes:
-        units: number of units of the stage.
-        forward_s: one unit's forward over one wave.
-        backward_s: one unit's backward over one wave.
-        tail_s: the root's forward and backward over one wave (head and loss; last stage only).
-        gather_s: one gather of a unit.
-        reduce_s: one reduce of a unit.
-        gathering: how often units are gathered.
-        ready_s: from the start of the step until units can be gathered (the root's gather).
-        after_s: after the last unit's reduce (the root's reduce, and what crosses for the root).
-        update_s: the optimizer's time.
-
-    Raises:
-        PlanError: the stage has no unit.
-
     Example::
 
         StageTimes(4, 0.01, 0.03, 0.0, 0.002, 0.004, Gathering.REGATHER).wave_forward_s  # 0.04
@@ -126,12 +111,7 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class Crossing:
-    """What one wave's boundary takes from a stage to the next, each way.
-
-    Attributes:
-        wave_s: how long the link is busy with one wave.
-        latency_s: in addition, until the wave has arrived; the link is free for the next one.
-    """
+    """What one wave's boundary takes from a stage to the next, each way."""
 
     wave_s: float
     latency_s: float = 0.0

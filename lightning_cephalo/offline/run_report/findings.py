@@ -21,24 +21,14 @@ _CLEARLY_LESS = 0.5
 
 @dataclass(frozen=True)
 class Finding:
-    """A sentence, and how much of the time it is about.
-
-    Attributes:
-        share: Share of the time of a step, 0 to 1.
-        text: What was lost, why, and what helps.
-    """
+    """A sentence, and how much of the time it is about."""
 
     share: float
     text: str
 
 
 def findings(record: RunRecord, lost: Sequence[LostTime]) -> list[Finding]:
-    """Return what stands out, the largest share of time first.
-
-    Args:
-        record: The run.
-        lost: How each rank spent the recorded step; empty: none was recorded.
-    """
+    """Return what stands out, the largest share of time first."""
     found = [*_between_steps(record), *_unlike_the_plan(record), *_memory(record)]
     if lost:
         found += [*_waiting_for_others(record, lost), *_network(record, lost)]

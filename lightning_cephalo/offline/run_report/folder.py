@@ -26,14 +26,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """What a run has left in its folder.
-
-    Attributes:
-        name: The folder's path, for the title.
-        record: The run's record; without one it only holds the plan.
-        comparison: The comparison with even sharding; None: there is none.
-        missing: Sentences on what is not there, and how to get it.
-    """
+    """What a run has left in its folder."""
 
     name: str
     record: RunRecord
@@ -42,12 +35,7 @@ class RunFolder:
 
     @classmethod
     def read(cls, folder: Path) -> RunFolder:
-        """Read a folder.
-
-        Raises:
-            PlanError: There is no such folder, nothing of a run is in it, or its record or plan is
-                damaged.
-        """
+        """Read a folder."""
         if not folder.is_dir():
             raise PlanError(f"{folder}: expected the folder of a run, but there is none.")
         missing: list[str] = []

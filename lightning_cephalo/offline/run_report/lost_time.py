@@ -23,18 +23,7 @@ _Name = tuple[Operation, int, int]
 
 @dataclass(frozen=True)
 class LostTime:
-    """How one rank spent a recorded step, in seconds that sum to the step.
-
-    Attributes:
-        rank: Index of the rank.
-        name: Name of its device.
-        step_s: From its first instruction to the end of its update.
-        compute_s: Forward, loss and backward.
-        update_s: Updates of parameters.
-        others_s: Waiting for ranks that came later.
-        network_s: Waiting for transfers that all ranks had begun.
-        rest_s: Neither: code of the host between instructions, copies, clipping.
-    """
+    """How one rank spent a recorded step, in seconds that sum to the step."""
 
     rank: int
     name: str
@@ -53,11 +42,7 @@ class _Collective:
 
 
 def lost_time(recordings: Sequence[Recording]) -> tuple[LostTime, ...]:
-    """Return how each rank spent its recorded step; ranks without one are left out.
-
-    Args:
-        recordings: One step of every rank, on one clock.
-    """
+    """Return how each rank spent its recorded step; ranks without one are left out."""
     collectives = [_collectives(recording.events) for recording in recordings]
     begun_s: dict[_Name, float] = {}
     for found in collectives:

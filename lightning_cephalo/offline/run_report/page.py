@@ -40,15 +40,7 @@ Row = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page.
-
-    Attributes:
-        heading: Its heading.
-        notes: Sentences above the drawing.
-        drawing: An SVG, or nothing.
-        tables: Rows of cells, the heading first; all columns but the first hold numbers.
-        items: Sentences of a list.
-    """
+    """A part of the page."""
 
     heading: str
     notes: tuple[str, ...] = ()
@@ -58,11 +50,7 @@ class Section:
 
 
 def page(run: RunFolder) -> str:
-    """Return the page of a run as HTML that needs nothing else.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Return the page of a run as HTML that needs nothing else."""
     record = run.record
     timelines = record.timelines()
     lost = lost_time([rank.recording for rank in record.ranks])

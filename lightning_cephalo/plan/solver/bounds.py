@@ -36,17 +36,7 @@ from lightning_cephalo.plan.solver.columns import (
 
 @dataclass(frozen=True)
 class TimeBounds:
-    """Lower bounds that hold for every plan.
-
-    Attributes:
-        least_s: of shape (types, 4, largest + 1): least forward, backward, tail, and units *
-            (forward + backward) + tail of a rank with that batch. Infinite if the rank cannot hold
-            the batch.
-        rates_s: least values of the same four per sample, of shape (types, 4).
-        floors_s: bounds of the three maxima (forward, backward, tail).
-        step_s: bound of the step without its fixed time (``cost.fixed_time``); infinite if the
-            global batch does not fit even without the state.
-    """
+    """Lower bounds that hold for every plan."""
 
     least_s: np.ndarray
     rates_s: np.ndarray
@@ -195,13 +185,6 @@ def raised_floors(
     """Raise each of ``floors_s`` (3,) to the least slowest time that leaves room for the batch.
 
     Returns None if no slowest time does.
-
-    Args:
-        columns: columns of all types.
-        ranks: number of ranks of each type, of shape (types,).
-        batch: samples of all ranks together.
-        shared: limit of each resource over all ranks together, of shape (resources,).
-        floors_s: bounds so far.
     """
     bound = [index for index, total in enumerate(shared) if math.isfinite(total)]
 

@@ -40,15 +40,7 @@ _FEW_COLUMNS = 600
 
 @dataclass(frozen=True)
 class Resource:
-    """A resource that columns take and ranks have.
-
-    Attributes:
-        needs: amounts that one rank needs, one for each moment of a step; the capacity holds each.
-        shared: amount available to the samples of all ranks together; infinite if ranks share
-            nothing.
-        use: the amount that counts against ``shared``, of a problem, a rank's capacity, and the
-            amounts of all needs.
-    """
+    """A resource that columns take and ranks have."""
 
     needs: tuple[Callable[[Problem, RankProfile, Mode], Need], ...]
     shared: Callable[[Problem], float]
@@ -115,15 +107,7 @@ _BESIDE_NAME = [field.name for field in dataclasses.fields(RankProfile) if field
 
 @dataclass(frozen=True)
 class ColumnLimits:
-    """Limits of a column; a column beyond them cannot be part of a plan worth having.
-
-    Args:
-        step_s: the longest step of interest, without its fixed time (``cost.fixed_time``).
-        floors_s: lower bounds of the three maxima (forward, backward, tail) of any plan.
-        largest_batch: largest batch of one rank.
-        smallest_batch: smallest batch of one rank; below 1, the rank may have no samples.
-        batches: batches to consider if the mixtures are too many, in increasing order; None: all.
-    """
+    """Limits of a column; a column beyond them cannot be part of a plan worth having."""
 
     step_s: float
     floors_s: tuple[float, float, float]
@@ -204,16 +188,6 @@ def build_columns(
     measured curves are noisy and thousands of mixtures differ by less than the noise. Then two
     forms remain: one size with a smaller last one, as in (4, 4, 2), and even splits, as in (4, 3,
     3).
-
-    Args:
-        problem: ranks and work of the step.
-        types: the types of its ranks.
-        limits: limits of the columns, by type.
-        room: what shares of the state ranks can hold if it moves; None: it stays on the devices.
-        deadline: when to stop, of ``time.perf_counter``.
-
-    Raises:
-        SolverError: time is up. Where all ranks differ, columns take longer than the programs.
     """
     longest = max(kind.profile.largest_microbatch_size for kind in types)
     parts = []
@@ -289,10 +263,6 @@ def step_parts(problem: Problem, times_s: np.ndarray) -> np.ndarray:
 
     None of the three falls where a time rises. Their sum is the step without its fixed time
     (``cost.fixed_time``).
-
-    Args:
-        problem: ranks and work of the step.
-        times_s: forward and backward per unit and tail per step, of shape (..., 3), as the result.
     """
     forward_s = pass_s(forward_windows(problem), times_s[..., 0])
     backward_s = pass_s(backward_windows(problem), times_s[..., 1])

@@ -27,15 +27,7 @@ _Indices = Sequence[int] | np.ndarray
 
 @dataclass(frozen=True)
 class Needs:
-    """Constraints that a choice of columns must meet.
-
-    Args:
-        ranks: number of ranks of each type, of shape (types,); each rank runs one column.
-        batch: samples of all ranks together.
-        shared: limit of each resource over all ranks together, of shape (resources,); infinite for
-            no limit.
-        equal_counts: whether every rank runs the same number of microbatches.
-    """
+    """Constraints that a choice of columns must meet."""
 
     ranks: np.ndarray
     batch: int
@@ -45,14 +37,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Slack:
-    """Needs that may be missed, at a price of 1 per sample or rank.
-
-    Args:
-        fewer: whether there may be fewer samples than the batch; at least one remains.
-        more: whether there may be more samples than the batch.
-        further: type that may have up to ``most_ranks`` additional ranks.
-        brings: amount that each additional rank adds to ``Needs.shared``, of shape (resources,).
-    """
+    """Needs that may be missed, at a price of 1 per sample or rank."""
 
     fewer: bool = False
     more: bool = False
@@ -66,14 +51,7 @@ TIGHT = Slack()
 
 @dataclass(frozen=True)
 class Maximum:
-    """Price of the largest value among the chosen columns: ``weight * max(floor, values)``.
-
-    Args:
-        values: one value per column, of shape (columns,).
-        floor: least value of the maximum; every choice pays for it.
-        weight: price of one unit of the maximum.
-        resolution: values above the floor count rounded down to a multiple of this; 0: as they are.
-    """
+    """Price of the largest value among the chosen columns: ``weight * max(floor, values)``."""
 
     values: np.ndarray
     floor: float
@@ -99,15 +77,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of the solver.
-
-    Attributes:
-        status: "optimal", "infeasible" or "limit" (of time).
-        values: values of the variables; None without a solution.
-        objective: objective of the solution.
-        bound: lower bound of the objective of every solution.
-        reason: the solver's own name for its status.
-    """
+    """Result of the solver."""
 
     status: str
     values: np.ndarray | None
@@ -134,10 +104,6 @@ def choose(
     Each maximum climbs a ladder. The ladder has one binary variable per level that any column
     reaches. A column may be used only when its level is climbed. A whole type shares one row per
     level, which makes the relaxation far tighter than a row per column.
-
-    Returns:
-        The outcome, whose ``values`` have shape (columns,). The solver may stop within ``gap`` of
-        the least objective.
     """
     allowed = needs
     for _ in range(_TRIES):

@@ -52,16 +52,7 @@ class _Box:
 
 @dataclass(frozen=True)
 class MovingPlan:
-    """What ranks run and hold, where their shares of the state take time.
-
-    Attributes:
-        problem: The problem, with the choices for all ranks made.
-        even: Whether all ranks hold equal shares, which travel as such.
-        types: Types of ranks.
-        found: Which columns they run.
-        exposed_s: What shares add to the step: updates and moves.
-        step_s: Seconds of the step.
-    """
+    """What ranks run and hold, where their shares of the state take time."""
 
     problem: Problem
     even: bool
@@ -88,14 +79,6 @@ def fastest_moving(
     """Return the fastest plan where shares take time, and a lower bound of all of them.
 
     These are plans with all state on the devices, or some of it in host memory where that may be.
-
-    Args:
-        problem: Ranks and work of the step.
-        deadline: When to stop, of ``time.perf_counter``.
-        limit_s: The step that is known already: slower ones do not matter.
-
-    Raises:
-        SolverError: If the solver failed before any plan was found.
     """
     count, best = itertools.count(), None
     queue: list[tuple[float, int, _Variant, _Box]] = []
@@ -190,13 +173,7 @@ class _Variant:
         return Search(self.problem, self.types, self.deadline, room, least_s)
 
     def halves(self, box: _Box, least_s: float, limit_s: float) -> list[_Box]:
-        """Return the two halves of a box, without what is slower than a limit for certain.
-
-        Args:
-            box: The box.
-            least_s: Lower bound of the step of its plans.
-            limit_s: The limit; infinite: there is none.
-        """
+        """Return the two halves of a box, without what is slower than a limit for certain."""
         (least, most), (slow, slowest) = box.exposed_s, box.backward_s
         units = self.problem.units
         most = min(most, least + limit_s - least_s)
@@ -282,10 +259,6 @@ def with_moved_state(plan: MovingPlan, runs: Sequence[RankPlan]) -> list[RankPla
 
     Devices are filled first. What does not fit there is shared in proportion to what ranks can
     hold with state in host memory, and each rank moves as little as its share allows.
-
-    Args:
-        plan: The plan.
-        runs: What each rank runs, in rank order.
     """
     problem = plan.problem
     backward_s = (plan.backward_s, plan.backward_s)

@@ -28,15 +28,7 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class _Ways:
-    """The ways of a rank to keep its state, those that move the least first.
-
-    Attributes:
-        moved: Where the state of every unit lives, by way.
-        needed: Bytes for all of the state, on the device at each moment and on the host, of shape
-            (ways, limits).
-        slopes: Slopes of :attr:`Exposure.lines`, of shape (ways, lines).
-        hidden: The hidden seconds of these.
-    """
+    """The ways of a rank to keep its state, those that move the least first."""
 
     moved: tuple[MovedState, ...]
     needed: np.ndarray
@@ -67,14 +59,7 @@ class _Ways:
 
 @dataclass(frozen=True)
 class Room:
-    """The shares of the state that ranks can hold under some limits.
-
-    Args:
-        problem: Ranks and work of the step.
-        exposed_s: Seconds that updates and moves may add to a step.
-        backward_s: The least and the most that one unit's backward takes on the slowest rank.
-        most_share: The most that a rank takes: an even share, or all of it.
-    """
+    """The shares of the state that ranks can hold under some limits."""
 
     problem: Problem
     exposed_s: float
@@ -95,13 +80,7 @@ class Room:
         return {}
 
     def most(self, profile: RankProfile, on_device: Sequence[Any], on_host: Any) -> Any:
-        """Return the largest share of the state that a rank can hold.
-
-        Args:
-            profile: The rank.
-            on_device: Bytes that its samples need at each moment, numbers or arrays.
-            on_host: Bytes that they need in host memory.
-        """
+        """Return the largest share of the state that a rank can hold."""
         needed, most = self._limits_of(profile, is_repeated=np.size(on_host) > 1)
         left = [profile.capacity_bytes - np.asarray(amount) for amount in on_device]
         left.append(profile.host_capacity_bytes - np.asarray(on_host))
@@ -118,14 +97,7 @@ class Room:
     def least_moved(
         self, profile: RankProfile, on_device: Sequence[float], on_host: float, share: float
     ) -> MovedState:
-        """Return the way that takes the least host memory for a share that has room.
-
-        Args:
-            profile: As for :meth:`most`.
-            on_device: As for :meth:`most`.
-            on_host: As for :meth:`most`.
-            share: No more than :meth:`most` of these.
-        """
+        """Return the way that takes the least host memory for a share that has room."""
         ways = self._ways_of(profile)
         left = [*(profile.capacity_bytes - amount for amount in on_device)]
         left.append(profile.host_capacity_bytes - on_host)

@@ -68,15 +68,7 @@ _BALANCE = 1e-2
 
 @dataclass(frozen=True)
 class Found:
-    """Result of a search.
-
-    Attributes:
-        columns: the columns in use.
-        chosen: number of ranks that run each column, of shape (columns,).
-        step_s: the shortest step found, without its fixed time (``cost.fixed_time``). The step of
-            ``columns`` may be longer by a thousandth, for headroom.
-        bound_s: lower bound of all steps.
-    """
+    """Result of a search."""
 
     columns: Columns
     chosen: np.ndarray

@@ -22,11 +22,6 @@ def kept_from_state(problem: Problem, capacity: float, *needed: Any) -> Any:
     It is counted in bytes of ``Problem.full_state_bytes``: what is left of the capacity, divided
     by those, is the largest share of the state that the rank can hold. Each moment of a step limits
     it.
-
-    Args:
-        problem: ranks and work of the step.
-        capacity: the rank's capacity.
-        needed: bytes that it needs at each moment, without its share: numbers or arrays.
     """
     full, states = problem.full_state_bytes, problem.states_bytes
     if problem.has_even_state or math.isinf(capacity) or min(states) == full:
@@ -135,16 +130,7 @@ def to_the_byte(
     capacity: float,
     moved_bytes: float = 0.0,
 ) -> float:
-    """Return the fraction, less what rounding has added to it.
-
-    Args:
-        problem: ranks and work of the step.
-        profile: the rank.
-        run: what it runs.
-        fraction: its share of the state.
-        capacity: the bytes that it may hold.
-        moved_bytes: as for :func:`device_bytes`.
-    """
+    """Return the fraction, less what rounding has added to it."""
     mode = Mode.of(run)
     for _ in range(64):
         held = device_bytes(problem, profile, run.microbatch_sizes, mode, fraction, moved_bytes)
