@@ -355,7 +355,7 @@ def _given_plan(options: Options, world_size: int, batch_size: int | None) -> Pl
 
 
 def _check_ranks(plan: Plan | None, world_size: int, batch_size: int | None) -> int:
-    """Return the global batch size: the plan's, or the given one if it has a sample for each rank."""
+    """Return the global batch size: the plan's, or the given one, with a sample for each rank."""
     if plan is not None:
         return plan.global_batch_size
     assert batch_size is not None, "without a plan it was read, or found in the first batch"

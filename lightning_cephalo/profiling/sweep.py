@@ -43,13 +43,7 @@ _COUNTS = (3, 2)
 
 @dataclass
 class Measured:
-    """The measurements of one rank.
-
-    Attributes:
-        times: Times of a microbatch, by its size.
-        held: Bytes of a step with one microbatch, by its size.
-        smallest_too_large: The smallest size that ran out of memory; None if none did.
-    """
+    """The measurements of one rank."""
 
     times: dict[int, Times] = field(default_factory=dict)
     held: dict[int, Held] = field(default_factory=dict)
@@ -72,17 +66,7 @@ def ladder(smallest: int, limit: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Sweep:
-    """How far to measure.
-
-    Attributes:
-        sizes: Microbatch sizes, rising; ready batches may hold fewer samples than all ranks' step.
-        global_batch_size: Samples of a step over all ranks.
-        budget_s: Wall-clock seconds.
-        devices: Name of every rank's device. Devices with the same name count as equally fast.
-        has_one_microbatch: Whether each rank runs all of its samples at once. The user's step may
-            communicate then, so that ranks that are done run their smallest size again.
-        report: Called on every rank with the sizes that the ranks run next; 0 for none.
-    """
+    """How far to measure."""
 
     sizes: Sequence[int]
     global_batch_size: int
@@ -94,12 +78,7 @@ class Sweep:
 
 @dataclass
 class _Pace:
-    """The state of the sweep that all ranks know.
-
-    Attributes:
-        rates: Samples per second of every rank's device at its best size; 0 before its first.
-        beside_s: Seconds that a step takes in addition to a rank's own work.
-    """
+    """The state of the sweep that all ranks know."""
 
     rates: list[float]
     beside_s: float
@@ -110,12 +89,7 @@ class _Pace:
 
 
 def measure_times(prober: Prober, sweep: Sweep) -> Measured:
-    """Time growing microbatches until time, memory or benefit runs out; collective.
-
-    Raises:
-        ProfilingError: On every rank, if any fails for another reason than memory.
-        TooLittleMemoryError: On every rank, if none can run even the smallest microbatch.
-    """
+    """Time growing microbatches until time, memory or benefit runs out; collective."""
     control, measured = prober.control, Measured()
     started_s = prober.now_s()
     smallest, whole = sweep.sizes[0], sweep.global_batch_size
@@ -148,12 +122,7 @@ def measure_times(prober: Prober, sweep: Sweep) -> Measured:
 
 
 def run_smallest(prober: Prober, sweep: Sweep) -> None:
-    """Run the smallest microbatch on every rank, for what its step leaves; collective.
-
-    Raises:
-        ProfilingError: On every rank, if any fails for another reason than memory.
-        TooLittleMemoryError: On every rank, if none can run it.
-    """
+    """Run the smallest microbatch on every rank, for what its step leaves; collective."""
     sweep.report([sweep.sizes[0]] * prober.control.world_size)
     _warm_up(prober, Measured(), sweep.sizes[0])
 
@@ -182,11 +151,6 @@ def _together(wanted: Sequence[tuple[int, float]], smallest: int, remaining_s: f
 
     It is 0 for ranks that want none, that lack the time, or that wait while others run shorter
     steps.
-
-    Args:
-        wanted: For every rank, the size that it wants and the seconds that this should take.
-        smallest: The smallest size, which runs whatever it takes.
-        remaining_s: The seconds that are left.
     """
     affordable = [
         size if size == smallest or expected_s <= remaining_s else 0 for size, expected_s in wanted
@@ -329,9 +293,6 @@ def measure_memory(prober: Prober, measured: Measured, sweep: Sweep) -> Retained
     the size. So a line between two sizes is never below the peak. Chunks of logits stop growing
     when they are full, and large logits may be in chunks where small ones are not: the sizes around
     that are measured, too.
-
-    Returns:
-        The bytes that this rank retains per sample and microbatch until their backward.
     """
     smallest = sweep.sizes[0]
     idle = smallest if sweep.has_one_microbatch and measured.times else 0
@@ -364,12 +325,7 @@ def measure_memory(prober: Prober, measured: Measured, sweep: Sweep) -> Retained
 
 
 def _bends(heads: Sequence[ChunkedHead], smallest: int) -> list[int]:
-    """Return the sizes around which logits come in chunks, and around which a chunk is full.
-
-    Args:
-        heads: The heads, which have just run with the smallest size.
-        smallest: That size.
-    """
+    """Return the sizes around which logits come in chunks, and around which a chunk is full."""
     sizes: set[int] = set()
     for head in heads:
         for tokens in (head.whole_tokens, chunked.CHUNK_TOKENS):

@@ -27,12 +27,7 @@ KINDS = ("fp32", "fp32 shared", "half")
 
 @dataclass(frozen=True)
 class Error:
-    """The error of estimates against measurements: ``|estimate / measured - 1|``.
-
-    Attributes:
-        median: half of the estimates were closer.
-        most: nine tenths of the estimates were closer.
-    """
+    """The error of estimates against measurements: ``|estimate / measured - 1|``."""
 
     median: float
     most: float
@@ -43,16 +38,7 @@ class Error:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Fractions of a device's peak rates that models reach.
-
-    Attributes:
-        device: name of the device; "" for the pool of all.
-        kind: one of ``KINDS``: ``"fp32"``; ``"fp32 shared"`` on devices that compute integers with
-            half of their fp32 units; ``"half"`` for all that run on matrix units.
-        compute: of the peak FLOP/s, by matrix products.
-        bandwidth: of the memory's bandwidth, by everything else.
-        error: None if it is not known.
-    """
+    """Fractions of a device's peak rates that models reach."""
 
     device: str
     kind: str
@@ -64,11 +50,7 @@ class Efficiency:
 def find_efficiency(
     device: Device, dtype: str, efficiencies: Sequence[Efficiency] | None = None
 ) -> Efficiency:
-    """Return the efficiency fitted to the device, else to one with the same chip, else to the pool.
-
-    Raises:
-        PlanError: there is none of this kind, not even for the pool.
-    """
+    """Return the efficiency of the device, else of one with its chip, else of the pool."""
     if efficiencies is None:
         from lightning_cephalo.offline.estimate.efficiencies import FITTED
 
@@ -106,15 +88,7 @@ def estimate(
     recompute: bool = True,
     efficiencies: Sequence[Efficiency] | None = None,
 ) -> Curves:
-    """Estimate the curves of a device without measurements. The label gives their error.
-
-    Args:
-        work: the model's work.
-        device: its datasheet.
-        largest_microbatch_size: length of the curves.
-        recompute: whether ``backward_s`` runs the forward again.
-        efficiencies: to use in place of those fitted to published profiles.
-    """
+    """Estimate the curves of a device without measurements. The label gives their error."""
     efficiency = find_efficiency(device, work.dtype, efficiencies)
     sizes = range(1, largest_microbatch_size + 1)
 

@@ -80,11 +80,7 @@ def _solve(problem: Problem, time_limit_s: float) -> Plan | None:
 
 
 class Planned:
-    """Plans of stages' waves, kept for searches on other bandwidths.
-
-    Args:
-        planner: makes the plan of a wave within some seconds, or None where nothing fits.
-    """
+    """Plans of stages' waves, kept for searches on other bandwidths."""
 
     def __init__(self, planner: Planner | None = None) -> None:
         self._planner: Planner = planner or _solve
