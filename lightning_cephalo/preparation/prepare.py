@@ -407,7 +407,6 @@ def measure_or_load(
             options.of_measuring(),
         ),
         remeasure=options.remeasure,
-        ranks_beside=processes_on_this_host(1) if model.accelerator.computes_on_host else 0,
     )
     if found.said is not None:
         Progress(options.verbose and control.rank == 0).warn(found.said)
@@ -435,8 +434,6 @@ def measure_or_load(
                 ),
                 manual=manual,
                 layouts=job.layouts,
-                # a step of one microbatch needs sizes up to a rank's whole share
-                known=None if manual is not None else found.known,
             )
         check(problem)
         _keep(problem, found, options, control)
@@ -504,8 +501,7 @@ def _keep(
     problem: Problem, found: job_cache.CachedProblem, options: Options, control: ControlGroup
 ) -> None:
     if control.rank == 0 and found.path is not None:
-        kinds = () if found.known is not None else found.kinds
-        lost = job_cache.save(found.path, problem, kinds)
+        lost = job_cache.save(found.path, problem)
         if lost is not None and options.verbose:
             Progress(True).warn(f"The next start of this job will measure again: {lost}")
 

@@ -1,12 +1,10 @@
 """Caches the measured problem of a job for its next start.
 
-A second start of the same job on the same devices measures nothing. One on other numbers of
-devices, each of a kind that was measured before, measures the network and the update alone: what a
-device computes does not depend on the others. It also measures what moving state costs, as ranks of
-a host share its memory. :func:`describe` lists what identifies a job: the
-model and the source files of its classes, the form of a sample, batch size, precision, options,
-versions. Hosts are not part of it, and free memory is read anew at each start. Problems of emulated
-devices are never cached: their speed differs from start to start.
+A second start of the same job on the same devices measures nothing. :func:`describe` lists what
+identifies a job: the model and the source files of its classes, the form of a sample, batch size,
+precision, options, versions. Hosts are not part of it, and free memory is read anew at each start.
+Problems of emulated devices are never cached: their speed differs from start to start. Nor are
+those of classes without a source file, such as ones typed at a prompt.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,10 +31,9 @@ from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.common.quantities import format_bytes
 from lightning_cephalo.data.randomness import preserved_randomness
 from lightning_cephalo.execution.sharded_model import ShardedModel
-from lightning_cephalo.plan import Problem, RankProfile
+from lightning_cephalo.plan import Problem
 from lightning_cephalo.plan.program import ROOT
 from lightning_cephalo.profiling.measure import merge_equal_ranks
-from lightning_cephalo.profiling.state_rates import StateRates
 from lightning_cephalo.ranks.control import ControlGroup
 
 if TYPE_CHECKING:
@@ -46,8 +42,8 @@ if TYPE_CHECKING:
 # Free memory that differs by a larger factor needs a new measurement: more memory may hold larger
 # microbatches.
 _SAME_CAPACITY = 1.25
-# Devices of one kind whose times differ by a larger factor are not taken for each other.
-_SAME_SPEED = 1.25
+# Of what problems hold: a start ignores the ones that other versions of it have written.
+_VERSION = 2
 _TORCH = str(Path(torch.__file__).parent)
 
 
@@ -59,15 +55,11 @@ class CachedProblem:
         path: Where the problem of this job is or will be cached; None: it must not be cached.
         problem: The cached problem with present capacities; None: it must be measured.
         said: A line for the user, or None.
-        kinds: Where the measurements of each rank's kind of device are or will be cached.
-        known: The problem of these devices but for their network; None: they must be measured.
     """
 
     path: Path | None
     problem: Problem | None = None
     said: str | None = None
-    kinds: tuple[Path, ...] = ()
-    known: Problem | None = None
 
 
 def look_up(
@@ -76,7 +68,6 @@ def look_up(
     describe_job: Callable[[], Any],
     *,
     remeasure: bool,
-    ranks_beside: int = 0,
 ) -> CachedProblem:
     """Look up the problem that an earlier start of this job has measured; collective.
 
@@ -85,14 +76,12 @@ def look_up(
         device: This rank's device.
         describe_job: Returns what identifies the job, on every rank.
         remeasure: Whether to ignore a cached problem.
-        ranks_beside: Ranks that share this rank's processors; 0: it has a device of its own.
     """
     rows = control.gather(
         (
             _digest(describe_job) if device.speed_lasts else None,
             device.name,
             device.capacity_bytes,
-            ranks_beside,
         )
     )
     if any(digest is None for digest, *_ in rows):
@@ -101,97 +90,30 @@ def look_up(
     found = None
     if control.rank == 0:
         path = files.cache_folder() / "jobs" / f"{key[:32]}.json"
-        devices = files.cache_folder() / "devices"
-        kinds = tuple(
-            devices / f"{_hashed([digest, name, beside])[:32]}.json"
-            for digest, name, _, beside in rows
-        )
-        capacities = [row[2] for row in rows]
-        found = CachedProblem(path) if remeasure else _read(path, capacities)
-        if found.problem is None and found.said is None and not remeasure:
-            found = dataclasses.replace(found, known=_known(kinds, capacities))
-        found = dataclasses.replace(found, kinds=kinds)
-        for folder in (files.cache_folder(), path.parent, devices):
+        found = CachedProblem(path) if remeasure else _read(path, [row[2] for row in rows])
+        for folder in (files.cache_folder(), path.parent):
             with suppress(OSError):  # a home that may not be entered is told of by what reads it
                 files.remove_leftovers(folder)
     return control.broadcast(found)
 
 
-def save(path: Path, problem: Problem, kinds: Sequence[Path] = ()) -> str | None:
-    """Write a measured problem for the next start; return None, or why that was not possible.
-
-    Args:
-        path: Where to.
-        problem: The problem.
-        kinds: Where to write the measurements of each rank's kind of device; empty: nowhere.
-    """
+def save(path: Path, problem: Problem) -> str | None:
+    """Write a measured problem for the next start; return None, or why that was not possible."""
     data = {"measured": time.strftime("%Y-%m-%d %H:%M:%S"), "problem": problem.to_dict()}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_text(path, json.dumps(data))
-        for kind in set(kinds):
-            ranks = [rank for rank, own in zip(problem.ranks, kinds, strict=True) if own == kind]
-            slowest = _slowest(ranks)
-            if slowest is not None:
-                alone = dataclasses.replace(problem, ranks=(slowest,))
-                kind.parent.mkdir(parents=True, exist_ok=True)
-                files.write_text(kind, json.dumps({**data, "problem": alone.to_dict()}))
-            else:
-                kind.unlink(missing_ok=True)
     except (OSError, TypeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return None
 
 
-def _slowest(ranks: Sequence[RankProfile]) -> RankProfile | None:
-    """Return the slowest of devices of one kind; None: their speeds differ by more than noise.
-
-    Another start could not tell then which of them it has.
-    """
-    length = min(rank.largest_microbatch_size for rank in ranks)
-    if not length:
-        return None
-    curves = [(rank.forward_s, rank.backward_s, rank.tail_s) for rank in ranks]
-    seconds = [sum(sum(curve[:length]) for curve in own) for own in curves]
-    if max(seconds) > _SAME_SPEED * min(seconds):
-        return None
-    return ranks[seconds.index(max(seconds))]
-
-
-def _known(kinds: Sequence[Path], capacities: Sequence[float]) -> Problem | None:
-    """Return a problem of devices whose kinds other starts of the job have measured.
-
-    What samples take is of the model, and equal but for noise: the largest figures count.
-    """
-    found = {kind: _read(kind, None).problem for kind in kinds}
-    problems = [problem for problem in found.values() if problem is not None]
-    if len(problems) < len(found):
-        return None
-    profiles = []
-    for kind, capacity in zip(kinds, capacities, strict=True):
-        (profile,) = problems[list(found).index(kind)].ranks
-        less, more = sorted((profile.capacity_bytes, capacity))
-        if more > _SAME_CAPACITY * less:
-            return None
-        # ranks of one host slow each other's copies down: those of this start are measured
-        profiles.append(dataclasses.replace(profile, capacity_bytes=capacity, **vars(StateRates())))
-    return dataclasses.replace(
-        problems[0],
-        ranks=tuple(merge_equal_ranks(profiles)),
-        boundary_bytes=max(problem.boundary_bytes for problem in problems),
-        kept_bytes=max(problem.kept_bytes for problem in problems),
-        microbatch_bytes=max(problem.microbatch_bytes for problem in problems),
-    )
-
-
-def _read(path: Path, capacities: Sequence[float] | None) -> CachedProblem:
-    """Read a problem; without capacities it stays as it is."""
+def _read(path: Path, capacities: Sequence[float]) -> CachedProblem:
     try:
         if not path.exists():
             return CachedProblem(path)
         data = json.loads(files.read_text(path, what="measured times"))
         problem = Problem.from_dict(data["problem"])
-        capacities = [r.capacity_bytes for r in problem.ranks] if capacities is None else capacities
         if len(problem.ranks) != len(capacities):
             raise PlanError(f"expected {len(capacities)} ranks, got {len(problem.ranks)}")
         day = str(data["measured"])
@@ -241,7 +163,9 @@ def describe(
         batch = read_sample()
     plugin = trainer.precision_plugin
     return {
-        "versions": [torch.__version__, importlib.metadata.version("lightning-cephalo")],
+        "versions": [
+            _VERSION, torch.__version__, importlib.metadata.version("lightning-cephalo")
+        ],
         "parameters": [
             [name, list(p.shape), str(p.dtype), p.requires_grad]
             for unit in model.units
@@ -295,31 +219,29 @@ def _is_number(value: Any) -> bool:
 
 
 def _sources(module: nn.Module) -> dict[str, str]:
-    """Return digests of the files that define the model's classes, except for torch's own."""
+    """Return digests of the files that define the model's classes, except for torch's own.
+
+    Raises:
+        OSError: A class or the step has no source file.
+        TypeError: A class was made where there are no files.
+    """
     found = {}
     for kind in {base for inner in module.modules() for base in type(inner).__mro__}:
-        try:
-            path = inspect.getsourcefile(kind)
-            if path is not None and not path.startswith(_TORCH):
-                found[f"{kind.__module__}.{kind.__qualname__}"] = _file_digest(path)
-                continue
-        except (OSError, TypeError):
-            path = None  # written in C, or typed at a prompt
-        if path is None:
-            functions = [value for value in vars(kind).values() if inspect.isfunction(value)]
-            told = [_told_of(function.__code__) for function in functions]
-            found[f"{kind.__module__}.{kind.__qualname__}"] = _hashed(told)
+        if not any(inspect.isfunction(value) for value in vars(kind).values()):
+            continue  # it computes nothing of its own, or is written in C
+        path = _source_file(kind)
+        if not path.startswith(_TORCH):
+            found[f"{kind.__module__}.{kind.__qualname__}"] = _file_digest(path)
     step = inspect.unwrap(type(module).training_step)  # type: ignore[attr-defined]
-    code = getattr(step, "__code__", None)
-    found["training_step"] = _hashed(None if code is None else _told_of(code))
+    found["training_step"] = _file_digest(_source_file(step))
     return found
 
 
-def _told_of(code: CodeType) -> list[Any]:
-    """Return what a function does, regardless of the file and line that define it."""
-    inner = [part for part in code.co_consts if isinstance(part, CodeType)]
-    plain = [repr(part) for part in code.co_consts if isinstance(part, (int, float, str, tuple))]
-    return [code.co_code.hex(), list(code.co_names), plain, [_told_of(part) for part in inner]]
+def _source_file(defined: Any) -> str:
+    path = inspect.getsourcefile(defined)
+    if path is None:
+        raise OSError(f"{defined} has no source file")
+    return path
 
 
 def _file_digest(path: str) -> str:

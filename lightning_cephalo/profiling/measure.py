@@ -45,7 +45,6 @@ from lightning_cephalo.profiling.sweep import (
     ladder,
     measure_memory,
     measure_times,
-    run_smallest,
 )
 from lightning_cephalo.ranks.control import ControlGroup
 
@@ -94,7 +93,6 @@ def measure(
     options: ProfileOptions,
     manual: ManualSteps | None = None,
     layouts: Sequence[BatchLayout] = (),
-    known: Problem | None = None,
 ) -> Problem:
     """Run the user's step on growing microbatches of real samples; collective.
 
@@ -114,8 +112,6 @@ def measure(
         options: Budget and limits.
         manual: Runs steps that call their backwards themselves; None: the executor runs both.
         layouts: How the batches of each loader are cut, if they are ready.
-        known: A problem with the measurements of these devices, equal on every rank: only their
-            network and the update are measured. None: everything is.
 
     Returns:
         The same problem on every rank.
@@ -155,14 +151,11 @@ def measure(
             report,
         )
         no_recompute = None
-        if known is None:
-            measured = measure_times(prober, sweep)
-            pause()
-            progress.say("profiling: memory")
-            own_kept = measure_memory(prober, measured, sweep)
-        else:
-            run_smallest(prober, sweep)  # it traces the visits of units
-        if options.choose_recompute and known is None:
+        measured = measure_times(prober, sweep)
+        pause()
+        progress.say("profiling: memory")
+        own_kept = measure_memory(prober, measured, sweep)
+        if options.choose_recompute:
             pause()
             progress.say("profiling: without recomputation")
             no_recompute = measure_no_recompute(prober, measured, sweep)
@@ -180,13 +173,6 @@ def measure(
     model.accelerator.empty_cache()
     visits = [visit for visit in model.executor.visits if not visit.is_meeting]
     units = max(1, sum(visit.differentiable for visit in visits))
-    if known is not None:
-        resting = control.max(float(resting_bytes(model)))
-        problem = _in_this_world(known, model, network, updates, resting)
-        seconds = model.accelerator.now_s() - started_s
-        largest = [profile.largest_microbatch_size for profile in problem.ranks]
-        progress.done(largest, seconds, seconds / balanced_step_s(problem))
-        return problem
     own_inside = RetainedBytes(0.0, 0.0) if no_recompute is None else no_recompute.kept
     per_microbatch = max(own_kept.microbatch_bytes, own_inside.microbatch_bytes)
     rows = control.gather(

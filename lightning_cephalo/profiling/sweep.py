@@ -121,12 +121,6 @@ def measure_times(prober: Prober, sweep: Sweep) -> Measured:
         _time_round(prober, measured, sizes, remaining_s, pace, sweep)
 
 
-def run_smallest(prober: Prober, sweep: Sweep) -> None:
-    """Run the smallest microbatch on every rank, for what its step leaves; collective."""
-    sweep.report([sweep.sizes[0]] * prober.control.world_size)
-    _warm_up(prober, Measured(), sweep.sizes[0])
-
-
 def _next_size(
     measured: Measured, sizes: Sequence[int], useful: float, has_one_microbatch: bool = False
 ) -> int:

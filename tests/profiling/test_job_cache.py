@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-import math
 import multiprocessing
 import os
 import shutil
@@ -23,11 +22,6 @@ from lightning_cephalo.common.files import replacing
 from lightning_cephalo.plan import Problem, RankProfile
 from lightning_cephalo.preparation import prepare as planning
 from lightning_cephalo.profiling import job_cache
-from lightning_cephalo.profiling.state_rates import (
-    StateRates,
-    has_state_rates,
-    with_state_rates,
-)
 
 STEP = """
 from profiled import GPT
@@ -216,24 +210,15 @@ def test_strides_make_another_job():
 AT_A_PROMPT = """
 class Typed(GPT):
     def training_step(self, batch, batch_idx):
-        return {factor} * super().training_step(batch, batch_idx)
-
-    def forward(self, tokens):
-        return [{name}(tokens) for _ in range({count})]
+        return 2.0 * super().training_step(batch, batch_idx)
 """
 
 
-def typed(factor=1.0, count=1, name="abs"):
-    """Digests of a class that no file holds."""
+def test_a_class_typed_at_a_prompt_is_no_job_that_could_be_known_again():
     names = {"GPT": GPT, "__name__": "prompt"}
-    exec(AT_A_PROMPT.format(factor=factor, count=count, name=name), names)
-    return job_cache._sources(names["Typed"]())
-
-
-def test_classes_typed_at_a_prompt_are_told_apart():
-    assert typed() == typed()
-    others = ({}, {"factor": 2.0}, {"count": 2}, {"name": "len"})
-    assert len({json.dumps(typed(**other)) for other in others}) == len(others)
+    exec(AT_A_PROMPT, names)
+    assert job_cache._digest(lambda: job_cache._sources(GPT())) is not None
+    assert job_cache._digest(lambda: job_cache._sources(names["Typed"]())) is None
 
 
 def test_a_change_of_the_file_with_the_training_step_is_measured(tmp_path):
@@ -305,7 +290,7 @@ def test_a_cache_that_may_not_be_looked_into_stops_nothing(tmp_path, monkeypatch
     monkeypatch.setenv("LIGHTNING_CEPHALO_CACHE", str(tmp_path / ("x" * 300)))
     found = looked_up()
     assert found.problem is None and "File name too long" in found.said
-    lost = job_cache.save(found.path, kept_problem(tmp_path / "job.json", 100.0), found.kinds)
+    lost = job_cache.save(found.path, kept_problem(tmp_path / "job.json", 100.0))
     assert "File name too long" in lost
 
 
@@ -382,66 +367,6 @@ def test_a_problem_of_another_number_of_ranks_is_measured(tmp_path):
     path = tmp_path / "job.json"
     kept_problem(path, 100.0)
     assert job_cache._read(path, [100.0]).problem is None
-
-
-def test_other_numbers_of_known_devices_measure_their_network_alone(monkeypatch):
-    given = {"memory_cap": 2**28, "global_batch_size": 6}
-
-    def starts(ranks, **options):
-        return in_ranks(ranks, lambda: started(world_size=ranks, strategy={**given, **options}))
-
-    def beside(ranks):
-        monkeypatch.setattr(planning, "processes_on_this_host", lambda fallback: ranks)
-
-    monkeypatch.setattr(job_cache, "_SAME_SPEED", math.inf)  # on a machine that does much else
-    beside(1)  # as if each had a host of its own
-    assert all(before > 5 for _, _, before in starts(2))
-    for ranks in (3, 1):
-        found = starts(ranks)
-        # one step that traces the visits of units, and those that compare losses
-        assert all(measured and 1 <= before <= 5 for measured, _, before in found)
-        assert all(plan == found[0][1] for _, plan, _ in found)
-    assert [measured for measured, _, _ in starts(3)] == [False] * 3
-    beside(2)  # they share the host's processors, and are slower
-    assert starts(1, remeasure=True)[0][2] > 5
-
-
-def problem_of(*profiles, **numbers):
-    ranks = [
-        RankProfile(name, [seconds], [2.0], [0.5], [10.0], capacity_bytes=100.0)
-        for name, seconds in profiles
-    ]
-    return Problem(ranks=ranks, units=2, state_bytes=40.0, global_batch_size=2, **numbers)
-
-
-def test_kinds_of_devices_are_kept_apart_and_put_together(tmp_path):
-    kinds = {name: tmp_path / f"{name}.json" for name in "abc"}
-    first = problem_of(("a", 1.0), ("b", 3.0), ("a", 1.0), gather_s=7.0, boundary_bytes=5.0)
-    first = with_state_rates(first, [StateRates(8.0, 7.0, 6.0, 5.0)] * 3)
-    assert job_cache.save(tmp_path / "1", first, [kinds[n] for n in "aba"]) is None
-    second = problem_of(("b", 4.0), ("c", 9.0), boundary_bytes=4.0)
-    assert job_cache.save(tmp_path / "2", second, [kinds[n] for n in "bc"]) is None
-
-    def known(names, capacity=100.0):
-        return job_cache._known([kinds[n] for n in names], [capacity] * len(names))
-
-    found = known("caba")
-    assert [(rank.name, rank.forward_s) for rank in found.ranks] == [
-        ("c", (9.0,)),
-        ("a", (1.0,)),
-        ("b", (4.0,)),
-        ("a", (1.0,)),
-    ]
-    assert found.boundary_bytes == 5.0
-    assert not has_state_rates(found)  # copies slow those of the host's other ranks down
-    assert known("ab", capacity=200.0) is None  # more memory may hold larger microbatches
-    # devices of one name and two speeds: another start could not tell which it has
-    noisy = problem_of(("a", 1.0), ("a", 1.5))
-    assert job_cache.save(tmp_path / "3", noisy, [kinds["a"]] * 2) is None
-    assert known("a").ranks[0].forward_s == (1.5,)
-    uneven = problem_of(("a", 1.0), ("a", 3.0))
-    assert job_cache.save(tmp_path / "3", uneven, [kinds["a"]] * 2) is None
-    assert known("a") is None and known("b") is not None
 
 
 def test_emulated_devices_are_measured_at_every_start():
