@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_cephalo import _autoload
 
 if TYPE_CHECKING:
+    from lightning_cephalo.execution.chunked_cross_entropy import chunked_cross_entropy
     from lightning_cephalo.execution.over_batch import loss_over_batch
     from lightning_cephalo.plan import Plan, Problem, RankPlan, RankProfile, solve
     from lightning_cephalo.ranks.slurm import UnevenSLURMEnvironment
@@ -32,6 +33,7 @@ __all__ = [
     "Recovery",
     "UnevenSLURMEnvironment",
     "__version__",
+    "chunked_cross_entropy",
     "loss_over_batch",
     "solve",
     "writable_parameters",
@@ -45,6 +47,7 @@ _HOME_OF = {
     "RankProfile": "lightning_cephalo.plan",
     "Recovery": "lightning_cephalo.recovery.options",
     "UnevenSLURMEnvironment": "lightning_cephalo.ranks.slurm",
+    "chunked_cross_entropy": "lightning_cephalo.execution.chunked_cross_entropy",
     "loss_over_batch": "lightning_cephalo.execution.over_batch",
     "writable_parameters": "lightning_cephalo.sharding.writable_parameters",
     "solve": "lightning_cephalo.plan",

@@ -74,7 +74,6 @@ from lightning_cephalo.preparation.loss_check import LossCheck
 from lightning_cephalo.preparation.options import (
     Choice,
     Options,
-    parse_chunked_logits,
     parse_early_update,
     parse_hybrid_sharding,
     parse_optimizer_offload,
@@ -162,11 +161,6 @@ class CephaloStrategy(ParallelStrategy):
         reduce_dtype: Dtype that gradients travel in between ranks: ``torch.bfloat16`` halves their
             bytes. Each rank's gradient is rounded once, and sums over gloo are in float32. None:
             their own dtype, as on one device.
-        chunked_logits: Compute the logits of a language model's head, and their gradients, for a
-            thousand tokens at a time, in place of those of a whole microbatch: for large
-            vocabularies, whose logits may be most of a rank's memory. Losses and gradients are the
-            same. Code that needs all logits gets them, with a warning. "auto": only where a
-            microbatch's logits are more than 256 MiB in single precision.
         hybrid_sharding: Let each node hold the whole state, cut unevenly among its ranks, in place
             of all ranks together. Gathers then stay inside of a node, and gradients cross to
             another node once. For slow links between nodes that have the memory, over gloo. A plan
@@ -223,7 +217,6 @@ class CephaloStrategy(ParallelStrategy):
         optimizer_offload: bool | Literal["auto"] = False,
         optimizer_scope: str | Mapping[type | str, str] = "auto",
         reduce_dtype: torch.dtype | str | None = None,
-        chunked_logits: bool | Literal["auto"] = False,
         hybrid_sharding: bool = False,
         profile_budget_s: float = 20.0,
         replan: bool | Literal["auto"] = "auto",
@@ -264,7 +257,6 @@ class CephaloStrategy(ParallelStrategy):
             optimizer_offload=parse_optimizer_offload(optimizer_offload),
             optimizer_scope=optimizer_scope,
             reduce_dtype=parse_reduce_dtype(reduce_dtype),
-            chunked_logits=parse_chunked_logits(chunked_logits),
             hybrid_sharding=parse_hybrid_sharding(hybrid_sharding),
             profile_budget_s=profile_budget_s,
             replan=replanning.parse(replan),
@@ -543,8 +535,6 @@ class CephaloStrategy(ParallelStrategy):
                 replans.count_on_late_updates()
             if self._options.verbose and self.is_global_zero:
                 self._show_plan()
-                if self.session.model.executor.hooks.vocabulary.chunked:
-                    report.show(self.session.model.executor.hooks.vocabulary.described())
         self.setup_precision_plugin()
         self._ending.set_up()
 

@@ -349,7 +349,7 @@ class Executor:
         first_layers = self.ends_policy.first_layers() if searches else {}
         microbatches = [
             Microbatch(
-                self.hooks.vocabulary.with_whole_results(call.step),
+                call.step,
                 self.accelerator,
                 self._recompute,
                 inside,
@@ -540,8 +540,7 @@ class Executor:
         """
         self.hooks.ends = frozenset()
         calls = [] if call is None else [call]
-        steps = [self.hooks.vocabulary.with_whole_results(call.step) for call in calls]
-        microbatches = [Microbatch(step, self.accelerator, recompute=False) for step in steps]
+        microbatches = [Microbatch(each.step, self.accelerator, recompute=False) for each in calls]
         self._step = step = self._new_step(calls, microbatches)
         step.is_traced = True
         self.failure.begin(microbatches, "evaluation of the root unit")

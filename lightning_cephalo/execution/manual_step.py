@@ -140,7 +140,7 @@ class ManualSteps:
         inside = None if self._is_checked else executor.inside_units()
         microbatches = [
             Microbatch(
-                executor.hooks.vocabulary.with_whole_results(each.step),
+                each.step,
                 executor.accelerator,
                 executor.recompute,
                 inside,

@@ -306,16 +306,6 @@ class Microbatch:
         return self._records.made
 
     @property
-    def computes_glue(self) -> bool:
-        """Whether its step computes a graph now, outside of units, that autograd holds itself."""
-        return (
-            self._has_backward
-            and self._records.entered is None
-            and torch.is_grad_enabled()
-            and not has_saved_tensor_hooks()
-        )
-
-    @property
     def was_over_batch(self) -> bool:
         """Whether the step has computed a loss over the whole batch."""
         return self._greenlet.was_asked

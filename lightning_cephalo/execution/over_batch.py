@@ -28,7 +28,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cephalo.common.errors import UnitUseError, UnsupportedError
-from lightning_cephalo.execution.vocabulary.logits import LazyLogits, gather
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.collectives import all_gather_rows
 
@@ -93,11 +92,6 @@ class StepGreenlet(greenlet.greenlet):
         self.was_asked = True
         if self._ask is None:
             return function(*tensors)
-        # the ranks answer for logits while microbatches run, and not while they wait for the batch
-        tensors = tuple(
-            gather(each, loss_over_batch) if isinstance(each, LazyLogits) else each
-            for each in tensors
-        )
         answer = self._ask(Question(tensors))
         with self._own_gradients():
             answer.share.compute(function)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -15,11 +14,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.backends import backend_of
-from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.execution.ends_policy import root_gathers_without
 from lightning_cephalo.execution.executor import Executor
 from lightning_cephalo.execution.unit_hooks import Meet
-from lightning_cephalo.execution.vocabulary.layers import chunked_heads_of
 from lightning_cephalo.plan.program import FIRST_LAYERS, LAST_LAYERS, ROOT, WHOLE_ROOT
 from lightning_cephalo.plan.state_groups import members_of
 from lightning_cephalo.ranks.groups import Groups
@@ -77,8 +74,6 @@ class ShardedModel:
         reduce_dtype: Dtype that gradients travel in (None: their own).
         state_groups: Hybrid sharding: the group of every rank; each holds the whole state. Empty:
             all ranks hold it together.
-        chunks_logits: Whether heads that are whole compute their logits in chunks of tokens.
-            "auto": large ones, if the model allows it.
 
     Attributes:
         state_groups: The group of every rank, as given.
@@ -101,7 +96,6 @@ class ShardedModel:
         recompute: bool,
         reduce_dtype: torch.dtype | None = None,
         state_groups: Sequence[int] = (),
-        chunks_logits: bool | Literal["auto"] = False,
     ) -> None:
         self.module = module
         self.accelerator = accelerator
@@ -145,17 +139,7 @@ class ShardedModel:
                 self._originals[parameter] = owners[0].name
             is_source = groups.control.rank == 0
             members = initialise_members(module, members, materialise=is_source)
-            is_root = not self.units
-            heads = self._chunked_heads(members, chunks_logits) if is_root else ()
-            unit = Unit(
-                members,
-                divider,
-                context,
-                heads,
-                chunks_only_large=chunks_logits == "auto",
-                ends=ends if is_root else NO_ENDS,
-            )
-            self.units.append(unit)
+            self.units.append(Unit(members, divider, context, NO_ENDS if self.units else ends))
             if len(self.units) == 1:  # the root stays gathered all step long: it shares no memory
                 context = replace(context, buffers=BufferPool(), gradient_buffers=BufferPool())
         self._cast_buffers: list[tuple[nn.Module, str, torch.dtype]] = []
@@ -163,18 +147,6 @@ class ShardedModel:
         self.meet: Meet = groups.meeting.meet
         self.executor = Executor(self.units, groups.control, accelerator, recompute, self.meet)
         self.executor.hooks.install()
-
-    def _chunked_heads(
-        self, root: UnitMembers, chunks_logits: bool | Literal["auto"]
-    ) -> tuple[tuple[str, nn.Linear], ...]:
-        if not chunks_logits:
-            return ()
-        try:
-            return chunked_heads_of(self.module, root)
-        except UnsupportedError:
-            if chunks_logits == "auto":
-                return ()
-            raise
 
     def _stage(self) -> HostStage | None:
         is_host_memory = self.accelerator.holds(torch.empty(0))

@@ -23,8 +23,6 @@ from lightning_cephalo.execution.microbatch import Microbatch
 from lightning_cephalo.execution.replay import ChangingBuffers
 from lightning_cephalo.execution.training_modes import Modes, TrainingModes
 from lightning_cephalo.execution.user_writes import UserWrites
-from lightning_cephalo.execution.vocabulary.chunked import ChunkedHead
-from lightning_cephalo.execution.vocabulary.layers import VocabularyLayers
 from lightning_cephalo.plan.program import LAST_LAYERS, ROOT
 from lightning_cephalo.sharding.flat_group import UnitState
 from lightning_cephalo.sharding.unit import Unit
@@ -51,7 +49,6 @@ class UnitHooks:
         in_backward: Whether a backward is running; no unit may be called then.
         running: The microbatch whose step is running right now; None: no user's code of a step is.
         norms: The layers that normalise by the statistics of the global batch.
-        vocabulary: The layers whose logits are never whole.
         ends: Ends of the root unit that the running step shows when its losses are due.
     """
 
@@ -64,9 +61,8 @@ class UnitHooks:
         self.running: Microbatch | None = None
         self._outside_depth = 0
         self.norms = SynchronisedNorms(units[ROOT].module, lambda: self.running)
-        self.vocabulary = VocabularyLayers(units[ROOT], lambda: self.running)
         self._hooks: list[RemovableHandle] = []
-        self._forwards: list[_UnitForward] = []
+        self._forwards: list[UnitForward] = []
         self._unwatched: set[int] = set()
         self._watching: dict[int, RemovableHandle] = {}
         self.ends: frozenset[int] = frozenset()
@@ -78,9 +74,8 @@ class UnitHooks:
     def install(self) -> None:
         """Replace the units' forwards, and gather the root unit before its modules are called."""
         self.norms.install()
-        self.vocabulary.install()
         for index, unit in enumerate(self._units[1:], start=1):
-            self._forwards.append(_UnitForward(index, unit, self))
+            self._forwards.append(UnitForward(index, unit, self))
         root = self._units[ROOT]
         # the top module too, so that one call of it outside of a step gathers the root once
         modules = {id(module): module for module in [root.module, *root.owning_modules()]}
@@ -98,19 +93,18 @@ class UnitHooks:
             hook.remove()
         self._hooks, self._forwards, self._watching = [], [], {}
         self.norms.uninstall()
-        self.vocabulary.uninstall()
 
     @property
     def objects(self) -> list[object]:
         """The objects that the modules refer to; a copy of a module must not copy them."""
-        return [self, *self._forwards, *self.norms.forwards, *self.vocabulary.chunked]
+        return [self, *self._forwards, *self.norms.forwards]
 
     def remove_from_copy(self, copied: nn.Module) -> None:
         """Undo :meth:`install` in a deep copy of a module, which refers to :attr:`objects`."""
         forward = copied.__dict__.get("forward")
-        if isinstance(forward, _UnitForward):
+        if isinstance(forward, UnitForward):
             forward.leave(copied)
-        elif isinstance(forward, (NormForward, ChunkedHead)):
+        elif isinstance(forward, NormForward):
             del copied.__dict__["forward"]
         before, after = copied._forward_pre_hooks, copied._forward_hooks
         for hooks, flags in ((before, None), (after, copied._forward_hooks_always_called)):
@@ -252,7 +246,7 @@ class UnitHooks:
             self._after_root(unit.module, args, None)
 
 
-class _UnitForward:
+class UnitForward:
     """Replaces the forward of one unit until it is removed.
 
     Args:
@@ -317,6 +311,12 @@ class _UnitForward:
             return running.visit(self._index, trainable, self, args, kwargs)
         with running.outside():
             return running.visit(self._index, trainable, self, args, kwargs)
+
+    def computing(self, body: Callable[..., Any]) -> UnitForward:
+        """Return a forward that visits the unit for another function of its modules."""
+        other = copy.copy(self)
+        other.body, other._again = body, None
+        return other
 
     def again(self, modes_of_all: Modes | None) -> Callable[..., Any]:
         """Return the body for calling it later, in the modes that the modules have now.

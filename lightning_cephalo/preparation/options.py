@@ -20,8 +20,11 @@ REMOVED_OPTIONS: dict[str, str] = {
         " CephaloStrategy(single_microbatch=True), with which training_step may use collectives."
     ),
     "vocabulary_sharding": (
-        "Embedding and head are gathered whole, one after the other. chunked_logits=True lowers the"
-        " memory of logits."
+        "Embedding and head are gathered whole. Less memory for logits:"
+        " lightning_cephalo.chunked_cross_entropy(head, hidden, targets)."
+    ),
+    "chunked_logits": (
+        "Return lightning_cephalo.chunked_cross_entropy(head, hidden, targets) from training_step."
     ),
 }
 """Options that ``CephaloStrategy`` no longer has: what to write instead, in sentences."""
@@ -117,15 +120,6 @@ def parse_reduce_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
     )
 
 
-def parse_chunked_logits(value: bool | Literal["auto"]) -> bool | Literal["auto"]:
-    """Read the option ``chunked_logits``.
-
-    Raises:
-        ValueError: If it is none of True, False and "auto".
-    """
-    return Choice.parse("chunked_logits", value).as_given
-
-
 def parse_hybrid_sharding(value: bool) -> bool:
     """Read the option ``hybrid_sharding``.
 
@@ -172,8 +166,6 @@ class Options:
             not fit otherwise, or steps get shorter.
         optimizer_scope: What updates of optimizers depend on, by class if it is a dict.
         reduce_dtype: Dtype that gradients travel in; None: their own.
-        chunked_logits: Whether heads that are whole compute their logits in chunks of tokens;
-            "auto": large ones.
         hybrid_sharding: Whether each node holds the whole state.
         profile_budget_s: Seconds that measuring may take, approximately.
         replan: Whether the plan may change while training; "auto": where it was solved.
@@ -200,7 +192,6 @@ class Options:
     optimizer_offload: bool | Literal["auto"] = False
     optimizer_scope: str | Mapping[Any, str] = "auto"
     reduce_dtype: torch.dtype | None = None
-    chunked_logits: bool | Literal["auto"] = False
     hybrid_sharding: bool = False
     profile_budget_s: float = 20.0
     replan: bool | Literal["auto"] = "auto"
@@ -236,12 +227,10 @@ class Options:
         every job measure again.
         """
         rounded = {} if self.reduce_dtype is None else {"reduce_dtype": str(self.reduce_dtype)}
-        chunked = {"chunked_logits": self.chunked_logits} if self.chunked_logits else {}
         single = {"single_microbatch": True} if self.single_microbatch else {}
         return {
             **single,
             **rounded,
-            **chunked,
             "global_batch_size": self.global_batch_size,
             "collate_per_microbatch": self.collate_per_microbatch,
             "split_batch": self.split_batch,

@@ -150,7 +150,6 @@ class Session:
             recompute=options.recompute.default,
             reduce_dtype=options.reduce_dtype,
             state_groups=job.state_groups,
-            chunks_logits=options.chunked_logits if job.trains else False,
         )
         self.model.executor.buffers.sum_up(options.summed_buffers)
         self._at_end.callback(ModuleCopies(self.model, self._ranks_run_one_step).remove)

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from lightning_cephalo.accelerator import Device
 from lightning_cephalo.data import BatchLayout, sample_batches
 from lightning_cephalo.data.containers import own_copy
+from lightning_cephalo.execution.chunked_cross_entropy import largest_call
 from lightning_cephalo.execution.manual_step import ManualSteps
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Problem, RankProfile
@@ -214,9 +215,7 @@ def measure(
     problem = _in_this_world(alone, model, network, updates, resting)
     # curves are kept for models with any head: with chunks of logits they lack memory that others
     # need
-    heads = model.executor.hooks.vocabulary.chunked
-    has_chunks = any(head.most_tokens > head.whole_tokens for head in heads)
-    if control.rank == 0 and device.speed_lasts and not has_chunks:
+    if control.rank == 0 and device.speed_lasts and not largest_call.tokens:
         lost = remember(
             problem,
             model=type(model.module).__name__,

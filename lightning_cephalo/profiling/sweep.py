@@ -17,8 +17,7 @@ from operator import attrgetter
 
 from lightning_cephalo.common.errors import TooLittleMemoryError
 from lightning_cephalo.common.quantities import format_bytes
-from lightning_cephalo.execution.vocabulary import chunked
-from lightning_cephalo.execution.vocabulary.chunked import ChunkedHead
+from lightning_cephalo.execution.chunked_cross_entropy import largest_call
 from lightning_cephalo.profiling.memory_model import Held, RetainedBytes
 from lightning_cephalo.profiling.probe import Prober, Times, samples
 
@@ -285,12 +284,10 @@ def measure_memory(prober: Prober, measured: Measured, sweep: Sweep) -> Retained
 
     A peak is the maximum over several moments, and the memory at each moment grows linearly with
     the size. So a line between two sizes is never below the peak. Chunks of logits stop growing
-    when they are full, and large logits may be in chunks where small ones are not: the sizes around
-    that are measured, too.
+    when they are full: the sizes around that are measured, too.
     """
     smallest = sweep.sizes[0]
     idle = smallest if sweep.has_one_microbatch and measured.times else 0
-    heads = prober.model.executor.hooks.vocabulary.chunked
     bends: list[int] = []
 
     def measure(size: int) -> None:
@@ -304,13 +301,12 @@ def measure_memory(prober: Prober, measured: Measured, sweep: Sweep) -> Retained
             measured.times = {at: found for at, found in measured.times.items() if at < size}
 
     for position in (0, -1):
-        for head in heads:
-            head.most_tokens = 0
+        largest_call.tokens = 0
         ran = sorted(measured.times)
         measure(ran[position] if ran else 0)
         if not position and smallest in measured.held:
-            bends = _bends(heads, smallest)
-    while heads and prober.control.any(bool(bends)):
+            bends = _bends(smallest)
+    while prober.control.any(bool(bends)):
         size = bends.pop() if bends else 0
         measure(size if size <= measured.largest else 0)
     if prober.manual is not None:  # with one microbatch its peak holds all
@@ -318,15 +314,12 @@ def measure_memory(prober: Prober, measured: Measured, sweep: Sweep) -> Retained
     return _measure_retained(prober, measured, sweep)
 
 
-def _bends(heads: Sequence[ChunkedHead], smallest: int) -> list[int]:
-    """Return the sizes around which logits come in chunks, and around which a chunk is full."""
-    sizes: set[int] = set()
-    for head in heads:
-        for tokens in (head.whole_tokens, chunked.CHUNK_TOKENS):
-            if head.most_tokens:
-                below = tokens * smallest // head.most_tokens
-                sizes |= {below, below + 1}
-    return sorted(size for size in sizes if size > smallest)
+def _bends(smallest: int) -> list[int]:
+    """Return the sizes around which a chunk of logits is full; the smallest one has just run."""
+    if not largest_call.tokens:
+        return []
+    below = largest_call.chunk_tokens * smallest // largest_call.tokens
+    return [size for size in (below, below + 1) if size > smallest]
 
 
 def _measure_retained(prober: Prober, measured: Measured, sweep: Sweep) -> RetainedBytes:

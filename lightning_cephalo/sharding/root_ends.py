@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from lightning_cephalo.sharding.discovery import Owner, UnitMembers
-from lightning_cephalo.sharding.vocabulary import is_table
 
 # Of such parameters the rows have another dtype, which code may read while they are away.
 _HALF = (torch.float16, torch.bfloat16)
@@ -83,4 +82,8 @@ def ends_of(
 
 
 def _is_embedding(owner: Owner) -> bool:
-    return isinstance(owner.module, nn.Embedding) and is_table(owner)
+    module = owner.module
+    if not isinstance(module, nn.Embedding) or "forward" in vars(module):
+        return False
+    plain = module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
+    return plain and owner.attribute == "weight" and type(module).forward is nn.Embedding.forward

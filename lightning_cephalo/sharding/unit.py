@@ -40,16 +40,12 @@ class Unit:
         members: The unit as found by :func:`~lightning_cephalo.sharding.discovery.find_units`.
         divider: Cuts the flats; carries rounding errors from unit to unit.
         context: Device, mesh and groups.
-        chunked_heads: Name and layer of the heads that compute their logits in chunks of tokens.
-        chunks_only_large: Whether they do so for large logits only.
         ends: Parameters at the ends of the root unit, which have flats of their own.
 
     Attributes:
         ends: The root unit's first and last layers, by their numbers in programs, where steps may
             gather and free them apart. See [Note: ends of the root unit] in
             ``sharding/root_ends.py``.
-        chunked_heads: These heads.
-        chunks_only_large: Whether they do so for large logits only.
         core: All flats that are at no end; every visit asks for their state.
     """
 
@@ -58,9 +54,6 @@ class Unit:
         members: UnitMembers,
         divider: Divider,
         context: ShardingContext,
-        chunked_heads: Sequence[tuple[str, nn.Linear]] = (),
-        *,
-        chunks_only_large: bool = False,
         ends: RootEnds = NO_ENDS,
     ) -> None:
         self.name = members.name
@@ -100,8 +93,6 @@ class Unit:
                 assert isinstance(parameter, GatheredParameter)
                 parameter.full_name, parameter.lock = name, flat.locking
         self._sharded = [parameter for flat in self.flats for parameter in flat.sharded]
-        self.chunked_heads = tuple(chunked_heads)
-        self.chunks_only_large = chunks_only_large
         self._groups = {
             end: FlatGroup(
                 [self.flats[place] for place in own],

@@ -17,7 +17,6 @@ from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.common.errors import CephaloError
 from lightning_cephalo.execution.executor import Executor
 from lightning_cephalo.execution.step import ForwardOutcome, MicrobatchCall
-from lightning_cephalo.execution.vocabulary.layers import chunked_heads_of
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.discovery import find_units
 from lightning_cephalo.sharding.flat import ShardingContext
@@ -82,7 +81,6 @@ def make_executor(
     recompute: bool,
     *,
     reshard: bool = True,
-    chunks_logits: bool = False,
     device: torch.device = _CPU,
     **discovery: Any,
 ) -> Executor:
@@ -92,9 +90,8 @@ def make_executor(
     context = ShardingContext(device, mesh, gather_group, reduce_group, routing)
     divider = Divider(fractions)
     root, *others = find_units(model, **discovery)
-    heads = chunked_heads_of(model, root) if chunks_logits else ()
     ends = ends_of(model, [root, *others], smallest_share=0.0)
-    units = [Unit(root, divider, context, heads, ends=ends)]
+    units = [Unit(root, divider, context, ends)]
     units += [Unit(members, divider, context) for members in others]
     executor = Executor(units, ControlGroup(control_group), accelerator_of(device), recompute)
     executor.reshard_after_forward = reshard

@@ -37,7 +37,7 @@ def test_a_choice_has_a_default_where_a_plan_does_not_say(given, default, is_pla
     assert choice.as_given == given
 
 
-@pytest.mark.parametrize("name", ["recompute", "reshard_after_forward", "chunked_logits"])
+@pytest.mark.parametrize("name", ["recompute", "reshard_after_forward"])
 @pytest.mark.parametrize("given", [None, 1, "Auto", [True]])
 def test_anything_else_is_refused_when_the_strategy_is_made(name, given):
     with pytest.raises(ValueError, match=f"{name}: expected True, False or 'auto'") as caught:
@@ -62,12 +62,6 @@ def test_gradients_travel_in_dtypes_of_as_many_exponents_by_name_too():
         assert repr(given) in str(caught.value)
     measured = Options(reduce_dtype=torch.bfloat16).of_measuring()
     assert measured == {"reduce_dtype": "torch.bfloat16", **Options().of_measuring()}
-
-
-def test_what_was_measured_with_all_logits_is_not_taken_for_chunks_of_them():
-    for given in (True, "auto"):
-        measured = Options(chunked_logits=given).of_measuring()
-        assert measured == {"chunked_logits": given, **Options().of_measuring()}
 
 
 def test_the_key_of_a_cached_job_has_the_names_that_it_always_had():

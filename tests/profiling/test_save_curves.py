@@ -3,6 +3,7 @@
 import pytest
 from torch.distributed import DistBackendError
 
+from lightning_cephalo.execution.chunked_cross_entropy import largest_call
 from lightning_cephalo.execution.memory_errors import is_out_of_memory
 from lightning_cephalo.plan import RankProfile
 from lightning_cephalo.profiling.measure import merge_equal_ranks
@@ -11,6 +12,7 @@ from lightning_cephalo.profiling.probe import Times
 from lightning_cephalo.profiling.sweep import (
     Measured,
     Sweep,
+    _bends,
     _by_device,
     _expected_s,
     _next_size,
@@ -220,3 +222,13 @@ def test_failures_for_lack_of_memory_are_known_by_type_and_by_text():
         DistBackendError("NCCL error: Failed to CUDA calloc: out of memory")
     )
     assert not is_out_of_memory(ValueError("out of memory"))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "smallest", "expected"),
+    [(0, 1, []), (300, 1, [3, 4]), (300, 2, [6, 7]), (1000, 1, [2]), (2048, 1, []), (1024, 4, [5])],
+)
+def test_sizes_around_a_full_chunk_of_logits_are_measured(monkeypatch, tokens, smallest, expected):
+    monkeypatch.setattr(largest_call, "tokens", tokens)
+    monkeypatch.setattr(largest_call, "chunk_tokens", 1024)
+    assert _bends(smallest) == expected

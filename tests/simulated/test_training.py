@@ -304,7 +304,6 @@ def test_a_checkpoint_continues_under_another_plan(simulated, alone, tmp_path):
     assert found[0]["weights"] == pytest.approx(whole["weights"], rel=1e-5)
 
 
-def test_logits_in_chunks(simulated):
-    given = {"tokens": True, "trainer": {"val_check_interval": 2}}
-    chunks = case(UNEVEN, **given, strategy={"chunked_logits": True})
+def test_a_loss_in_chunks_of_tokens(simulated):
+    chunks = case(UNEVEN, tokens=True, trainer={"val_check_interval": 2})
     assert_each_is_as_alone(simulated, {"chunks": chunks})
