@@ -172,7 +172,6 @@ class Microbatch:
         self._counts_hooks = True
         self._outside = outside
         self.has_one_backward = outside is None
-        self._has_backward = meets or outside is not None
         self._retains = False
         self._state = state
         self._buffers = buffers

@@ -86,8 +86,6 @@ def test_an_order_is_known_by_which_units_want_gradients(visits):
     assert visits.known(ALL) == ORDER == visits.last and visits.known(frozen) is None
     learn(visits, ORDER[::-1], frozen)
     assert visits.known(ALL) == ORDER and visits.last == ORDER[::-1]
-    visits.forget()
-    assert visits.known(ALL) is None and visits.known(frozen) is None
 
 
 def test_an_order_takes_in_what_microbatches_visit_and_is_checked_for_leaks_again(visits):
