@@ -26,7 +26,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, update_bn
 
 TOLERANCE = 1e-5
-PLANS_OF_RANKS = {"3:1": 2, "three": 3}
 
 
 class _Averaged(Net):
