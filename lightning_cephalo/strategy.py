@@ -569,11 +569,7 @@ class CephaloStrategy(ParallelStrategy):
         )
 
     def _shard_by_plan(self, trainer: Trainer) -> tuple[Job, Problem | None]:
-        """Prepare for training, in the stages of :mod:`~lightning_cephalo.preparation.prepare`.
-
-        Returns:
-            The training to run, and what was measured; None: nothing was.
-        """
+        """Prepare for training, in the stages of :mod:`~lightning_cephalo.preparation.prepare`."""
         self._plan = self._measured_memory = None
         control = self._connection.control
         control.together(
@@ -625,12 +621,7 @@ class CephaloStrategy(ParallelStrategy):
         )
 
     def _begin_training(self, trainer: Trainer, problem: Problem | None) -> None:
-        """Train by the session's plan from now on.
-
-        Args:
-            trainer: The trainer that is fitting.
-            problem: The measured problem; None: the plan does not change by itself.
-        """
+        """Train by the session's plan from now on."""
         self._watch.begin(self.session.model)
         self._training = Training(
             self.session,
@@ -748,15 +739,7 @@ class CephaloStrategy(ParallelStrategy):
         kwargs: dict[str, Any],
         is_seen: bool,
     ) -> tuple[list[int], StepLog, ForwardOutcome]:
-        """Run a forward, and return its microbatches' samples, its log and its outcome.
-
-        Args:
-            step: The user's ``training_step``.
-            attempts: Gives this rank's batch for each attempt at the step.
-            rest: Other arguments of ``training_step``.
-            kwargs: The same by name.
-            is_seen: Whether its logs count. Else only a backward goes on from it.
-        """
+        """Run a forward, and return its microbatches' samples, its log and its outcome."""
         session, batch = self.session, attempts.next()
         pieces, failure = session.cut(batch)
         failure = attempts.cut_into(pieces) or failure

@@ -89,13 +89,7 @@ def _make_room(module: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def rows_like(parameter: Tensor, value: Tensor, device: torch.device | None = None) -> Tensor:
-    """Return this rank's rows of a full tensor, if ``parameter`` is sharded and shapes agree.
-
-    Args:
-        parameter: The parameter whose rows it gets.
-        value: The full tensor.
-        device: Where the rows lie; None: on the device of the parameter's.
-    """
+    """Return this rank's rows of a full tensor, if ``parameter`` is sharded and shapes agree."""
     if not isinstance(parameter, DTensor) or isinstance(value, DTensor):
         return value
     if value.shape != parameter.shape:

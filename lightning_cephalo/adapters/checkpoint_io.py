@@ -67,17 +67,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
-        """Write a checkpoint.
-
-        Args:
-            checkpoint: What ``torch.save`` takes.
-            path: A local path, or a URL for fsspec.
-            storage_options: Must be None.
-
-        Raises:
-            TypeError: If there are ``storage_options``.
-            UnwritableError: A local file cannot be written. The file of before is as it was.
-        """
+        """Write a checkpoint."""
         if storage_options is not None:
             raise TypeError(
                 f"Expected no storage_options, got {storage_options!r}. Leave them out, or give the"
@@ -96,17 +86,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         map_location: Callable[..., Any] | None = lambda storage, _: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Read a checkpoint; a local one is verified first, at about 0.7 s for each GiB.
-
-        Args:
-            path: A local path, or a URL for fsspec.
-            map_location: Where tensors go, as for ``torch.load``.
-            weights_only: As for ``torch.load``; None: as Lightning decides.
-
-        Raises:
-            FileNotFoundError: There is no such file.
-            CheckpointError: The file is damaged. The newest whole one beside it is named.
-        """
+        """Read a checkpoint; a local one is verified first, at about 0.7 s for each GiB."""
         filesystem, location = url_to_fs(str(path))
         if not filesystem.exists(location):
             raise FileNotFoundError(f"Checkpoint file not found: {path}")

@@ -101,13 +101,7 @@ def _reader_of_gradients(owner: object) -> str:
 
 
 def _names_gradients(code: CodeType | None, function: Any, seen: set[CodeType]) -> bool:
-    """Return whether code, or a function that it names, says that it reads gradients.
-
-    Args:
-        code: The code of the function, or of one inside of it.
-        function: The function, whose module has the names.
-        seen: Code that has been looked at.
-    """
+    """Return whether code, or a function that it names, says that it reads gradients."""
     if code is None or code in seen:
         return False
     seen.add(code)
@@ -286,12 +280,7 @@ class EarlyUpdater:
         return id(parameter) in self._groups
 
     def update(self, parameters: Sequence[nn.Parameter], on_host: bool = False) -> list[bool]:
-        """Update sharded parameters by their gradients, and return for each whether it was.
-
-        Args:
-            parameters: Parameters of one unit.
-            on_host: Whether the host updates them, which has only begun when this returns.
-        """
+        """Update sharded parameters by their gradients, and return for each whether it was."""
         chosen: list[list[Tensor]] = [[] for _ in self._optimizer.param_groups]
         updated = []
         for parameter in parameters:

@@ -35,13 +35,7 @@ _FUSED = (Adagrad, Adam, AdamW, SGD)
 
 @dataclass
 class _OnHost:
-    """A parameter's rows and their gradient in host memory.
-
-    Attributes:
-        rows: The rows.
-        gradient: Their gradient.
-        version: Version of the device's rows that they equal; None: of none.
-    """
+    """A parameter's rows and their gradient in host memory."""
 
     rows: Tensor
     gradient: Tensor
@@ -50,14 +44,7 @@ class _OnHost:
 
 @dataclass
 class _Job:
-    """An update that has begun.
-
-    Attributes:
-        future: The copies of new rows to the device, when they have begun.
-        optimizer: What updates.
-        parameters: The parameters, and what the host has of them.
-        sources: Tensors of the device that are copied to the host, with their copies.
-    """
+    """An update that has begun."""
 
     future: Future[list[Any]]
     optimizer: Optimizer
@@ -66,14 +53,7 @@ class _Job:
 
 
 class HostUpdates:
-    """Updates units on the host, one after the other.
-
-    Args:
-        accelerator: This rank's device.
-        to_device: Copies to the device.
-        to_host: Copies to the host.
-        room: Host memory for rows and gradients.
-    """
+    """Updates units on the host, one after the other."""
 
     def __init__(
         self,
@@ -95,15 +75,7 @@ class HostUpdates:
         return unit in self._jobs
 
     def send(self, unit: int, parameters: Sequence[Tensor]) -> list[SentGradient]:
-        """Start to copy gradients to the host, which waits for more before it updates.
-
-        Args:
-            unit: Index of the unit.
-            parameters: Parameters with gradients.
-
-        Raises:
-            HostMemoryError: If the host has no memory for rows and gradients.
-        """
+        """Start to copy gradients to the host, which waits for more before it updates."""
         self._let_go()
         gradients = [local_part(cast(Tensor, parameter.grad)) for parameter in parameters]
         norms = norms_of(gradients)
@@ -122,17 +94,7 @@ class HostUpdates:
     def begin(
         self, unit: int, optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], clip: Any
     ) -> None:
-        """Begin to update parameters of a unit, whose state is in host memory or does not exist.
-
-        Args:
-            unit: Index of the unit.
-            optimizer: One of torch's element-wise optimizers.
-            chosen: By parameter group, parameters with gradients.
-            clip: Clamps the gradients' elements before; None: they stay.
-
-        Raises:
-            HostMemoryError: If the host has no memory for rows and gradients.
-        """
+        """Begin to update parameters of a unit, whose state is in host memory or does not exist."""
         for job in self._jobs.values():  # what was copied before need not be kept
             for _, arrival in job.sources:
                 self._out.wait(arrival)
@@ -204,14 +166,7 @@ class HostUpdates:
         return to_device
 
     def finish(self, unit: int) -> list[tuple[Tensor, dict[str, Any]]]:
-        """Wait for a unit's update, and let the device's next work wait for its new rows.
-
-        Returns:
-            The parameters, with the plain tensors of their state.
-
-        Raises:
-            Exception: What the update has raised.
-        """
+        """Wait for a unit's update, and let the device's next work wait for its new rows."""
         job = self._jobs.pop(unit)
         arrivals = job.future.result()
         for _, arrival in job.sources:

@@ -60,12 +60,6 @@ class _Logged:
 class _Combined:
     """The value of one key, combined over this rank's microbatches.
 
-    Attributes:
-        value: The weighted mean, the sum, or the extreme.
-        weight: Weight of this rank's value among those of all ranks.
-        samples: Weight of the value in Lightning's mean over the epoch.
-        scaled: Whether weight and samples are the same quantity.
-
     The value stays a tensor: reading it would make the host wait for the device in every step.
     """
 
@@ -360,12 +354,7 @@ class StepLog:
 
 
 class ValuesOfRanks:
-    """Exchanges logged values between ranks; the host waits for no device.
-
-    Args:
-        groups: The process groups of the run.
-        accelerator: This rank's device.
-    """
+    """Exchanges logged values between ranks; the host waits for no device."""
 
     def __init__(self, groups: Groups, accelerator: Accelerator) -> None:
         self.control = groups.control
@@ -375,12 +364,7 @@ class ValuesOfRanks:
     def gather(
         self, weights: list[float], values: Sequence[Tensor]
     ) -> tuple[list[list[float]], Tensor]:
-        """Return every rank's weights, and its values in a tensor of shape (ranks, values).
-
-        Args:
-            weights: Weights of this rank's values.
-            values: As many scalars in double precision.
-        """
+        """Return every rank's weights, and its values in a tensor of shape (ranks, values)."""
         ranks, device = self.control.world_size, self._accelerator.device
         own = torch.stack([value.to(device, non_blocking=True) for value in values])
         if not backend_of(self._group).runs_on_device:
@@ -415,12 +399,7 @@ class StepLogs:
         self.ranks = ValuesOfRanks(groups, accelerator)
 
     def of_step(self, sample_counts: Sequence[int], *, is_seen: bool = True) -> StepLog:
-        """Return the log of a step.
-
-        Args:
-            sample_counts: Samples of each of this rank's microbatches.
-            is_seen: Whether values count; those of a repeated forward do not.
-        """
+        """Return the log of a step."""
         return StepLog(self._module.trainer._results, sample_counts, is_seen)
 
     def finish(
@@ -430,14 +409,7 @@ class StepLogs:
         weights: Sequence[float],
         sync: Callable[..., Any],
     ) -> None:
-        """Combine the logged values of a step; collective exactly if the ranks' notes require it.
-
-        Args:
-            log: Log of the step.
-            outcome: Outcome of its forward.
-            weights: Weights of this rank's microbatches.
-            sync: Lightning's reduce function.
-        """
+        """Combine the logged values of a step; collective exactly if the ranks' notes say so."""
         self.are_combining = True
         try:
             total = outcome.total_weight

@@ -62,12 +62,7 @@ class ModuleCopies:
         self._modules = []
 
     def prepare(self, module: nn.Module, memo: dict[int, Any]) -> None:
-        """Note the full parameters of a module in the memory of ``copy.deepcopy``; collective.
-
-        Raises:
-            UnsupportedError: If other ranks do not copy, or inside of a step of which ranks run
-                different numbers.
-        """
+        """Note the full parameters of a module in the memory of ``copy.deepcopy``; collective."""
         executor = self._model.executor
         if executor.inside_microbatch and not self._works_in_step():
             raise UnsupportedError(

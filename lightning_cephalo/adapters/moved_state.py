@@ -46,13 +46,7 @@ Key = tuple[int, str]
 
 @dataclass
 class _Shelf:
-    """State of some of a unit's parameters in host memory, of one dtype, in one piece.
-
-    Attributes:
-        memory: The piece, 1-d.
-        rows: Per entry, a view of it with the shape of the parameter's rows.
-        starts: Per entry, its first element.
-    """
+    """State of some of a unit's parameters in host memory, of one dtype, in one piece."""
 
     memory: Tensor
     rows: dict[Key, Tensor] = field(default_factory=dict)
@@ -61,12 +55,7 @@ class _Shelf:
 
 @dataclass
 class _Staging:
-    """A buffer on the device for the state of one unit.
-
-    Attributes:
-        memory: The buffer, in bytes.
-        free_after: Copies out of it that the next copies into it wait for.
-    """
+    """A buffer on the device for the state of one unit."""
 
     memory: Tensor
     free_after: list[Any] = field(default_factory=list)
@@ -124,12 +113,7 @@ class StateAway:
         return unit is not None and self._homes[unit] is not StateHome.RESIDENT
 
     def loaded(self, parameter: Tensor, entries: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return this rank's rows of a parameter's full state, in host memory.
-
-        Args:
-            parameter: A parameter whose state lives there.
-            entries: Its state, with full tensors; numbers are left out.
-        """
+        """Return this rank's rows of a parameter's full state, in host memory."""
         return {
             name: self.rows_of(parameter, value)
             for name, value in entries.items()
@@ -263,13 +247,7 @@ class MovedState:
     def update_chosen(
         self, chosen: Sequence[Sequence[Tensor]], clip: Any = None, on_host: bool = False
     ) -> None:
-        """Update some parameters of a unit by their gradients.
-
-        Args:
-            chosen: By parameter group, the parameters.
-            clip: Clamps the gradients' elements before; None: they stay.
-            on_host: Whether the host updates them, which has only begun when this returns.
-        """
+        """Update some parameters of a unit by their gradients."""
         assert self._optimizer is not None
         if not any(chosen):
             return
@@ -293,11 +271,7 @@ class MovedState:
         self._updated.update(id(parameter) for group in chosen for parameter in group)
 
     def send_gradients(self, parameters: Sequence[nn.Parameter]) -> list[SentGradient | None]:
-        """Start to copy gradients to the host, which will use them; None: there is none.
-
-        Args:
-            parameters: Parameters of one unit.
-        """
+        """Start to copy gradients to the host, which will use them; None: there is none."""
         assert self._optimizer is not None
         chosen = [p for group in self._with_gradients(parameters) for p in group]
         if not chosen:

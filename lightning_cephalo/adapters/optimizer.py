@@ -207,12 +207,6 @@ def update_rows(
     """Update this rank's rows of some parameters, as the optimizer's ``step`` updates them.
 
     Hooks, schedulers and profilers do not see it: they see the one ``step`` that updates the rest.
-
-    Args:
-        optimizer: One of torch's element-wise optimizers.
-        chosen: By parameter group, parameters with gradients.
-        clip_value: Clamps the gradients' elements before; None: they stay.
-        staged: Tensors to update in place of rows of state, by the parameter's id and the name.
     """
     state, groups = optimizer.state, optimizer.param_groups
     lists = [group["params"] for group in groups]
@@ -266,10 +260,6 @@ def put_in_order(optimizer: Optimizer, before: int) -> None:
     """Put states that a step has made into the order of the groups, as ``step`` makes them.
 
     Checkpoints keep this order.
-
-    Args:
-        optimizer: The optimizer.
-        before: Number of states that it had before the step.
     """
     state = cast("dict[Any, Any]", optimizer.state)
     made = set(list(state)[before:])
@@ -422,10 +412,6 @@ def _rows_of(parameters: list[Tensor], updated: Container[int] = ()) -> Iterator
 
     Gradients that have updated their parameters are left out. Collective if a backward of the
     user's has left whole gradients.
-
-    Args:
-        parameters: The parameters.
-        updated: Ids of those that are updated already, although their gradients are there.
     """
     cut_gradients(parameters)
     rows = [local_part(parameter) for parameter in parameters]

@@ -63,14 +63,7 @@ class _StepElsewhere(BaseException):
 
 
 class OwnedUpdate:
-    """The updates of an optimizer on whole parameters; lives as long as the optimizer.
-
-    Args:
-        optimizer: The optimizer; its parameters are DTensors.
-        owners: Which rank owns which parameter.
-        control: Messages between ranks.
-        single: Whether one rank owns everything.
-    """
+    """The updates of an optimizer on whole parameters; lives as long as the optimizer."""
 
     def __init__(
         self, optimizer: Optimizer, owners: Owners, control: ControlGroup, single: bool
@@ -94,9 +87,6 @@ class OwnedUpdate:
 
         Call it between two steps. Optimizers that are not torch's keep their owners: they may hold
         what belongs to a parameter elsewhere than in their state, under the parameter's identity.
-
-        Args:
-            fractions: Each rank's share of the state from now on.
         """
         if known_scope(self._optimizer) is None:
             return
@@ -254,9 +244,6 @@ class OwnedUpdate:
         """End the step: new values, state and options for all ranks; collective.
 
         Does nothing unless whole parameters are shown.
-
-        Args:
-            failure: What the step raised on this rank; then no rank gets new values.
         """
         if self._shown is None:
             return

@@ -53,11 +53,7 @@ class RanksGradScaler(torch.amp.GradScaler):
 
 
 class _OverRows(lightning.Precision):
-    """Clips gradients without DTensors.
-
-    Attributes:
-        before_norm: Called before ranks communicate for a norm; returns whether to clip at all.
-    """
+    """Clips gradients without DTensors."""
 
     before_norm: Callable[[], bool] = staticmethod(lambda: True)
 

@@ -68,15 +68,7 @@ class Situation:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A row of the table.
-
-    Attributes:
-        name: A few words that name what is refused.
-        found: Returns a sentence that names what was found; None: it is not there.
-        why: The reason, in sentences.
-        remedy: What to do instead, in sentences.
-        when: The moments at which to look.
-    """
+    """A row of the table."""
 
     name: str
     found: Callable[[Situation], str | None]

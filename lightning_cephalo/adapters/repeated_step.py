@@ -40,12 +40,7 @@ class Relief(Protocol):
     """Makes room after an error, on all ranks together; ``preparation/relief.py`` has one."""
 
     def __call__(self, error: Exception, refused: str) -> None:
-        """Let the next attempt take less memory; collective.
-
-        Args:
-            error: This rank's error, to raise if there is no way.
-            refused: Why this rank cannot repeat the step, in a sentence; empty: it can.
-        """
+        """Let the next attempt take less memory; collective."""
 
 
 class RepeatedStep:

@@ -122,11 +122,7 @@ def is_listed(optimizer: Optimizer) -> bool:
 
 
 def claimed_scope(optimizer: Optimizer, claims: str | Mapping[Any, str]) -> Scope | None:
-    """Return the scope that the user's option gives an optimizer; None: it is to be found out.
-
-    Raises:
-        ValueError: If it is none of the possible values.
-    """
+    """Return the scope that the user's option gives an optimizer; None: it is to be found out."""
     claim: Any = claims
     if isinstance(claims, Mapping):
         kinds = type(optimizer).__mro__
@@ -154,9 +150,6 @@ def state_bytes_per_element(optimizer: Optimizer) -> list[int]:
     """Return the bytes of state per element of a parameter, by parameter group.
 
     A copy of the optimizer updates one small parameter of each group. 8 for Adam in fp32.
-
-    Args:
-        optimizer: One of torch's element-wise optimizers.
     """
     groups: list[list[_Piece | None]] = []
     for group in optimizer.param_groups:

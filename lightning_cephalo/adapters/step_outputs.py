@@ -44,12 +44,7 @@ class _Rows:
 
 @dataclass(frozen=True)
 class _Outputs:
-    """A description of outputs, which travels between processes.
-
-    Attributes:
-        parts: The outputs by their keys; scalars and rows without their values.
-        is_loss: Whether the step has returned its loss alone.
-    """
+    """A description of outputs, which travels between processes."""
 
     parts: dict[str, Any]
     is_loss: bool
@@ -68,14 +63,7 @@ class StepOutputs:
         self._device = device
 
     def of_step(self, result: Any, weight: float, samples: int, losses: Sequence[int]) -> Any:
-        """Return the outputs of a step; collective if a rank has no loss in it.
-
-        Args:
-            result: The joined result of this rank's microbatches; unused without samples.
-            weight: Sum of the weights of this rank's microbatches.
-            samples: Samples of this rank's microbatches with a loss.
-            losses: Microbatches with a loss of every rank.
-        """
+        """Return the outputs of a step; collective if a rank has no loss in it."""
         if all(losses):
             return result
         control = self._ranks.control

@@ -30,11 +30,7 @@ if TYPE_CHECKING:
 
 
 class Termination:
-    """Receives SIGTERM in Lightning's place, and tells Lightning when all ranks know.
-
-    Attributes:
-        is_noticed: Whether this rank has received the signal.
-    """
+    """Receives SIGTERM in Lightning's place, and tells Lightning when all ranks know."""
 
     def __init__(self) -> None:
         self.is_noticed = self._is_agreed = False

@@ -45,9 +45,6 @@ def kept(value: Any) -> Any:
     >>> betas[0] = 0.8
     >>> is_unchanged(betas, before)
     False
-
-    Args:
-        value: An option. Of a sharded tensor, this rank's rows count.
     """
     if isinstance(value, Tensor):
         own = local_part(value)
@@ -60,12 +57,7 @@ def kept(value: Any) -> Any:
 
 
 def is_unchanged(value: Any, before: Any) -> bool:
-    """Return whether a value is the one of before, which nobody has written to.
-
-    Args:
-        value: The value now.
-        before: What :func:`kept` has returned.
-    """
+    """Return whether a value is the one of before, which nobody has written to."""
     if isinstance(before, _Written):
         if not isinstance(value, Tensor):
             return False
@@ -101,12 +93,7 @@ def kept_options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changed_option(group: Mapping[str, Any], before: Mapping[str, Any]) -> str:
-    """Return the first option of a parameter group that has changed; empty: none has.
-
-    Args:
-        group: The group now.
-        before: What :func:`kept_options` has returned.
-    """
+    """Return the first option of a parameter group that has changed; empty: none has."""
     for name, value in group.items():
         if name != "params" and (name not in before or not is_unchanged(value, before[name])):
             return name

@@ -118,13 +118,7 @@ class OptimizerUpdates:
         )
 
     def whole_loss(self, optimizer: Optimizer, loss: Any, weight: float) -> Any:
-        """Return the loss of the global batch, for optimizers that may read it; collective.
-
-        Args:
-            optimizer: The optimizer whose closure has returned the loss.
-            loss: This rank's mean loss; anything but one number is returned as it is.
-            weight: This rank's weight; 0 without samples.
-        """
+        """Return the loss of the global batch, for optimizers that may read it; collective."""
         known = scope.known_scope(optimizer)
         control = self._model.control
         if known in (Scope.ELEMENT, Scope.PARAMETER):

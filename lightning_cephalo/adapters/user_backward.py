@@ -77,11 +77,7 @@ class UserBackward:
             self._run_layered(failure)
 
     def reached(self, gradient: Tensor) -> None:
-        """Note the gradient that has arrived at the loss.
-
-        Raises:
-            UnsupportedError: At the second time.
-        """
+        """Note the gradient that has arrived at the loss."""
         if self._gradient is not None:
             raise UnsupportedError(f"A second backward of the loss. {_ONCE}")
         self._gradient = gradient

@@ -61,14 +61,6 @@ class UserGathers:
 
         A rank without samples comes to no gather of an evaluation step, and cannot be asked there.
         So ranks compare before each of these.
-
-        Args:
-            stage: "training" or "evaluation".
-            microbatches: How many this rank runs in this step.
-            failed: Whether it runs none because its batch cannot be cut.
-
-        Raises:
-            UnsupportedError: If some rank would not join; the message gives the way out.
         """
         self._own = (microbatches, failed)
         if stage == "evaluation":
@@ -145,11 +137,7 @@ def require_equal_shapes(tensor: Tensor, control: ControlGroup) -> None:
 
 
 def _refuse_unequal_collectives(counts: Sequence[int], name: str) -> None:
-    """Raise if ranks run different numbers of microbatches.
-
-    Raises:
-        UnsupportedError: The message gives the way out.
-    """
+    """Raise if ranks run different numbers of microbatches."""
     if len(set(counts)) > 1:
         raise _refusal(name, str(list(counts)))
 

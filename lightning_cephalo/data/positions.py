@@ -61,12 +61,7 @@ class Continue(Enum):
 
 
 def states_of(source: object, others: Sequence[Any] = ()) -> list[Any]:
-    """Returns the states of generators and stateful samplers within ``source``, as plain values.
-
-    Args:
-        source: a sampler.
-        others: further generators.
-    """
+    """Returns the states of generators and stateful samplers within ``source``, as plain values."""
     generators = [*generators_of(source), *others]
     states = [_plain(state) for state in read_states(generators)]
     return [*states, *(sampler.state_dict() for sampler in _stateful_within(source))]

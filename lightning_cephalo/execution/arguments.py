@@ -17,9 +17,6 @@ def without_empty_caches(
 
     A recomputed unit would append its keys a second time. Hugging Face leaves caches out for the
     same reason where it checkpoints layers itself.
-
-    Raises:
-        UnitUseError: If a cache is not empty.
     """
 
     def without(value: Any) -> Any:

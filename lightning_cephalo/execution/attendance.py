@@ -27,23 +27,7 @@ from lightning_cephalo.plan.program import ROOT, Visit
 
 
 class Attendance:
-    """What one microbatch brings to meetings, and what it gets from them.
-
-    Args:
-        records: The microbatch's visits.
-        boundaries: Its cuts.
-        captures: The tensors that hooks have taken out of its units.
-        park: Parks until all microbatches have come to a visit.
-        accelerator: This rank's device.
-        recompute: Whether units are recomputed.
-        is_on: Whether its step meets all others.
-
-    Attributes:
-        moments: What it brings to the meeting that it waits for; None: it waits for none.
-        values_per_channel: How many values that is.
-        statistics: What it then gets.
-        again: The meetings that follow in a unit that is computed again.
-    """
+    """What one microbatch brings to meetings, and what it gets from them."""
 
     def __init__(
         self,
@@ -69,13 +53,7 @@ class Attendance:
         self.statistics: Statistics | None = None
 
     def normalise(self, index: int, norm: nn.SyncBatchNorm, value: Tensor) -> Tensor:
-        """Meet all microbatches of all ranks at a layer, then return its output.
-
-        Args:
-            index: Index of the layer.
-            norm: The layer, in training mode.
-            value: Its input.
-        """
+        """Meet all microbatches of all ranks at a layer, then return its output."""
         if not self._is_on:
             raise UnsupportedError(
                 "A torch.nn.SyncBatchNorm in training mode is called in evaluation, or with manual"
@@ -137,12 +115,7 @@ class Attendance:
         return meeting.sums() if isinstance(meeting, Meeting) else None
 
     def backward(self, position: int, sums: Tensor) -> None:
-        """Run the backward of a layer, and of the code before it back to the last cut.
-
-        Args:
-            position: Position of the meeting.
-            sums: Those of all microbatches of all ranks.
-        """
+        """Run the backward of a layer, and of the code before it back to the last cut."""
         meeting = self._records[position]
         record = None
         if isinstance(meeting, Meeting):

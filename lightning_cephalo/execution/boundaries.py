@@ -57,13 +57,7 @@ class _OutsideOfStep(torch.autograd.Function):
 
 
 def refusing_gradients(outputs: Any, inputs: Any, trainable: bool) -> Any:
-    """Return a unit's outputs, without graph, so that a gradient that reaches them raises.
-
-    Args:
-        outputs: Of a call outside of a step.
-        inputs: The arguments of the call.
-        trainable: Whether the unit has parameters that one device would give gradients.
-    """
+    """Return a unit's outputs, without graph, so that a gradient that reaches them raises."""
     tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, Tensor)]
     reached = [tensor for tensor in tensors if tensor.requires_grad]
     if trainable:
@@ -82,9 +76,6 @@ def refusing_freed(outputs: Any) -> Any:
     """Return outputs whose graph needs parameters that are freed, so that a gradient raises.
 
     torch itself would read the freed memory.
-
-    Args:
-        outputs: Of a call outside of a step.
     """
 
     def refusing(leaf: Any) -> Any:
@@ -107,17 +98,7 @@ _ENDS = ("AccumulateGrad", OUTPUT)
 
 @dataclass(slots=True)
 class _Cut:
-    """A user's tensor and the leaf that replaces it.
-
-    Attributes:
-        source: The tensor; the cut is valid as long as the tensor has this node. It is asked only
-            whether the tensor is there: to keep what it returns, torch's TensorWeakRef would do.
-        node: The tensor's ``grad_fn`` when it was cut.
-        leaf: The leaf that units receive.
-        is_output: Whether it is also the leaf of a unit's output.
-        is_used: Whether a unit was called with the tensor.
-        retained: Gives the tensor the gradient of its leaf; None: nobody has asked for it.
-    """
+    """A user's tensor and the leaf that replaces it."""
 
     source: weakref.ref[Tensor]
     node: Any
@@ -137,14 +118,7 @@ class _Glue:
 
 @dataclass
 class VisitsBehind:
-    """The visits that a backward passes, by their positions.
-
-    Attributes:
-        direct: Nodes of the glue that gradients reach without a visit.
-        positions: Visits whose outputs get gradients.
-        glue: Visits before which the glue gets gradients.
-        nodes: Nodes of the glue that gradients reach through a visit.
-    """
+    """The visits that a backward passes, by their positions."""
 
     direct: set[Any]
     positions: set[int] = field(default_factory=set)
@@ -153,20 +127,7 @@ class VisitsBehind:
 
 
 class Boundaries:
-    """The cuts of one microbatch.
-
-    Args:
-        inside: Ids of the units' parameters, in a step that checks for tensors that leave a unit
-            other than as its outputs; None: no check.
-        several_backwards: Whether the step has several backwards, each of a part of the graph.
-        lets_go: Whether :meth:`let_go` will be called.
-        first_layers: Names of the parameters that are freed before their backward, by their ids, in
-            a step that searches for graphs that need their values; empty: no search.
-
-    Attributes:
-        owner: The microbatch, as its leaves refer to it.
-        own_hooks: Number of hooks that it has registered itself while code of users ran.
-    """
+    """The cuts of one microbatch."""
 
     def __init__(
         self,
@@ -207,13 +168,7 @@ class Boundaries:
         return values[0]
 
     def to_leaves(self, values: list[Any], position: int, *, is_inside: bool = False) -> None:
-        """Replace a unit's arguments by their leaves; those that need no gradient stay.
-
-        Args:
-            values: The arguments.
-            position: The position of the visit in the order of visits.
-            is_inside: Whether a unit's own code is cut there; it may use its parameters.
-        """
+        """Replace a unit's arguments by their leaves; those that need no gradient stay."""
         for place, value in enumerate(values):
             if not isinstance(value, Tensor) or not value.requires_grad:
                 continue
@@ -356,11 +311,7 @@ class Boundaries:
 
     @contextmanager
     def refusing_gradients(self, refuses: bool = True) -> Iterator[None]:
-        """Refuse gradients through units in a ``with`` block, which runs the user's code.
-
-        Args:
-            refuses: False: allow them again in a block within that block.
-        """
+        """Refuse gradients through units in a ``with`` block, which runs the user's code."""
         before = self.set_refusing(refuses)
         try:
             yield
@@ -373,12 +324,7 @@ class Boundaries:
         return before
 
     def refuse_leaks(self, tensor: Tensor) -> None:
-        """Raise if a graph breaks what :class:`Boundaries` was made to search for.
-
-        Raises:
-            UnitUseError: If a tensor left a unit other than as the unit's output.
-            ShardedUseError: If a backward will need the values of the first layers.
-        """
+        """Raise if a graph breaks what :class:`Boundaries` was made to search for."""
         if not self._searches:
             return
         nodes = _nodes([tensor.grad_fn])
@@ -454,10 +400,6 @@ class Boundaries:
         """Go on behind the backward of a visit, with that of the glue before it.
 
         Releases the values of leaves that first entered a unit there.
-
-        Args:
-            position: Position of the visit.
-            retain: Whether another backward may pass the same glue again.
         """
         needed_until = self._needed_until
         while needed_until and needed_until[-1] >= position:
@@ -486,12 +428,7 @@ class Boundaries:
         leaf.data = stand_in
 
     def through_glue(self, position: int, retain: bool = False) -> None:
-        """Run the glue's backward for the leaves that first entered a unit there.
-
-        Args:
-            position: Position of the visit of that unit.
-            retain: Whether another backward may pass the same glue again.
-        """
+        """Run the glue's backward for the leaves that first entered a unit there."""
         entries = self._glue.pop(position, None)
         if entries is None:
             return
@@ -512,15 +449,7 @@ class Boundaries:
     def visits_behind(
         self, roots: Sequence[Tensor], inputs_of: Callable[[int], Sequence[Tensor]]
     ) -> VisitsBehind:
-        """Return the visits that a backward from these tensors passes.
-
-        Args:
-            roots: Tensors with graphs, the loss for example.
-            inputs_of: Returns the differentiable inputs of a visit, given its position.
-
-        Raises:
-            UnitUseError: If an earlier backward has passed one of them.
-        """
+        """Return the visits that a backward from these tensors passes."""
         entries = {
             id(entry.leaf): (position, entry.edge.node)
             for position, entries in self._glue.items()
@@ -563,11 +492,6 @@ def run_backward(
     long as a small backward. Gradients here are those of leaves that stand for the same tensors.
     torch's wrapper of the engine hands context variables to the threads of devices; on the CPU the
     engine runs in this thread. tests/execution/test_boundaries.py compares all of them.
-
-    Args:
-        roots: Tensors with graphs, or edges of graphs.
-        gradients: Their gradients.
-        retain: Whether the graphs are used again.
     """
     run = _engine_run_backward
     if gradients[0].is_cpu:
@@ -647,12 +571,7 @@ def can_have_gradient(tensor: Tensor) -> bool:
 
 
 def refuse_saved_tensor_hooks(what: str, other_remedy: str = "") -> None:
-    """Raise UnitUseError inside a saved-tensor-hooks context.
-
-    Args:
-        what: What is called there, for the message.
-        other_remedy: The end of the message's last sentence.
-    """
+    """Raise UnitUseError inside a saved-tensor-hooks context."""
     if has_saved_tensor_hooks():
         raise UnitUseError(
             f"A {what} is called inside a saved-tensor-hooks context (torch.utils.checkpoint or"

@@ -27,12 +27,7 @@ class _Fields:
 
 @dataclasses.dataclass(frozen=True)
 class Structure:
-    """Rebuilds a tree from its leaves.
-
-    Attributes:
-        spec: The spec of torch's pytree.
-        objects: Dataclass objects by their position among the pytree's leaves.
-    """
+    """Rebuilds a tree from its leaves."""
 
     spec: Any
     objects: dict[int, _Fields]
@@ -78,13 +73,7 @@ class Single:
 
 @dataclasses.dataclass(frozen=True)
 class CallStructure:
-    """The structure of a call whose arguments are leaves, and tuples of leaves: the usual case.
-
-    Attributes:
-        positional: Number of positional arguments.
-        names: Names of the keyword arguments.
-        tuples: Places of the arguments that are tuples, and their lengths, in order.
-    """
+    """The structure of a call whose arguments are leaves, and tuples of leaves: the usual case."""
 
     positional: int
     names: tuple[str, ...]
@@ -111,11 +100,7 @@ class CallStructure:
 
 @dataclasses.dataclass(frozen=True)
 class TupleStructure:
-    """The structure of a tuple of leaves.
-
-    Attributes:
-        num_leaves: Its length.
-    """
+    """The structure of a tuple of leaves."""
 
     num_leaves: int
 

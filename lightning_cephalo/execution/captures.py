@@ -44,11 +44,7 @@ class _Once:
 
 
 class _Retain:
-    """A hook that keeps the gradient of a tensor as that of its stand-in.
-
-    Args:
-        shown: The stand-in.
-    """
+    """A hook that keeps the gradient of a tensor as that of its stand-in."""
 
     def __init__(self, shown: weakref.ref[Tensor]) -> None:
         self._shown = shown
@@ -63,18 +59,7 @@ class _Retain:
 
 
 class Captures:
-    """The tensors that hooks take out of the units of one microbatch.
-
-    Args:
-        records: The microbatch's visits.
-        boundaries: Its cuts.
-        recompute: Whether units are recomputed.
-        is_on: Whether hooks may take tensors with gradients; not in steps with several backwards.
-
-    Attributes:
-        seen_again: Tensors that were seen while a unit is computed again.
-        late_hooks: Number of hooks that tensors have got behind their units, after the forward.
-    """
+    """The tensors that hooks take out of the units of one microbatch."""
 
     def __init__(
         self, records: VisitRecords, boundaries: Boundaries, recompute: bool, is_on: bool
@@ -149,10 +134,6 @@ class Captures:
 
         The latest come first: the code behind one may have used others. It goes back to the
         meeting before, whose gradients are not complete yet.
-
-        Args:
-            record: Of the unit.
-            before: Position of a meeting that has been passed; None: none has.
         """
         positions = [meeting.position for meeting in record.meetings]
         passed = [at for at in positions if before is None or at < before]

@@ -34,14 +34,7 @@ _UNCHANGED, _WRITTEN, _NEW = 0.0, 1.0, 2.0
 
 @dataclass(frozen=True)
 class _Packed:
-    """This rank's share of the combination, and what its microbatches hold of it.
-
-    Attributes:
-        means: The buffers that get means; integers come last.
-        sums: Those that get sums.
-        total: Over this rank's microbatches: samples, values times samples, then summands.
-        integers: For each microbatch, its integers, to compare them.
-    """
+    """This rank's share of the combination, and what its microbatches hold of it."""
 
     means: tuple[StepBuffer, ...]
     sums: tuple[StepBuffer, ...]
@@ -58,15 +51,6 @@ class CombinedBuffers:
         ...                               # microbatches resume and pause
         said = buffers.finish()           # one number for the other ranks
         buffers.combine([said, ...])      # the same values on all ranks
-
-    Args:
-        module: The model.
-        state: Takes the buffers that change their shape.
-        control: Exchanges messages between ranks.
-        accelerator: This rank's device.
-
-    Attributes:
-        of_microbatches: The buffers in a step.
     """
 
     def __init__(
@@ -90,14 +74,7 @@ class CombinedBuffers:
         self._state.adopt(place.module._buffers, place.key, first, values)
 
     def sum_up(self, patterns: Sequence[str]) -> None:
-        """Combine the buffers of these names by sums.
-
-        Args:
-            patterns: Full names; ``*`` stands for any part.
-
-        Raises:
-            PlanError: If one of them is no buffer's name.
-        """
+        """Combine the buffers of these names by sums."""
         names = self.of_microbatches.names
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in names):
@@ -119,11 +96,7 @@ class CombinedBuffers:
         self.of_microbatches.put_back()
 
     def finish(self) -> float:
-        """Return what the other ranks need to learn; call it before the exchange of the step.
-
-        Raises:
-            UnitUseError: If a buffer is written in a way that has no counterpart on one device.
-        """
+        """Return what the other ranks need to learn; call it before the exchange of the step."""
         self.check()
         buffers = self.of_microbatches
         buffers.finish(self._is_summed)
@@ -136,14 +109,7 @@ class CombinedBuffers:
         return _WRITTEN
 
     def agree(self, said: Sequence[float]) -> None:
-        """Prepare the values of this rank for :meth:`combine`; collective.
-
-        Args:
-            said: Every rank's result of :meth:`finish`.
-
-        Raises:
-            Exception: On all ranks, if microbatches differ where they must not, or if a rank fails.
-        """
+        """Prepare the values of this rank for :meth:`combine`; collective."""
         if max(said) == _NEW:
             self._agree()
         if max(said) == _NEW or (max(said) == _WRITTEN and min(said) == _UNCHANGED):

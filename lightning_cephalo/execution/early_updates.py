@@ -34,12 +34,7 @@ class Updater(Protocol):
         """Return whether updates in this step's backward give what the optimizer's step gives."""
 
     def update(self, parameters: Sequence[nn.Parameter], on_host: bool = False) -> list[bool]:
-        """Update sharded parameters by their gradients, and return for each whether it was.
-
-        Args:
-            parameters: Parameters of one unit.
-            on_host: Whether the host updates them, which has only begun when this returns.
-        """
+        """Update sharded parameters by their gradients, and return for each whether it was."""
 
     def holds(self, parameter: nn.Parameter) -> bool:
         """Return whether the optimizer updates this sharded parameter."""
@@ -61,13 +56,6 @@ class EarlyUpdates:
         early.count()                       # behind its reduce
         early.update(unit, used, True)
         early.finish()                      # behind the optimizer's step
-
-    Args:
-        units: All units.
-
-    Attributes:
-        updater: Updates parameters; None: all updates are late.
-        is_on: Whether units are updated early in this step.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -103,14 +91,7 @@ class EarlyUpdates:
     def update(
         self, unit: Unit, used: Sequence[bool], has_samples: bool, on_host: bool = False
     ) -> None:
-        """Update what is known to have a gradient, and give the gradient's memory back.
-
-        Args:
-            unit: A unit whose reduce is done.
-            used: Per trainable flat and parameter, whether this rank has used it.
-            has_samples: Whether this rank has any microbatch.
-            on_host: Whether the host updates it.
-        """
+        """Update what is known to have a gradient, and give the gradient's memory back."""
         assert self.updater is not None
         unit.publish(unit.surely_used(used, has_samples))
         parameters = unit.reduced_parameters()

@@ -33,12 +33,6 @@ class EndsPolicy:
     """Whether steps gather the ends of the root unit apart.
 
     See [Note: ends that are used elsewhere].
-
-    Args:
-        root: The root unit.
-
-    Attributes:
-        is_on: Whether they do.
     """
 
     def __init__(self, root: Unit) -> None:

@@ -94,31 +94,6 @@ class Executor:
         executor.backward()                 # its backward: gradients on the sharded parameters
         with executor.update():             # its update
             optimizer.step()
-
-    Args:
-        units: All units; the root unit first.
-        control: Exchanges messages between the ranks' processes.
-        accelerator: This rank's device.
-        recompute: Whether the backward recomputes units.
-        meet: Called before units are gathered outside of a step.
-
-    Attributes:
-        hooks: Intercepts calls of units.
-        failure: Holds this rank's failure.
-        ends_policy: Decides whether steps gather the ends of the root unit apart.
-        writes: Finds writes of the user's code to parameters.
-        state: Gives each microbatch its own values of tensors that code stores on modules.
-        buffers: Combines the buffers that microbatches write.
-        parts: Warns of code that sees gradients in parts.
-        early: Updates units inside the backward.
-        state_moves: Moves optimizer state that lives in host memory.
-        arena: Host memory for boundaries; None: they stay on the device.
-        user_collectives: Reports collectives of torch.distributed in the user's step; None: they
-            run as they are.
-        drops_gradients: Whether steps drop the gradients of units where early updates would use
-            them, and update nothing.
-        gave_up: Whether all ranks have raised at the same place of the last pass.
-        steps_per_update: Divides the losses, and so the gradients, of each step.
     """
 
     def __init__(
@@ -290,22 +265,7 @@ class Executor:
         note: Callable[[], Sequence[float]] = tuple,
         failure: BaseException | None = None,
     ) -> ForwardOutcome:
-        """Pass all microbatches through all units and run the losses' backward.
-
-        Args:
-            calls: This rank's microbatches; may be empty. Their number may differ between ranks.
-            scale_loss: Multiplies every loss in addition to its weight (a gradient scaler's).
-            note: Returns numbers to send to all ranks with the exchange that ends the forward.
-                Every rank must return equally many.
-            failure: This rank's failure before the step. The rank then only communicates, and all
-                ranks raise.
-
-        Raises:
-            RemoteRankError: If another rank failed; this rank's own failure is raised as it is.
-
-        Returns:
-            The outcome. If no microbatch of any rank has a loss, there is no backward to call.
-        """
+        """Pass all microbatches through all units and run the losses' backward."""
         self.gave_up = False
         self._sends_gradients = self.state_moves.begin_step()
         self._hide_held_gradients()  # of a step whose backward has not come
@@ -406,13 +366,7 @@ class Executor:
         microbatches: list[Microbatch],
         visits: Sequence[Visit],
     ) -> Step:
-        """Begin a step that calls its backwards itself; see ``execution/manual_step.py``.
-
-        Args:
-            calls: This rank's step.
-            microbatches: Its run.
-            visits: The order of the step, which grows while the step runs.
-        """
+        """Begin a step that calls its backwards itself; see ``execution/manual_step.py``."""
         self.gave_up = self._sends_gradients = False
         self.hooks.ends = frozenset()
         self._throttle.begin_step()
@@ -453,12 +407,7 @@ class Executor:
         self._showing = []
 
     def backward(self, divisor: float = 1.0, factor: float = 1.0) -> None:
-        """Run the backward of all units and set the gradients of the sharded parameters.
-
-        Args:
-            divisor: Divides the gradients (number of steps accumulated before an update).
-            factor: Multiplies the gradients; equal on all ranks.
-        """
+        """Run the backward of all units and set the gradients of the sharded parameters."""
         step, self.gave_up = self._step, False
         step.gradient_scale = factor / (step.weights.scale * self._total_weight * divisor)
         self._hide_held_gradients()
@@ -499,11 +448,7 @@ class Executor:
             observer.after(instruction)
 
     def before_step(self) -> Container[int]:
-        """Update units whose optimizer state is in host memory, inside of :meth:`update`.
-
-        Returns:
-            The ids of all parameters that are updated, or whose update the host has begun.
-        """
+        """Update units whose optimizer state is in host memory, inside of :meth:`update`."""
         mover = self.state_moves.mover
         if mover is None:
             return ()
@@ -529,14 +474,6 @@ class Executor:
 
         The number of unit calls may differ between ranks (text generation). While one rank is
         still running, the others keep communicating.
-
-        Args:
-            call: This rank's step; None on a rank without samples.
-            doing: Description of the step for messages.
-            note: As in :meth:`forward`.
-
-        Returns:
-            The result, if this rank had a step, and the notes; the weights are empty.
         """
         self.hooks.ends = frozenset()
         calls = [] if call is None else [call]
@@ -909,12 +846,7 @@ class Executor:
             self._throttle.end_step()
 
     def combine_buffers(self, written: Sequence[float], doing: str) -> None:
-        """Combine what microbatches of all ranks have written to buffers; collective.
-
-        Args:
-            written: ``Step.written_buffers`` of every rank.
-            doing: What the step does, for messages.
-        """
+        """Combine what microbatches of all ranks have written to buffers; collective."""
         try:
             self.buffers.agree(written)
         except Exception as failure:  # on all ranks
@@ -998,11 +930,7 @@ class Executor:
     # -- losses over the whole batch ----------------------------------------------------------
 
     def _answer(self, others_returned: bool) -> None:
-        """Give all microbatches the rows of the whole batch, and go on with them; collective.
-
-        Args:
-            others_returned: Whether microbatches of a rank have returned without asking.
-        """
+        """Give all microbatches the rows of the whole batch, and go on with them; collective."""
         step, doing = self._step, "computing a loss over the batch"
         asked = [microbatch.asking.question for microbatch in step.microbatches]
         if others_returned or None in asked:
@@ -1064,14 +992,7 @@ class Executor:
     def _learn(
         self, made: Sequence[bool], *, someone_made_all: bool, is_checked: bool, changes: bool
     ) -> None:
-        """Store the order, and compile the backward of the visits that were made; collective.
-
-        Args:
-            made: Per visit, whether a microbatch of this rank has made it.
-            someone_made_all: Whether all of them are true on some rank.
-            is_checked: Whether losses were searched for leaks.
-            changes: Whether updates are early or late in another way than the step began with.
-        """
+        """Store the order, and compile the backward of the visits that were made; collective."""
         step, paths = self._step, None
         if someone_made_all:
             made = [True] * len(step.visits)

@@ -36,17 +36,7 @@ _OF_ROOT = {
 
 
 class Failure:
-    """Holds this rank's error in a step, and its place in the step.
-
-    Args:
-        rank: This rank.
-        names: Names of all units, by index.
-
-    Attributes:
-        error: This rank's error; None if it has not failed.
-        place: Current point of the step, for messages.
-        planned_memory: A sentence about the memory that the plan expects; may be empty.
-    """
+    """Holds this rank's error in a step, and its place in the step."""
 
     def __init__(self, rank: int, names: Sequence[str]) -> None:
         self._rank = rank

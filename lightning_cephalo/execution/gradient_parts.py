@@ -28,23 +28,12 @@ class GradientParts:
         self._has_said_hooks = self._has_said_functions = False
 
     def is_due(self, registers_hooks: bool, searches: bool) -> bool:
-        """Whether :meth:`warn` would say something new.
-
-        Args:
-            registers_hooks: Whether the microbatch's code has registered hooks.
-            searches: Whether the step walks graphs anyway.
-        """
+        """Whether :meth:`warn` would say something new."""
         due_hooks = registers_hooks and not searches and not self._has_said_hooks
         return due_hooks or (searches and not self._has_said_functions)
 
     def warn(self, nodes: Iterable[Any], registers_hooks: bool, searches: bool) -> None:
-        """Warn of nodes that several backwards pass.
-
-        Args:
-            nodes: These nodes.
-            registers_hooks: As for :meth:`is_due`.
-            searches: Likewise; our own hooks are among those of such a step.
-        """
+        """Warn of nodes that several backwards pass."""
         nodes = [*nodes]
         functions = sorted({name for node in nodes if (name := _users_function(node))})
         if functions and not self._has_said_functions:

@@ -18,13 +18,7 @@ _LEAST_CHUNK_BYTES = 2**16
 
 @dataclass
 class _Part:
-    """A part of a chunk that is one owner's.
-
-    Attributes:
-        chunk: Index of the chunk.
-        start: Where its free bytes begin.
-        end: Where it ends.
-    """
+    """A part of a chunk that is one owner's."""
 
     chunk: int
     start: int

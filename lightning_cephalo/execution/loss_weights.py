@@ -22,12 +22,7 @@ from lightning_cephalo.accelerator.base import Readback
 
 
 def loss_scale(weight_of_sample: float, whole_batch: float) -> float:
-    """Return the factor of every loss of a step: near the inverse of the sum of its weights.
-
-    Args:
-        weight_of_sample: The mean weight of a sample in the step before.
-        whole_batch: The sum if the batch is whole and each sample weighs 1.
-    """
+    """Return the factor of every loss of a step: near the inverse of the sum of its weights."""
     return float(0.5 ** round(math.log2(max(weight_of_sample, 1e-30))) / whole_batch)
 
 
@@ -52,17 +47,6 @@ class LossWeights:
         ...
         weights.read()
         print(weights.values)               # [8.0, 0.0]
-
-    Args:
-        microbatches: How many there are.
-        scale: Factor of every loss in addition to its weight.
-        readback: Reads weights that are on the device.
-
-    Attributes:
-        values: The weights, once they are known.
-        scale: As the argument.
-        scale_loss: Multiplies every loss (a gradient scaler's); gradients carry the factor until
-            the optimizer's step. None: nothing does.
     """
 
     def __init__(self, microbatches: int, scale: float, readback: Readback) -> None:
@@ -76,20 +60,7 @@ class LossWeights:
     def weigh(
         self, microbatch: int, loss: Tensor, weight: float | Tensor
     ) -> tuple[Tensor, Tensor | None] | None:
-        """Return a loss times its weight and the factors; None if it has no weight.
-
-        Args:
-            microbatch: Index of the microbatch.
-            loss: Its loss.
-            weight: Its weight. One on the device is read later, so that the host does not wait.
-
-        Raises:
-            TypeError: If the weight is below 0, or not a number.
-
-        Returns:
-            The loss to run backward, and whether it turns out to have no weight: a tensor on the
-            device, or None for no.
-        """
+        """Return a loss times its weight and the factors; None if it has no weight."""
         without_weight = None
         if isinstance(weight, Tensor) and not loss.requires_grad:
             weight = float(weight)  # a constant is right only if it has no weight
@@ -106,10 +77,6 @@ class LossWeights:
         return self.scale_loss(loss) if self.scale_loss else loss, without_weight
 
     def read(self) -> None:
-        """Read the weights that are on the device, while it runs the last loss's backward.
-
-        Raises:
-            TypeError: If one is below 0, or not a number.
-        """
+        """Read the weights that are on the device, while it runs the last loss's backward."""
         for microbatch, weight in zip(self._unread, self._readback.finish(), strict=True):
             self.values[microbatch] = checked_weight(weight)

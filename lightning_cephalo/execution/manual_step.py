@@ -198,12 +198,7 @@ class ManualSteps:
         return step
 
     def _advance(self, unit: int = NONE, position: int = NONE) -> None:
-        """Run the step's code until it parks, and take over what it does to parameters.
-
-        Args:
-            unit: The unit that it enters.
-            position: Position of the visit. Code that waits elsewhere lets it pass.
-        """
+        """Run the step's code until it parks, and take over what it does to parameters."""
         self._executor.execute(Instruction(Operation.FORWARD, unit, position, microbatch=0))
         self._executor.failure.guarded(self._look)
 

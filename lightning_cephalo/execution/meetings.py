@@ -28,16 +28,7 @@ from lightning_cephalo.sharding.collectives import all_gather_rows
 
 
 class SynchronisedNorms:
-    """The layers of synchronised batch normalisation of a model.
-
-    Args:
-        module: The model.
-        running: Returns the microbatch whose step is running, or None.
-
-    Attributes:
-        layers: The layers; a visit's ``meeting`` is an index into them.
-        replaying: The microbatch of which a unit is computed again, or None.
-    """
+    """The layers of synchronised batch normalisation of a model."""
 
     def __init__(self, module: nn.Module, running: Callable[[], Microbatch | None]) -> None:
         self.layers = [each for each in module.modules() if isinstance(each, nn.SyncBatchNorm)]
@@ -89,12 +80,6 @@ class Meetings:
     """Sums what microbatches of all ranks bring to a meeting; every method is collective.
 
     A rank that has failed, or has no samples, brings nothing.
-
-    Args:
-        norms: The layers.
-        failure: Holds this rank's failure.
-        control: The ranks.
-        device: This rank's device.
     """
 
     def __init__(
@@ -112,13 +97,7 @@ class Meetings:
     def forward(
         self, visit: Visit, microbatches: Sequence[Microbatch], waiting_for_ranks: _Context
     ) -> None:
-        """Give the microbatches that wait at this visit the statistics of the global batch.
-
-        Args:
-            visit: The visit.
-            microbatches: This rank's microbatches.
-            waiting_for_ranks: Returns a context for the wait for other ranks.
-        """
+        """Give the microbatches that wait at this visit the statistics of the global batch."""
         moments = [no_moments(self._norms.layers[visit.meeting], self._device)]
         waiting = [each.attendance for each in microbatches if each.parked == visit]
 
@@ -147,14 +126,7 @@ class Meetings:
         microbatches: Sequence[Microbatch],
         waiting_for_ranks: _Context,
     ) -> None:
-        """Pass gradients on, through the statistics of the global batch.
-
-        Args:
-            visit: The visit.
-            position: Its position in the order of visits.
-            microbatches: As for :meth:`forward`.
-            waiting_for_ranks: As for :meth:`forward`.
-        """
+        """Pass gradients on, through the statistics of the global batch."""
         sums = no_moments(self._norms.layers[visit.meeting], self._device)[1:]
 
         def collect() -> None:

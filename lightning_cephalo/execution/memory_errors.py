@@ -28,14 +28,7 @@ def is_out_of_memory(failure: BaseException) -> bool:
 def explained(
     failure: BaseException, rank: int, place: str, planned: str
 ) -> OutOfMemoryInStepError:
-    """Return the error to raise in place of one that only names the requested bytes.
-
-    Args:
-        failure: The original error; its message has the bytes.
-        rank: This rank.
-        place: The point of the step where it was raised.
-        planned: A sentence about the memory that the plan expects; may be empty.
-    """
+    """Return the error to raise in place of one that only names the requested bytes."""
     error = OutOfMemoryInStepError(
         f"Rank {rank} ran out of memory in the {place}: {str(failure).rstrip('. ')}."
         f"{' ' + planned if planned else ''} What would help: a lower"

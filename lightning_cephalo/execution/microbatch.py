@@ -96,57 +96,17 @@ def _needs_gradient(values: Sequence[Any]) -> bool:
 
 
 class Forward(Protocol):
-    """The forward of a unit.
-
-    Attributes:
-        body: Computes it.
-        buffers: The buffers that it may change.
-    """
+    """The forward of a unit."""
 
     body: Callable[..., Any]
     buffers: ChangingBuffers
 
     def again(self, modes_of_all: Modes | None) -> Callable[..., Any]:
-        """Return the body for calling it later, in the modes that the modules have now.
-
-        Args:
-            modes_of_all: Those of all modules of the model; the same object: the same modes.
-        """
+        """Return the body for calling it later, in the modes that the modules have now."""
 
 
 class Microbatch:
-    """A run of the user's step over some samples.
-
-    Args:
-        step: Calls the user's step and returns its result.
-        accelerator: This rank's device.
-        recompute: Whether to retain only the inputs of a unit and recompute the unit in the
-            backward.
-        inside: As for :class:`~lightning_cephalo.execution.boundaries.Boundaries`.
-        arena: Host memory for boundaries; None: they stay on the device.
-        last: Position of the last visit; -1 if it is unknown. The step parks once more after that
-            visit, so that its loss is an instruction of its own.
-        state: The tensors that the step stores on modules; None: a recomputed unit finds those of
-            the end of the step.
-        buffers: The buffers of the model's modules; None: as for ``state``.
-        outside: Returns a context for code of this package that runs within the step; None if the
-            step has one backward only. See ``execution/manual_step.py``.
-        meets: Whether the step meets all others, for losses over the whole batch and statistics.
-        first_layers: As for :class:`~lightning_cephalo.execution.boundaries.Boundaries`.
-        stored: The attributes in which units store tensors; None: such tensors are refused.
-        parts: Warns of what sees gradients in parts; None: nothing does.
-
-    Attributes:
-        training_modes: Modes of all modules, as it has left them; None: it has not run.
-        parked: The visit that it waits for; None: none.
-        asking: What it asks for a loss over the whole batch.
-        attendance: Its part in meetings.
-        captures: The tensors that hooks take out of its units.
-        has_one_backward: Whether the step has one backward only.
-        result: Return value of the step.
-        finished: Whether the step has returned.
-        needed_last_layers: Whether it has called last layers of the root unit that are apart.
-    """
+    """A run of the user's step over some samples."""
 
     def __init__(
         self,
@@ -259,16 +219,7 @@ class Microbatch:
             self._park(Visit(ROOT))
 
     def need_last_layers(self, names: frozenset[str], are_there: bool) -> None:
-        """Park until the last layers of the root unit are shown, for the losses.
-
-        Args:
-            names: Names of their parameters.
-            are_there: Whether they are shown already.
-
-        Raises:
-            ShardedUseError: If a unit needs them, whose own parameters would be freed meanwhile. Or
-                inside of a saved-tensor-hooks context, which other microbatches would enter.
-        """
+        """Park until the last layers of the root unit are shown, for the losses."""
         if self._records.entered is not None:
             raise used_elsewhere(names)
         self.needed_last_layers = True
@@ -280,12 +231,7 @@ class Microbatch:
             self._park(AT_LAST_LAYERS)
 
     def need_backward(self, loss: Tensor, retain: bool) -> None:
-        """Park until the backward of a loss has run.
-
-        Args:
-            loss: The loss.
-            retain: Whether another backward may pass the same graph.
-        """
+        """Park until the backward of a loss has run."""
         self.result, self._retains = loss, retain
         with self.outside():
             self._park(AT_BACKWARD)
@@ -490,13 +436,7 @@ class Microbatch:
         return result
 
     def normalise(self, index: int, norm: nn.SyncBatchNorm, value: Tensor) -> Tensor:
-        """Meet all microbatches of all ranks at a layer, then return its output.
-
-        Args:
-            index: Index of the layer.
-            norm: The layer, in training mode.
-            value: Its input.
-        """
+        """Meet all microbatches of all ranks at a layer, then return its output."""
         output = self.attendance.normalise(index, norm, value)
         self._park_behind_the_last()
         return output
@@ -544,11 +484,6 @@ class Microbatch:
 
         Graph buffers are freed as on one device, unless the loss shares glue with the inputs of
         units: that glue is walked again later.
-
-        Args:
-            loss: The loss times its weight.
-            without_weight: A bool on the device: true if the weight is 0, so that gradients are 0
-                even if the loss is 0/0.
         """
         if not loss.requires_grad:
             raise UnitUseError(

@@ -36,12 +36,7 @@ _WITHOUT_VERSION = ("running_mean", "running_var")
 
 @dataclass(frozen=True)
 class Place:
-    """An entry of a module's dictionary of buffers.
-
-    Attributes:
-        module: The module.
-        key: The name in that module.
-    """
+    """An entry of a module's dictionary of buffers."""
 
     module: nn.Module
     key: str
@@ -55,21 +50,7 @@ class Place:
 
 @dataclass(eq=False)
 class StepBuffer:
-    """A buffer of the model.
-
-    Attributes:
-        name: Its full name.
-        places: All places that hold it; more than one if modules share it.
-        own: The module's tensor. Microbatches never write to it.
-        version: Version of ``own`` when the step began.
-        start: A copy of the values at the beginning of the step. As long as no microbatch has
-            written to the buffer, it is the copy that all of them share. None: they share ``own``.
-        start_version: Version of ``start`` then.
-        values: The tensor of each microbatch, if the buffer is written.
-        versions: Versions of these tensors when they were made.
-        is_written: Whether some step has written it.
-        copies: For recomputation: a microbatch's tensor after a write, its version, and a copy.
-    """
+    """A buffer of the model."""
 
     name: str
     places: list[Place]
@@ -118,17 +99,6 @@ class ModuleBuffers:
         buffers.pause(0)
         ...
         buffers.finish()           # the module holds its own tensors again
-
-    Args:
-        module: The model.
-        on_local: Called for a buffer that changes its shape: it belongs to the samples of a
-            microbatch, or is a table that the code fills when it needs it. Takes a place, the
-            tensor there before the step, and those of the microbatches (empty: none has one yet).
-
-    Attributes:
-        found: Names of the buffers that this step is the first to write.
-        localised: Names of the buffers of which this step has changed the shape.
-        is_open: Whether a step is running in which microbatches have buffers of their own.
     """
 
     def __init__(
@@ -240,11 +210,7 @@ class ModuleBuffers:
                 entry.show(entry.values[microbatch])
 
     def pause(self, microbatch: int) -> None:
-        """Keep a microbatch's buffers, and find those that it is the first to write.
-
-        Raises:
-            UnitUseError: If a large buffer is written for the first time in a later step.
-        """
+        """Keep a microbatch's buffers, and find those that it is the first to write."""
         if not self.is_open:
             return
         for entry in [*self._entries.values()]:
@@ -303,16 +269,7 @@ class ModuleBuffers:
         self._on_local(place, first, values)
 
     def finish(self, adds_rows: Callable[[str], bool] = lambda name: False) -> None:
-        """Show the module's own tensors again, and check what was written.
-
-        Args:
-            adds_rows: Whether rows of single samples are right in the buffer of this name: the
-                rows that microbatches add are summed.
-
-        Raises:
-            UnitUseError: If a buffer takes one row per sample (see ``execution/queues.py``), or is
-                written through another reference.
-        """
+        """Show the module's own tensors again, and check what was written."""
         if self._sizes:
             self._is_first = False
         if not self.is_open:

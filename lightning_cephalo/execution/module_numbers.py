@@ -34,13 +34,7 @@ Row = tuple[Any, float]
 
 
 class ModuleNumbers:
-    """Combines the numbers of a step over the ranks.
-
-    Args:
-        state: What the microbatches of this rank have stored.
-        control: Exchanges messages between ranks.
-        accelerator: This rank's device.
-    """
+    """Combines the numbers of a step over the ranks."""
 
     def __init__(self, state: ModuleState, control: ControlGroup, accelerator: Accelerator) -> None:
         self._state, self._control, self._accelerator = state, control, accelerator
@@ -130,14 +124,7 @@ def combined(rows: Sequence[Mapping[str, Row]]) -> dict[str, Any]:
 def mean_tensors(
     names: Sequence[str], own: Mapping[str, Tensor], weight: float, device: torch.device
 ) -> Tensor:
-    """Return the means of 0-d tensors over the samples of all ranks that have them; collective.
-
-    Args:
-        names: Of all ranks, in the same order.
-        own: This rank's.
-        weight: Over how many samples they are means.
-        device: This rank's device.
-    """
+    """Return the means of 0-d tensors over the samples of all ranks that have them; collective."""
     like = torch.empty(0, device=device)
     where = device if communicates(like, None) else torch.device("cpu")
     zero = torch.zeros((), dtype=torch.float64, device=where)

@@ -44,21 +44,7 @@ _SKIPPED = ("torch.", "torchmetrics.", "lightning.")
 
 @dataclass
 class _Attribute:
-    """An attribute of a module that holds tensors of the user's code.
-
-    Attributes:
-        names: The dictionary of the module that holds it: its attributes or its buffers.
-        name: Its name there.
-        first: Its value when it became known, before the step.
-        firsts: What each microbatch finds before it stores a value in that step.
-        values: Its value for each microbatch.
-        sizes: Samples of these microbatches.
-        begun: What the microbatches have found at the beginning of the step.
-        shown: The value on the module between steps.
-        versions: Versions of the shown tensors when they were joined.
-        found: What the microbatches have found at the beginning of the backward, without
-            containers.
-    """
+    """An attribute of a module that holds tensors of the user's code."""
 
     names: dict[str, Any]
     name: str
@@ -90,13 +76,7 @@ class _Attribute:
 
 @dataclass(frozen=True)
 class _Retained:
-    """A shown tensor whose gradient the user's code has asked for (``x.retain_grad()``).
-
-    Attributes:
-        shown: The value of all samples.
-        sources: What the microbatches have stored, with their graphs.
-        dimension: The dimension along which they are joined.
-    """
+    """A shown tensor whose gradient the user's code has asked for (``x.retain_grad()``)."""
 
     shown: Tensor
     sources: Sequence[Tensor]
@@ -112,12 +92,7 @@ class _Retained:
 
 @dataclass(frozen=True)
 class Stored:
-    """What a microbatch finds on the modules at one time of its step.
-
-    Attributes:
-        microbatch: Its index.
-        values: By the id of the attribute; those that were known then.
-    """
+    """What a microbatch finds on the modules at one time of its step."""
 
     microbatch: int
     values: dict[int, Any]
@@ -125,14 +100,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class _Before:
-    """What a module held at the beginning of a step.
-
-    Attributes:
-        names: The module's attributes.
-        values: A copy.
-        in_order: Its values.
-        now: A view of the values that the module holds now.
-    """
+    """What a module held at the beginning of a step."""
 
     names: dict[str, Any]
     values: dict[str, Any]
@@ -161,14 +129,6 @@ class ModuleState:
         state.finish()             # the module shows the values of all samples
         ...                        # the backward
         state.show_gradients()     # and the gradients that these retain
-
-    Args:
-        module: The model.
-        several_ranks: Whether other ranks have samples of the same batch.
-
-    Attributes:
-        is_used: Whether microbatches have stored anything.
-        keeps_start: Whether :meth:`put_back` can undo a step, which keeps what its beginning found.
     """
 
     def __init__(self, module: nn.Module, several_ranks: bool = False) -> None:
@@ -194,12 +154,7 @@ class ModuleState:
     # -- a step -------------------------------------------------------------------------------
 
     def begin(self, sizes: Sequence[int], finds_numbers: bool = False) -> None:
-        """Begin a step with microbatches of these numbers of samples.
-
-        Args:
-            sizes: Of this rank.
-            finds_numbers: As for :class:`SharedValues`.
-        """
+        """Begin a step with microbatches of these numbers of samples."""
         self._sizes = tuple(sizes)
         self.differing, self._retained = [], []
         self._undo, self._is_behind = None, False
@@ -259,11 +214,7 @@ class ModuleState:
         return found
 
     def _find_late(self) -> bool:
-        """Find attributes of all modules; those that nobody has kept are the last microbatch's.
-
-        Returns:
-            Whether there are any, so that the next step looks everywhere.
-        """
+        """Find attributes of all modules; those that nobody has kept are the last microbatch's."""
         late = [self._find(before) for before in self._before if before.is_touched()]
         if not any(late):
             return False
@@ -280,14 +231,7 @@ class ModuleState:
         return attribute
 
     def adopt(self, names: dict[str, Any], name: str, first: Any, values: Sequence[Any]) -> None:
-        """Treat a buffer as an attribute from now on.
-
-        Args:
-            names: The dictionary of the module that holds it.
-            name: Its name there.
-            first: Its value before the step.
-            values: Its value for each microbatch; empty: they find it as it was before the step.
-        """
+        """Treat a buffer as an attribute from now on."""
         attribute = self._learn(names, name, first)
         if values:
             attribute.values = list(values)
@@ -390,11 +334,7 @@ class ModuleState:
         return rows, tensors
 
     def take_numbers(self, values: dict[str, Any]) -> None:
-        """Show the numbers of the whole step: of all ranks.
-
-        Args:
-            values: By full name. One of a tensor takes its dtype.
-        """
+        """Show the numbers of the whole step: of all ranks."""
         own = {self._name_of(one): one for one in self._known.values()}
         names_of = {path: key for key, path in self._paths.items()}
         by_id = {id(names): names for names in self._places}

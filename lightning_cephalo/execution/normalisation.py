@@ -29,13 +29,7 @@ from lightning_cephalo.execution.replay import RandomState
 
 @dataclass(frozen=True)
 class Statistics:
-    """Mean and variance per channel over the global batch.
-
-    Attributes:
-        count: Number of values per channel; a scalar in double precision.
-        mean: Of shape ``(channels,)``, in double precision.
-        variance: Like ``mean``; divided by the count.
-    """
+    """Mean and variance per channel over the global batch."""
 
     count: Tensor
     mean: Tensor
@@ -55,12 +49,7 @@ def no_moments(norm: nn.SyncBatchNorm, device: torch.device) -> Tensor:
 
 
 def moments_of(norm: nn.SyncBatchNorm, value: Tensor) -> Tensor:
-    """Return count, mean and sum of squared deviations per channel, in one row.
-
-    Args:
-        norm: The layer.
-        value: Its input, of shape ``(samples, channels, ...)``.
-    """
+    """Return count, mean and sum of squared deviations per channel, in one row."""
     norm._check_input_dim(value)
     norm._check_non_zero_input_channels(value)
     value = value.detach()
@@ -79,9 +68,6 @@ def joined(rows: Tensor) -> Tensor:
 
     Source: Chan, Golub and LeVeque 1979, "Updating formulae and a pairwise algorithm for computing
     sample variances".
-
-    Args:
-        rows: Moments of the parts, stacked.
     """
     counts = rows[:, :1]
     means, deviations = rows[:, 1:].chunk(2, dim=1)
@@ -139,12 +125,7 @@ class Meeting:
         return self._apply(value, weight, bias)
 
     def cut(self, value: Tensor, source: Tensor) -> Tensor:
-        """Return the normalised values, with a graph that begins here.
-
-        Args:
-            value: The input.
-            source: Its leaf, or the input itself if it needs no gradient.
-        """
+        """Return the normalised values, with a graph that begins here."""
         affine = self._affine(value)
         weight, bias = (each.detach().clone().requires_grad_() for each in affine)
         own = value.detach().requires_grad_(source.requires_grad)
@@ -181,11 +162,7 @@ class Meeting:
         return torch.cat([self.own[2].grad, self.own[1].grad]).to(torch.float64)
 
     def finish(self, sums: Tensor) -> None:
-        """Pass the gradient on to the input and the parameters.
-
-        Args:
-            sums: :meth:`sums` of all microbatches of all ranks.
-        """
+        """Pass the gradient on to the input and the parameters."""
         if self.own is None or self.source is None:
             return
         own, weight, _ = self.own
@@ -216,13 +193,7 @@ class Meeting:
 
 
 def refuse_single_value(moments: Tensor, own_count: float) -> None:
-    """Raise ValueError for a global batch with one value per channel, which has no variance.
-
-    Args:
-        moments: Those of the global batch.
-        own_count: Values per channel on this rank. Reading those of all is left out where this
-            rank has enough.
-    """
+    """Raise ValueError for a global batch with one value per channel, which has no variance."""
     if own_count == 1 and float(moments[0]) == 1:
         raise ValueError(
             "SyncBatchNorm got one value per channel in the whole global batch; expected 2 or more."

@@ -28,12 +28,7 @@ class Observer:
         """The instruction has run; a collective has only begun."""
 
     def issued(self, instruction: Instruction, works: Sequence[Any]) -> None:
-        """A collective is under way.
-
-        Args:
-            instruction: GATHER or REDUCE; between its ``before`` and its ``after``.
-            works: Handles of torch.distributed; none where the world size is 1.
-        """
+        """A collective is under way."""
 
     def before_wait(self, instruction: Instruction) -> None:
         """The rank is about to wait for other ranks on behalf of this instruction."""

@@ -44,14 +44,7 @@ def _power_from(nbytes: int) -> int:
 
 @dataclass
 class OffloadedTensor:
-    """A leaf whose values are in host memory.
-
-    Attributes:
-        leaf: The tensor; while its values are offloaded it has its shape and no memory.
-        host: The values in host memory.
-        returning: The device copy of the values, complete or under way.
-        arrival: The pending copy to the device; None if no copy is pending.
-    """
+    """A leaf whose values are in host memory."""
 
     leaf: Tensor
     host: Tensor

@@ -66,16 +66,7 @@ def loss_over_batch(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor
 
 
 class StepGreenlet(greenlet.greenlet):
-    """A greenlet that runs the user's step.
-
-    Args:
-        step: The user's step.
-        ask: Parks until the rows of all ranks are there; None: there are no others.
-        own_gradients: Returns a context in which this package computes gradients.
-
-    Attributes:
-        was_asked: Whether the step has called :func:`loss_over_batch`.
-    """
+    """A greenlet that runs the user's step."""
 
     def __init__(
         self,
@@ -123,14 +114,7 @@ class Question:
 
 
 class Asking:
-    """What one microbatch asks for a loss over the whole batch.
-
-    Args:
-        park: Parks the microbatch until it is answered.
-
-    Attributes:
-        question: The rows with which it waits; None: it does not wait.
-    """
+    """What one microbatch asks for a loss over the whole batch."""
 
     def __init__(self, park: Callable[[], object]) -> None:
         self._park = park
@@ -157,18 +141,7 @@ class Asking:
 
 @dataclass
 class WholeBatch:
-    """The loss of all rows, on one rank.
-
-    Attributes:
-        rows: The rows of all ranks, one tensor for each argument.
-        ranks: Number of ranks that have microbatches.
-        scale: Multiplies the loss while gradients are computed (a gradient scaler's), so that they
-            do not underflow in half precision.
-        parameters: Ids of the parameters that the function may use.
-        loss: The loss, without a graph.
-        gradients: Those of the rows, in single precision; None for arguments without one.
-        of_parameters: Parameters that the function uses, and their gradients.
-    """
+    """The loss of all rows, on one rank."""
 
     rows: list[Tensor]
     ranks: int
@@ -213,14 +186,7 @@ class WholeBatch:
 
 @dataclass(frozen=True)
 class Answer:
-    """A microbatch's part of the loss of all rows.
-
-    Attributes:
-        share: The loss of all rows.
-        starts: Where this microbatch's rows begin, for each argument.
-        factor: Total number of samples over its own.
-        is_first: Whether it is the first microbatch of its rank.
-    """
+    """A microbatch's part of the loss of all rows."""
 
     share: WholeBatch
     starts: tuple[int, ...]
@@ -253,19 +219,7 @@ def exchange_rows(
     parameters: Iterable[Tensor],
     device: torch.device,
 ) -> list[Answer]:
-    """Return the answer for each microbatch of this rank; collective.
-
-    Args:
-        questions: Those of this rank's microbatches.
-        samples: Numbers of their samples.
-        control: Exchanges messages between ranks.
-        scale: As for :class:`WholeBatch`.
-        parameters: Parameters that functions may use.
-        device: This rank's device.
-
-    Raises:
-        UnitUseError: On all ranks, if microbatches differ in other ways than in their rows.
-    """
+    """Return the answer for each microbatch of this rank; collective."""
     kinds = control.together(
         "reading the arguments of loss_over_batch", lambda: [each.kinds() for each in questions]
     )
@@ -302,12 +256,7 @@ def exchange_rows(
 
 
 def refuse_own_weight(weight: float | Tensor | None, samples: int) -> None:
-    """Raise UnitUseError for a microbatch whose loss is over the batch, with a weight of its own.
-
-    Args:
-        weight: What ``training_step`` returned; None: it has returned no loss.
-        samples: The number of samples, which is the right weight.
-    """
+    """Raise UnitUseError for a loss over the batch with a weight of its own."""
     if weight is None or float(weight) != samples:
         what = "None" if weight is None else f"the weight {float(weight):g}"
         raise UnitUseError(

@@ -14,17 +14,7 @@ from lightning_cephalo.common.errors import UnitUseError
 
 
 def refuse_queue(name: str, before: Tensor, values: Sequence[Tensor], sizes: Sequence[int]) -> None:
-    """Raise if each microbatch has changed one row, or column, per sample of a buffer.
-
-    Args:
-        name: The buffer's full name.
-        before: Its values at the beginning of the step.
-        values: What each microbatch left in it.
-        sizes: Samples of each microbatch.
-
-    Raises:
-        UnitUseError: The message names the buffer and the way out.
-    """
+    """Raise if each microbatch has changed one row, or column, per sample of a buffer."""
     if before.ndim < 2:
         return
     if all(_has_new_rows(now, before, n) for now, n in zip(values, sizes, strict=True)):

@@ -39,9 +39,6 @@ class ThreadState:
     """Modes that torch keeps per thread, not per greenlet.
 
     Microbatches share a thread. Each one must resume with the modes that it had when it parked.
-
-    Attributes:
-        autocast_cache: Whether autocast caches cast weights.
     """
 
     __slots__ = ("_device_types", "_readers", "_values", "autocast_cache")
@@ -131,9 +128,6 @@ class ChangingBuffers:
 
     Recomputation must start from the buffer values of the first forward. It must not count a
     microbatch twice.
-
-    Attributes:
-        modules: The modules of the unit that hold buffers.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -162,10 +156,6 @@ class ChangingBuffers:
 
         All buffers of such a module count. Batch normalisation changes its running mean without
         raising the version, but also counts its batches in another buffer.
-
-        Args:
-            versions: Result of :meth:`versions` before the forward.
-            saved: Result of :meth:`save` before the forward.
         """
         before = dict(versions)
         changed = [

@@ -32,14 +32,7 @@ _NOT_USERS |= {"logging", "types"}
 
 @dataclass(frozen=True)
 class _Before:
-    """What a module held at the beginning of a step.
-
-    Attributes:
-        path: The module's name in the model.
-        names: Its attributes.
-        values: A copy of them.
-        inside: By name, what its containers and objects held.
-    """
+    """What a module held at the beginning of a step."""
 
     path: str
     names: dict[str, Any]
@@ -62,10 +55,6 @@ class SharedValues:
         shared.begin(places, paths, 2)      # a step with two microbatches
         ...
         shared.finish([3, 2])               # may warn, once for each name
-
-    Args:
-        several_ranks: Whether other ranks have samples of the same batch, so that numbers of this
-            one are not those of the batch, even with one microbatch.
     """
 
     def __init__(self, several_ranks: bool) -> None:
@@ -81,15 +70,7 @@ class SharedValues:
         microbatches: int,
         finds_numbers: bool = False,
     ) -> None:
-        """Note what the modules hold, in one of the first steps.
-
-        Args:
-            places: The attributes of each module.
-            paths: Of the modules, by the ids of these.
-            microbatches: Of this rank.
-            finds_numbers: Whether numbers in containers are found, too. With manual optimization
-                most are those of all ranks, such as norms of gradients.
-        """
+        """Note what the modules hold, in one of the first steps."""
         self._before = []
         is_cut = microbatches > 1 or (microbatches and self._several_ranks)
         self._finds_numbers = finds_numbers and bool(is_cut)
@@ -98,11 +79,7 @@ class SharedValues:
             self._before = [_Before.of(paths.get(id(names), ""), names) for names in places]
 
     def finish(self, sizes: Sequence[int]) -> None:
-        """Warn of what holds new rows of samples.
-
-        Args:
-            sizes: The numbers of samples of this rank's microbatches.
-        """
+        """Warn of what holds new rows of samples."""
         found, self._before = self._before, []
         for before in found:
             for name, value in before.names.items():

@@ -34,20 +34,12 @@ class StateMover(Protocol):
         """Start to copy a unit's state to the device."""
 
     def update(self, unit: int, on_host: bool) -> None:
-        """Update a unit's parameters by the gradients that they hold.
-
-        Args:
-            unit: Index of the unit.
-            on_host: Whether the host updates it, which has only begun when this returns.
-        """
+        """Update a unit's parameters by the gradients that they hold."""
 
     def send_gradients(self, parameters: Sequence[nn.Parameter]) -> list[SentGradient | None]:
         """Start to copy gradients to the host, which will use them; None: there is none.
 
         The host may begin to update, as if nothing will be clipped.
-
-        Args:
-            parameters: Parameters of one unit.
         """
 
     def forget_sent(self) -> None:
@@ -67,14 +59,6 @@ class StateMoves:
     """Where the optimizer state of a model's units lives, and what moves it.
 
     See [Note: state in host memory].
-
-    Attributes:
-        mover: Moves state; None: all of it is on the device.
-        planned: Where the state of each unit lives by the plan; empty: on the device.
-        is_late: Whether the updates of the optimizer's own step are running.
-        sends_gradients: Whether, in late updates of the next step, gradients leave for the host
-            behind their reduce. A step that nobody has announced, as one that only accumulates
-            gradients, sends none.
     """
 
     def __init__(self) -> None:
@@ -88,11 +72,7 @@ class StateMoves:
         return self._sent_last
 
     def repeat(self, units: Sequence[Unit]) -> None:
-        """Prepare to repeat a step: forget all that it has reduced, on the device and the host.
-
-        Args:
-            units: All units; none held a gradient before the step.
-        """
+        """Prepare to repeat a step: forget all that it has reduced, on the device and the host."""
         self.sends_gradients = self._sent_last
         if not self._sent_last or self.mover is None:
             return
@@ -107,13 +87,7 @@ class StateMoves:
         return self.planned if self.mover is not None else ()
 
     def send_gradient(self, unit: Unit, used: Sequence[bool], has_samples: bool) -> None:
-        """Let the gradients of a unit leave for the host, where they are known to exist.
-
-        Args:
-            unit: A unit whose reduce is done.
-            used: Per trainable flat and parameter, whether this rank has used it.
-            has_samples: Whether this rank has any microbatch.
-        """
+        """Let the gradients of a unit leave for the host, where they are known to exist."""
         assert self.mover is not None
         unit.publish(unit.surely_used(used, has_samples))
         parameters = unit.reduced_parameters()

@@ -63,27 +63,7 @@ class ForwardOutcome:
 
 @dataclass
 class Step:
-    """Progress of this rank in one step.
-
-    Attributes:
-        calls: Calls of this rank's microbatches.
-        microbatches: Runs of these microbatches; empty after a failure.
-        weights: Weighs the losses of these microbatches.
-        trainable: Per unit, whether it needs gradients.
-        visits: The order of the step; while the step is traced, the part found so far.
-        is_traced: Whether the order is discovered while the step runs.
-        is_apart: Whether microbatches of any rank have visited units that the order lacked, or
-            have waited for one another while it was traced.
-        checks_leaks: Whether the step looks for tensors that leave units other than as outputs.
-        program: This rank's program; its forward is unused while the step is traced.
-        gradient_scale: Factor of all gradients when they are reduced.
-        with_loss: Microbatches whose loss has been computed, or skipped.
-        written_buffers: What the other ranks need to learn of this rank's buffers.
-        skipped: Number of those without a loss.
-        used: Per reduced unit, whether each parameter got a gradient on this rank.
-        goes_on: Whether the microbatches run on when a backward is done.
-        ends: Layers of the root unit that it gathers apart.
-    """
+    """Progress of this rank in one step."""
 
     calls: Sequence[MicrobatchCall]
     microbatches: list[Microbatch]

@@ -23,11 +23,7 @@ if TYPE_CHECKING:
 
 
 class StepFunctions(TorchFunctionMode):
-    """Handles torch functions that the code of a step calls between its uses of units.
-
-    Args:
-        steps: Runs the step.
-    """
+    """Handles torch functions that the code of a step calls between its uses of units."""
 
     def __init__(self, steps: ManualSteps) -> None:
         super().__init__()
@@ -67,9 +63,6 @@ class StepFunctions(TorchFunctionMode):
 
         Code without gradients reads and writes shards: an average of weights, for example. A
         parameter without dimensions is the same as a shard and gathered.
-
-        Raises:
-            UnitUseError: If a function with gradients uses a parameter of another unit.
         """
         leaves = [each for arg in args for each in _listed(arg)]
         with_gradients = torch.is_grad_enabled()

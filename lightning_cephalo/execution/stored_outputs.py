@@ -32,14 +32,7 @@ from lightning_cephalo.execution.undone_step import MISSING, OF_TORCH
 
 @dataclass(frozen=True)
 class Place:
-    """An attribute of a module in a unit, in which the unit has stored tensors.
-
-    Attributes:
-        names: The attributes of the module.
-        name: Its name there.
-        count: Number of values in what it holds.
-        is_shown: Whether they are outputs of the unit; else they had no graph in a search.
-    """
+    """An attribute of a module in a unit, in which the unit has stored tensors."""
 
     names: dict[str, Any]
     name: str
@@ -47,11 +40,7 @@ class Place:
     is_shown: bool = True
 
     def values(self) -> list[Any]:
-        """Return what the attribute holds now, without containers.
-
-        Raises:
-            UnitUseError: If the number of values is another one.
-        """
+        """Return what the attribute holds now, without containers."""
         values = flatten_result(self.names.get(self.name, MISSING))[0]
         if len(values) != self.count or values == [MISSING]:
             raise UnitUseError(
@@ -68,18 +57,7 @@ class Place:
 
 
 class _Watched:
-    """Attributes of a unit's modules that may get tensors, as one search has found them.
-
-    Args:
-        modules: The attributes of each module.
-        places: Attributes that may get tensors.
-
-    Attributes:
-        has_places: Whether there are such attributes.
-        read: Yields what the attributes hold. Kept alive, another value is another object.
-        count: Yields the number of each module's attributes.
-        counts: What it has yielded at first.
-    """
+    """Attributes of a unit's modules that may get tensors, as one search has found them."""
 
     def __init__(
         self, modules: list[dict[str, Any]], places: list[tuple[dict[str, Any], str]]
@@ -112,15 +90,7 @@ Before = tuple[_Watched, list[Any]]
 
 
 class _Attributes:
-    """The attributes of a unit's modules; those of torch's own base class are left out.
-
-    Args:
-        modules: The attributes of each module.
-
-    Attributes:
-        shown: Those that have held a graph.
-        watched: Those that are watched now.
-    """
+    """The attributes of a unit's modules; those of torch's own base class are left out."""
 
     def __init__(self, modules: list[dict[str, Any]]) -> None:
         self.modules = modules
@@ -153,9 +123,6 @@ class StoredOutputs:
         body(x)
         for place in stored.written(unit, before, has_graph=True, searches=True):
             place.show([stand_in_of(value) for value in place.values()])
-
-    Args:
-        units: The modules of each unit, by its index.
     """
 
     def __init__(self, units: Iterable[Iterable[nn.Module]]) -> None:
@@ -163,12 +130,7 @@ class StoredOutputs:
         self._detached: set[tuple[int, str]] = set()
 
     def before(self, unit: int, *, searches: bool) -> Before:
-        """Return what a unit finds on its modules.
-
-        Args:
-            unit: Its index.
-            searches: Whether to learn of attributes, in a step in which all code has a graph.
-        """
+        """Return what a unit finds on its modules."""
         of = self._of[unit]
         if searches:
             of.watch_all()
@@ -178,15 +140,7 @@ class StoredOutputs:
     def written(
         self, unit: int, before: Before, *, has_graph: bool, searches: bool
     ) -> Sequence[Place]:
-        """Return the attributes to which the unit's code has given tensors with a graph.
-
-        Args:
-            unit: Its index.
-            before: What the code has found.
-            has_graph: Whether the code ran with a graph. If not, tensors may have one on one
-                device unless a search has shown otherwise.
-            searches: As before.
-        """
+        """Return the attributes to which the unit's code has given tensors with a graph."""
         watched, found = before
         is_same = not watched.has_places or all(map(is_, watched.read(), found))
         if is_same and [*watched.count()] == watched.counts and not searches:
@@ -210,12 +164,7 @@ class StoredOutputs:
         return places
 
     def seen_again(self, place: Place, values: Sequence[Any]) -> None:
-        """Warn once if an attribute that held no graph in a search has got one.
-
-        Args:
-            place: One that is not shown.
-            values: What the unit has stored there, computed again with a graph.
-        """
+        """Warn once if an attribute that held no graph in a search has got one."""
         key = (id(place.names), place.name)
         if key in self._detached and any(_is_value(v) and v.requires_grad for v in values):
             self._detached.discard(key)

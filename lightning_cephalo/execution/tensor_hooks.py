@@ -75,9 +75,6 @@ def refuse_hooks_inside(inputs: Sequence[Any]) -> None:
 
     One device would show it the gradient of all uses, also those outside of the unit. If the unit
     is recomputed, the hook would also be called twice.
-
-    Args:
-        inputs: The unit's arguments, with leaves in place of tensors that need a gradient.
     """
     for value in inputs:
         hooks = value._backward_hooks if isinstance(value, Tensor) else None
@@ -95,14 +92,7 @@ _NEVER = -1  # number of a backward
 
 
 class SeenOnce:
-    """Our hook at a tensor that has entered a unit: it refuses what hooks of others would see.
-
-    Args:
-        owner: The microbatch.
-        hooks: All hooks of the tensor.
-        node_has_hooks: Whether its node has hooks of users. A reference to the node would keep
-            its graph, as the node refers to this object.
-    """
+    """Our hook at a tensor that has entered a unit: it refuses what hooks of others would see."""
 
     __torch_unserializable__ = True  # as of Owner.refuse
 
@@ -129,14 +119,7 @@ class SeenOnce:
 
 
 class RetainedGradient:
-    """Gives a unit's output, which retains its gradient, that of its leaf.
-
-    Args:
-        source: The output.
-
-    Attributes:
-        before: Its gradient before the running backward.
-    """
+    """Gives a unit's output, which retains its gradient, that of its leaf."""
 
     def __init__(self, source: weakref.ref[Tensor]) -> None:
         self._source = source

@@ -23,11 +23,7 @@ Modes = tuple[bool, ...]
 
 
 class TrainingModes:
-    """Reads and sets the modes of some modules.
-
-    Args:
-        modules: The modules.
-    """
+    """Reads and sets the modes of some modules."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)

@@ -34,12 +34,7 @@ class StoredAttribute(Protocol):
 
 
 class _Look:
-    """What a module holds at one time.
-
-    Attributes:
-        values: Its attributes.
-        items: Containers among them, with copies of their items.
-    """
+    """What a module holds at one time."""
 
     def __init__(self, names: dict[str, Any], containers: Iterable[Any]) -> None:
         self.values = dict(names)

@@ -38,19 +38,7 @@ Meet = Callable[[str, str], None]
 
 
 class UnitHooks:
-    """Handles calls of units, inside of a microbatch's step or outside of one.
-
-    Args:
-        units: All units; the root unit first.
-        meet: Called before units are gathered outside of a step.
-        writes: Finds writes to gathered parameters.
-
-    Attributes:
-        in_backward: Whether a backward is running; no unit may be called then.
-        running: The microbatch whose step is running right now; None: no user's code of a step is.
-        norms: The layers that normalise by the statistics of the global batch.
-        ends: Ends of the root unit that the running step shows when its losses are due.
-    """
+    """Handles calls of units, inside of a microbatch's step or outside of one."""
 
     def __init__(self, units: Sequence[Unit], meet: Meet, writes: UserWrites) -> None:
         self._units = list(units)
@@ -247,19 +235,7 @@ class UnitHooks:
 
 
 class UnitForward:
-    """Replaces the forward of one unit until it is removed.
-
-    Args:
-        index: The unit's index.
-        unit: The unit.
-        hooks: Knows which microbatch is running.
-
-    Attributes:
-        body: The real forward.
-        buffers: The buffers that it may change.
-        inner: The modules in the unit.
-        tables: Their forward hooks.
-    """
+    """Replaces the forward of one unit until it is removed."""
 
     def __init__(self, index: int, unit: Unit, hooks: UnitHooks) -> None:
         self._index, self._unit, self._hooks = index, unit, hooks
@@ -319,11 +295,7 @@ class UnitForward:
         return other
 
     def again(self, modes_of_all: Modes | None) -> Callable[..., Any]:
-        """Return the body for calling it later, in the modes that the modules have now.
-
-        Args:
-            modes_of_all: Those of all modules of the model, which are read once per turn.
-        """
+        """Return the body for calling it later, in the modes that the modules have now."""
         again = self._again
         if again is None or modes_of_all is not self._modes_of_all:
             again = self._again = partial(self._body_in, self._modes.now())

@@ -65,13 +65,7 @@ class UserCollectives:
 
 @dataclass
 class _Watch:
-    """Whose collectives are reported, and to whom.
-
-    Attributes:
-        report: The user's function; None once it is closed: torch keeps kernels that have been
-            removed, and what they refer to, process groups among them.
-        thread: The thread that is watched now; None: none is.
-    """
+    """Whose collectives are reported, and to whom."""
 
     report: Callable[[str, bool], None] | None
     thread: int | None = None

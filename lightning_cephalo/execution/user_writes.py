@@ -27,9 +27,6 @@ class UserWrites:
         with writes.locked():              # sharded parameters cannot be used at all
             ...                            # microbatches run
         writes.check("training_step")      # gathered ones must be unchanged
-
-    Args:
-        units: All units.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -50,14 +47,7 @@ class UserWrites:
                 unit.unlock()
 
     def check(self, doing: str) -> None:
-        """Raise if code has written to parameters since the last check.
-
-        Args:
-            doing: The code that ran in between, for the message.
-
-        Raises:
-            UnitUseError: The message names the parameters and the way out.
-        """
+        """Raise if code has written to parameters since the last check."""
         assigned = [name for unit in self._units for name in unit.assigned()]
         if assigned:
             raise UnitUseError(

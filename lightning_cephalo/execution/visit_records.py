@@ -23,14 +23,7 @@ _version_of = attrgetter("_version")
 
 @dataclass
 class Capture:
-    """A tensor that a hook in a unit has seen, and may have taken out of it.
-
-    Attributes:
-        position: The latest visit when it was seen.
-        source: The tensor, with its graph; None if the unit is recomputed.
-        leaf: The leaf whose gradient comes from the code that has it now.
-        hooks: Hooks of the stand-in for it, which are to see its whole gradient.
-    """
+    """A tensor that a hook in a unit has seen, and may have taken out of it."""
 
     position: int
     source: Tensor | None
@@ -40,29 +33,7 @@ class Capture:
 
 @dataclass(eq=False)
 class UnitRecord:
-    """The data that one visit of a unit retains for its backward.
-
-    Attributes:
-        position: Its position in the order of visits.
-        inputs: Its arguments, with leaves in place of tensors that need a gradient.
-        structure: Rebuilds the call from the inputs.
-        body_again: The unit's own forward, for recomputation.
-        tensors: The inputs that are tensors, likewise.
-        input_versions: Their versions before the body ran.
-        output_leaves: The leaves of its outputs, by their places among all outputs.
-        outputs: The outputs, with their graph; None if the unit is recomputed.
-        random: The states of the random number generators before the body ran, for recomputation.
-        modes: The modes of the thread, likewise.
-        buffers: Buffers of the unit that the body has changed, as they were before.
-        shown: What all buffers of the unit were before.
-        stored: What the microbatch found on modules before.
-        away: Inputs in host memory.
-        meetings: Layers in the unit that need statistics of the global batch. The unit's backward
-            begins at the last.
-        captures: Tensors that hooks have seen in the unit.
-        places: Attributes in which the unit has stored tensors, which follow its outputs.
-        is_passed: Whether the backward of the code behind the last meeting is done.
-    """
+    """The data that one visit of a unit retains for its backward."""
 
     position: int
     inputs: list[Any]
@@ -105,11 +76,6 @@ class VisitRecords(list["UnitRecord | Meeting | None"]):
     """The records of one microbatch: one place for each visit, also for those that others make.
 
     None: the visit retains nothing.
-
-    Attributes:
-        made: Positions of the microbatch's own visits.
-        entered: The visit of the unit whose code is running; None: code between units is.
-        entered_record: Its record; None: it retains nothing.
     """
 
     def __init__(self) -> None:

@@ -61,11 +61,6 @@ def where(
     It is the unit or a code (``NO_DATA``, ``FINISHED``, ``FAILED``); whether the visit is
     differentiable; the visit's meeting; and whether the microbatches of this rank are at different
     places.
-
-    Args:
-        failed: Whether this rank has failed.
-        parked: Places of its microbatches; None: the end of the step.
-        choice: Chooses among different places.
     """
     if failed:
         return FAILED, 0.0, 0.0, 0.0
@@ -79,15 +74,7 @@ def where(
 
 
 def agree(said: Sequence[Sequence[float]], choice: Choice) -> tuple[Visit | None, bool]:
-    """Return the next visit, and whether microbatches are at different places.
-
-    Args:
-        said: Result of :func:`where` on every rank.
-        choice: Chooses among different places; it notes the visit.
-
-    Returns:
-        The visit is None at the end of the step and after a failure.
-    """
+    """Return the next visit, and whether microbatches are at different places."""
     with_data = {tuple(place) for *place, _ in said if place[0] != NO_DATA}
     if any(unit == FAILED for unit, _, _ in with_data):
         return None, False
@@ -101,14 +88,7 @@ def agree(said: Sequence[Sequence[float]], choice: Choice) -> tuple[Visit | None
 
 @dataclass
 class _Known:
-    """A known order.
-
-    Attributes:
-        visits: The order.
-        is_checked: Whether a whole step has been checked for tensors that leave a unit other than
-            as outputs since the order has changed.
-        idle_steps: Per visit, for how many steps in a row nobody has made it.
-    """
+    """A known order."""
 
     visits: tuple[Visit, ...]
     is_checked: bool
@@ -116,11 +96,7 @@ class _Known:
 
 
 class Visits:
-    """Stores the orders of visits, and the programs compiled from them.
-
-    Attributes:
-        last: The visits of the last training step that some microbatch has made.
-    """
+    """Stores the orders of visits, and the programs compiled from them."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[bool, ...], _Known] = {}
@@ -148,16 +124,7 @@ class Visits:
         *,
         is_checked: bool,
     ) -> None:
-        """Store the order of a step that has reached its end.
-
-        Args:
-            trainable: Per unit, whether it needs gradients.
-            visits: The order of the step.
-            made: Per visit, whether any microbatch of any rank has made it.
-            paths: The visits of every microbatch of all ranks, if the order does not contain them
-                well: it was found while microbatches waited for one another.
-            is_checked: Whether the step was searched for leaks from its beginning.
-        """
+        """Store the order of a step that has reached its end."""
         self.last = tuple(visit for visit, is_made in zip(visits, made, strict=True) if is_made)
         known = self._known.get(trainable)
         self._count(paths is not None)

@@ -51,10 +51,6 @@ class WrittenRows:
         written.before(Tensor.clamp_, (weight.data, -0.1, 0.1), {})
         weight.data.clamp_(-0.1, 0.1)
         written.put_back()
-
-    Args:
-        units: All units.
-        accelerator: This rank's device: copies live in the host's memory, outside of its count.
     """
 
     def __init__(self, units: Sequence[Unit], accelerator: Accelerator) -> None:

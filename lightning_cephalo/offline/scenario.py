@@ -51,23 +51,6 @@ class Question:
     """The options of the command line: a saved problem, or a cluster, a model and a batch.
 
     None and empty values mean that the option was not given.
-
-    Attributes:
-        problem: path of a saved problem.
-        cluster: path of a ``cluster.yaml``.
-        devices: one node in words, such as ``"2x RTX 4090, RTX 3090"``.
-        model: as :func:`~lightning_cephalo.offline.estimate.work_of` takes it.
-        model_options: ``"name=value"``, changes of the config or arguments of the class.
-        global_batch_size: samples of a step over all ranks.
-        sequence_length: tokens of a sample; None: the model's own.
-        dtype: of computation; None: fp32.
-        tables: paths of measured curves.
-        recompute: ``"on"``, ``"off"`` or ``"choose"``; None: ``"on"``.
-        offload: whether the plan may move boundaries to host memory.
-        optimizer_offload: ``"on"``, ``"off"`` or ``"auto"``: whether optimizer state moves there;
-            None: ``"off"``.
-        early_update: whether units are updated inside the backward.
-        clip_by_norm: whether gradients are clipped by norm.
     """
 
     problem: Path | None = None

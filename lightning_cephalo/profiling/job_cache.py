@@ -219,12 +219,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _sources(module: nn.Module) -> dict[str, str]:
-    """Return digests of the files that define the model's classes, except for torch's own.
-
-    Raises:
-        OSError: A class or the step has no source file.
-        TypeError: A class was made where there are no files.
-    """
+    """Return digests of the files that define the model's classes, except for torch's own."""
     found = {}
     for kind in {base for inner in module.modules() for base in type(inner).__mro__}:
         if not any(inspect.isfunction(value) for value in vars(kind).values()):

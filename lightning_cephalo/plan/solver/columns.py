@@ -125,21 +125,7 @@ class ColumnLimits:
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns of all types, row by row.
-
-    Attributes:
-        kind: index of the type that may run the column, of shape (columns,).
-        mode: index into :func:`~lightning_cephalo.plan.cost.modes`, of shape (columns,).
-        batch: samples, of shape (columns,).
-        count: microbatches, of shape (columns,).
-        times_s: forward and backward per unit and tail per step, of shape (columns, 3).
-        needed: amount of each need of each of ``RESOURCES``, of shape (columns, needs).
-        used: amount of each of ``RESOURCES``, of shape (columns, resources). Of the device, the
-            part that no state can have. With hybrid sharding the same for each group, which is 0
-            for columns of other groups, follows.
-        copies: number of microbatches of each size, of shape (columns, largest microbatch size of
-            any type).
-    """
+    """Columns of all types, row by row."""
 
     kind: np.ndarray
     mode: np.ndarray
