@@ -16,7 +16,8 @@ from rich.table import Table
 from lightning_cephalo.common.errors import InfeasibleError, PlanError, SolverError
 from lightning_cephalo.common.quantities import format_bytes, format_rate, format_seconds
 from lightning_cephalo.offline.baselines import BASELINES
-from lightning_cephalo.offline.estimate import Cluster, find_device
+from lightning_cephalo.offline.estimate.cluster import Cluster
+from lightning_cephalo.offline.estimate.devices import find_device
 from lightning_cephalo.offline.figures import ComparisonRow
 from lightning_cephalo.offline.pipeline.crossover import Crossover, find_crossover
 from lightning_cephalo.offline.pipeline.plan import Advice

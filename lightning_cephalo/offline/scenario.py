@@ -13,21 +13,16 @@ import yaml
 
 from lightning_cephalo.common import records
 from lightning_cephalo.common.errors import PlanError
-from lightning_cephalo.offline.estimate import (
-    Cluster,
-    CurveTable,
-    NodeGroup,
-    RankSource,
-    cached_tables,
-    find_device,
-)
-from lightning_cephalo.offline.estimate.devices import Device, lookup
+from lightning_cephalo.offline.estimate.build import RankSource
+from lightning_cephalo.offline.estimate.cluster import Cluster, NodeGroup
+from lightning_cephalo.offline.estimate.devices import Device, find_device, lookup
 from lightning_cephalo.offline.pipeline.build import pipeline_problem
 from lightning_cephalo.offline.pipeline.problem import PipelineProblem
 from lightning_cephalo.plan import Plan, Problem
+from lightning_cephalo.plan.curves import CurveTable, cached_tables
 
 if TYPE_CHECKING:
-    from lightning_cephalo.offline.estimate import ModelWork
+    from lightning_cephalo.offline.estimate.work import ModelWork
 
 # Fields of a question that have another name on the command line.
 _OPTIONS = {"global_batch_size": "batch_size", "tables": "table", "model_options": "model_option"}
@@ -113,8 +108,8 @@ def read(question: Question) -> Scenario:
     """Read or build the problem of a question."""
     if question.problem is not None:
         return _saved(question, question.problem)
-    from lightning_cephalo.offline.estimate import build_problem, work_of
-    from lightning_cephalo.offline.estimate.models import names_class
+    from lightning_cephalo.offline.estimate.build import build_problem
+    from lightning_cephalo.offline.estimate.models import names_class, work_of
 
     cluster = cluster_of(question)
     if question.model is None:

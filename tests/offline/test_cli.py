@@ -18,9 +18,9 @@ from rich.console import Console
 from lightning_cephalo import Plan, Problem, RankProfile
 from lightning_cephalo.offline import answers, cli, scenario
 from lightning_cephalo.offline.cli import BAD_INPUT, DONE, INFEASIBLE, UNEXPECTED, UNSOLVED, main
-from lightning_cephalo.offline.estimate import Curves, CurveTable, save_measured
 from lightning_cephalo.offline.figures import ComparisonRow
 from lightning_cephalo.plan import InfeasibleError, SolverError, predict, solve
+from lightning_cephalo.plan.curves import Curves, CurveTable, save_measured
 
 TINY = ["--model-option", "n_layer=4", "--model-option", "n_embd=64", "--model-option", "n_head=2"]
 MINE = ["--devices", "2x RTX 4090, rtx3090"]

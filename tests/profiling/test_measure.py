@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_cephalo import Problem, RankProfile
 from lightning_cephalo.accelerator.emulated.device import host_now_s
-from lightning_cephalo.offline.estimate import cached_tables
+from lightning_cephalo.plan.curves import cached_tables
 from lightning_cephalo.preparation import prepare as planning
 from lightning_cephalo.profiling.measure import balanced_step_s
 from lightning_cephalo.profiling.save_curves import remember

@@ -9,8 +9,8 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning_cephalo.common.errors import PlanError
-from lightning_cephalo.offline.estimate.analytic import Efficiency, find_efficiency
 from lightning_cephalo.offline.estimate.analytic import compute_bytes as peak_bytes
+from lightning_cephalo.offline.estimate.analytic import find_efficiency
 from lightning_cephalo.offline.estimate.cluster import Cluster, ClusterRank
 from lightning_cephalo.offline.estimate.collective import (
     UNEVEN_FACTOR,
@@ -80,7 +80,6 @@ def build_problem(
     hybrid_sharding: bool = False,
     largest_microbatch_size: int = LARGEST_MICROBATCH_SIZE,
     uneven_factor: float = UNEVEN_FACTOR,
-    efficiencies: Sequence[Efficiency] | None = None,
 ) -> Estimate:
     """Build the planning problem of this model on this cluster.
 
@@ -101,7 +100,6 @@ def build_problem(
             longest,
             measured=cached.tables,
             tables=tables,
-            efficiencies=efficiencies,
         )
     ranks = cluster.ranks  # made anew
     # equal ranks have one profile: checking thousands takes seconds
@@ -116,7 +114,7 @@ def build_problem(
             sample_bytes=kept_always * work.units,
             choose_recompute=choose_recompute,
             allow_offload=allow_offload,
-            bandwidth=find_efficiency(rank.device, "fp32", efficiencies).bandwidth,
+            bandwidth=find_efficiency(rank.device, "fp32").bandwidth,
         )
         for of_kind, rank in {_kind(rank): rank for rank in ranks}.items()
     }

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from lightning_cephalo.offline.estimate.analytic import Efficiency, compute_bytes, estimate
+from lightning_cephalo.offline.estimate.analytic import compute_bytes, estimate
 from lightning_cephalo.offline.estimate.devices import Device, same_name
 from lightning_cephalo.plan.curves import Curves, CurveTable
 
@@ -22,7 +22,6 @@ def curves_of(
     *,
     measured: Sequence[CurveTable] = (),
     tables: Sequence[CurveTable] = (),
-    efficiencies: Sequence[Efficiency] | None = None,
 ) -> Curves:
     """Return the best known curves of a device, with recompute and without empty fields.
 
@@ -36,8 +35,8 @@ def curves_of(
         for curves in table.curves:
             if same_name(curves.device, device.name):
                 cut = _cut(curves, largest_microbatch_size)
-                return _completed(cut, device, work, efficiencies)
-    return estimate(work, device, largest_microbatch_size, efficiencies=efficiencies)
+                return _completed(cut, device, work)
+    return estimate(work, device, largest_microbatch_size)
 
 
 def _cut(curves: Curves, largest: int) -> Curves:
@@ -54,13 +53,12 @@ def _completed(
     curves: Curves,
     device: Device,
     work: ModelWork,
-    efficiencies: Sequence[Efficiency] | None,
 ) -> Curves:
     filled = []
     tail_s, peaks = curves.tail_s, curves.compute_bytes
     sizes = range(1, curves.largest_microbatch_size + 1)
     if not tail_s:
-        guess = estimate(work, device, len(sizes), efficiencies=efficiencies)
+        guess = estimate(work, device, len(sizes))
         scale = statistics.median(
             known / guessed
             for known, guessed in zip(curves.forward_s, guess.forward_s, strict=True)

@@ -8,7 +8,7 @@ from os import PathLike
 from typing import TYPE_CHECKING
 
 from lightning_cephalo.common.errors import PlanError
-from lightning_cephalo.offline.estimate.analytic import Efficiency, find_efficiency
+from lightning_cephalo.offline.estimate.analytic import find_efficiency
 from lightning_cephalo.offline.estimate.build import (
     COMPUTE_BYTES,
     GRADIENT_BYTES,
@@ -42,7 +42,6 @@ def pipeline_problem(
     cache_folder: str | PathLike[str] | None = None,
     recompute: bool = True,
     choose_recompute: bool = False,
-    efficiencies: Sequence[Efficiency] | None = None,
 ) -> PipelineProblem:
     """Return the advisor's problem; blocks are the ranks of one device in one node.
 
@@ -61,9 +60,7 @@ def pipeline_problem(
     recompute = recompute or choose_recompute
     profiles = {}
     for device in dict.fromkeys(rank.device for rank in cluster.ranks):
-        curves = curves_of(
-            device, work, longest, measured=measured, tables=tables, efficiencies=efficiencies
-        )
+        curves = curves_of(device, work, longest, measured=measured, tables=tables)
         # What else a rank holds depends on its stage: curves go as far as the peak alone fits.
         profiles[device] = rank_profile(
             device,
@@ -75,7 +72,7 @@ def pipeline_problem(
         )
     blocks = []
     for (node, device), count in Counter((r.node, r.device) for r in cluster.ranks).items():
-        efficiency = find_efficiency(device, "fp32", efficiencies).bandwidth
+        efficiency = find_efficiency(device, "fp32").bandwidth
         blocks.append(
             Block(
                 f"node {node}: {count} × {device.name}",

@@ -7,17 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_cephalo.offline.estimate import (
-    Cluster,
-    Curves,
-    CurveTable,
-    build_problem,
-    find_device,
-    save_measured,
-    work_of,
-)
+from lightning_cephalo.offline.estimate.build import build_problem
+from lightning_cephalo.offline.estimate.cluster import Cluster
+from lightning_cephalo.offline.estimate.devices import find_device
+from lightning_cephalo.offline.estimate.models import work_of
 from lightning_cephalo.offline.estimate.sources import curves_of
 from lightning_cephalo.plan import InfeasibleError, PlanError, Problem, predict, solve
+from lightning_cephalo.plan.curves import Curves, CurveTable, save_measured
 
 pytest.importorskip("transformers")
 

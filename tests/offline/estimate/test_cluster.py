@@ -250,7 +250,7 @@ def test_a_bad_matrix_of_bandwidths_is_refused_by_name(rows, words):
 @pytest.mark.processes
 def test_reading_a_cluster_does_not_load_torch():
     code = (
-        "import sys; from lightning_cephalo.offline.estimate import Cluster;"
+        "import sys; from lightning_cephalo.offline.estimate.cluster import Cluster;"
         "Cluster.from_yaml('nodes: [{devices: {T4: 1}}]');"
         "sys.exit('torch' in sys.modules or 'cvxpy' in sys.modules)"
     )

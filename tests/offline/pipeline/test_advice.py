@@ -14,7 +14,7 @@ from rich.console import Console
 from lightning_cephalo import Plan
 from lightning_cephalo.offline.answers import compare
 from lightning_cephalo.offline.cli import BAD_INPUT, DONE, INFEASIBLE, main
-from lightning_cephalo.offline.estimate import Cluster
+from lightning_cephalo.offline.estimate.cluster import Cluster
 from lightning_cephalo.offline.pipeline.crossover import Crossover, Point, find_crossover
 from lightning_cephalo.offline.pipeline.problem import PipelineProblem
 from lightning_cephalo.offline.pipeline.search import advise
