@@ -81,8 +81,7 @@ from lightning_cephalo.preparation.options import (
     refuse_removed,
     verbosity,
 )
-from lightning_cephalo.preparation.planned import planned
-from lightning_cephalo.preparation.prepare import Job, measure_or_load, read_job
+from lightning_cephalo.preparation.prepare import Job, make_plan, measure_or_load, read_job
 from lightning_cephalo.preparation.session import Session
 from lightning_cephalo.preparation.training import Training
 from lightning_cephalo.profiling.memory_model import predicted
@@ -586,20 +585,18 @@ class CephaloStrategy(ParallelStrategy):
         plan = job.plan
         memory: tuple[RankMemory, ...] = ()
         problem: Problem | None = None
+        replans = replanning.wants(self._options.replan, job)
         self._loss_check = LossCheck(
             job, session.model, trainer, session.user_gathers, session.manual
         )
         if plan is None:
-            chosen = planned(job, session.model, self._measured)
-            session.job = chosen.job
-            job, problem, plan = chosen.job, chosen.problem, chosen.plan
+            problem = self._measured(job)
+            plan = make_plan(job, problem, control)
             memory = predicted(problem, plan, session.model)
             shorter = left_out(problem, plan) if self.is_global_zero else []
             session.notes = (*reasons(problem, plan), *shorter, *surprises(problem, plan))
-            replans = replanning.wants(self._options.replan, job)
         else:
             session.check_modes(plan)  # before the ranks are measured for nothing
-            replans = replanning.wants(self._options.replan, job)
             problem = self._measured(job) if replans else None
         session.apply(plan, memory)
         session.shard_averages(trainer.callbacks)  # type: ignore[attr-defined]
