@@ -34,8 +34,8 @@ from lightning_cephalo.adapters import (
     batch_norm,
     checkpoint,
     checkpoint_io,
+    differences,
     precision,
-    supported,
 )
 from lightning_cephalo.adapters.attempts import Attempts
 from lightning_cephalo.adapters.ending import Ending
@@ -561,7 +561,7 @@ class CephaloStrategy(ParallelStrategy):
     def _warn_of_plan(self, trainer: Trainer) -> None:
         """Warn of what the plan that training begins with makes different; collective."""
         plan = self.session.plan
-        supported.warn_of_throughput(trainer.callbacks, plan)  # type: ignore[attr-defined]
+        differences.warn_of_throughput(trainer.callbacks, plan)  # type: ignore[attr-defined]
         self.session.control.together(
             "looking for batch normalisation",
             partial(batch_norm.warn_of_microbatches, self._module, plan, self.global_rank),
@@ -925,7 +925,7 @@ class CephaloStrategy(ParallelStrategy):
     def _warn_of_combined_evaluation(self) -> None:
         if self._samplers.deals and self.world_size > 1:
             loop = evaluation_loop(self._module.trainer)
-            supported.warn_of_combined_evaluation(loop._combined_loader)
+            differences.warn_of_combined_evaluation(loop._combined_loader)
 
     @override
     def on_validation_end(self) -> None:
@@ -1104,7 +1104,7 @@ class CephaloStrategy(ParallelStrategy):
         if self._session is not None:  # behind a run of spawned ranks the module has no trainer
             self._resumption = Resumption(self._module.trainer, checkpoint_)
         states = list(checkpoint_["optimizer_states"])
-        supported.warn_of_other_optimizers(len(states), len(self.optimizers))
+        differences.warn_of_other_optimizers(len(states), len(self.optimizers))
         for optimizer, state in zip(self.optimizers, states, strict=False):
             owned = moved = None
             if self._session is not None:

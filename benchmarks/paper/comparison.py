@@ -230,7 +230,7 @@ def exists(problem: Problem) -> bool:
     samples one by one while the others hold state.
     """
     rooms = [rank.capacity_bytes - problem.gathered_bytes for rank in problem.ranks]
-    if min(rooms) < 0 or problem.boundary_bytes or problem.equal_microbatches:
+    if min(rooms) < 0 or problem.boundary_bytes or problem.single_microbatch:
         return False
     peaks = [
         rank.compute_bytes[0]

@@ -113,10 +113,6 @@ class EarlyUpdates:
             updated = [p.grad is not None and self.updater.holds(p) for p in parameters]
             unit.give_back(updated, keeps_unused=False)
 
-    def forget(self) -> None:
-        """Forget that weights are half-updated: those of before are about to be loaded."""
-        self._updated = 0
-
     def explain(self, failure: BaseException) -> None:
         """Let an error say that it leaves weights half-updated, if it does."""
         if not self.left_half_updated:

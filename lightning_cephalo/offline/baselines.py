@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -84,7 +84,7 @@ def proportional(problem: Problem) -> Plan:
 
     A rank's speed is its highest rate in samples per second while it holds an even share of the
     state. The batch is dealt by largest remainder. Every rank chooses its own number of
-    microbatches, unless the problem requires equal numbers.
+    microbatches, unless the problem requires one.
     """
     started = time.perf_counter()
     problem = replace(problem, has_even_state=True)
@@ -94,12 +94,9 @@ def proportional(problem: Problem) -> Plan:
         for profile, limit in zip(problem.ranks, limits, strict=True)
     ]
     batches = _dealt(problem.global_batch_size, speeds)
-    choices: Iterable[list[RankPlan]] = (
-        equal_counts(problem, batches, limits)
-        if problem.equal_microbatches
-        else filter(None, [all_runs(problem, batches, limits)])
-    )
-    found = [_with_even_state(problem, runs) for runs in choices]
+    counts = [1] if problem.single_microbatch else None
+    runs = all_runs(problem, batches, limits, counts)
+    found = [] if runs is None else [_with_even_state(problem, runs)]
     return _fastest(problem, found, batches, limits, "batch by speed, even state", started)
 
 
@@ -143,10 +140,10 @@ def checked_plan(
     """Return the plan of this allocation with every prediction filled in."""
     plan = replace(priced(problem, ranks, backend=backend), solve_s=time.perf_counter() - started_s)
     counts = {len(rank.microbatch_sizes) for rank in ranks}
-    if problem.equal_microbatches and len(counts) > 1:
+    if problem.single_microbatch and counts != {1}:
         raise InfeasibleError(
-            f"{backend}: equal_microbatches=True wants as many microbatches on every rank, but it "
-            f"chooses {sorted(counts)}. Let solve() choose."
+            f"{backend}: every rank runs one microbatch (single_microbatch: True), but it chooses "
+            f"{sorted(counts)}. Let solve() choose."
         )
     for index, (rank, profile) in enumerate(zip(plan.ranks, problem.ranks, strict=True)):
         for kind, needed, capacity in (

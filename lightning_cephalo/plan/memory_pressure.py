@@ -107,15 +107,9 @@ def _plan_by(problem: Problem, plan: Plan, batch_sizes: Sequence[int]) -> Plan |
         list(_runs(problem, profile, batch, room))
         for profile, batch in zip(problem.ranks, batch_sizes, strict=True)
     ]
-    if not problem.equal_microbatches:
-        return _best(problem, plan, ways, room)
-    for count in range(1, max(batch_sizes) + 1):
-        found = _best(
-            problem, plan, [[run for run in own if len(run.sizes) == count] for own in ways], room
-        )
-        if found is not None:
-            return found
-    return None
+    if problem.single_microbatch:
+        ways = [[run for run in own if len(run.sizes) == 1] for own in ways]
+    return _best(problem, plan, ways, room)
 
 
 def _runs(problem: Problem, profile: RankProfile, batch: int, room: Room | None) -> Iterator[_Run]:

@@ -57,6 +57,7 @@ _REMOVED = {
     **dict.fromkeys(("turn_s", "turn_state_bytes"), _IN_TURNS),
     "one_microbatch_reason": ("", ""),
     "may_speculate": (False, ""),
+    "equal_microbatches": (False, ""),
     **dict.fromkeys(
         (
             *("hybrid_gather_s", "hybrid_reduce_s", "hybrid_root_gather_s", "hybrid_root_reduce_s"),
@@ -202,10 +203,8 @@ class Problem(FileRecord):
             rank holds in addition to its shard, whatever the plan.
         minimum_microbatch_size: least size of a microbatch (for batch norm); a rank may still take
             no samples.
-        equal_microbatches: whether every rank runs the same number of microbatches (for modules
-            with their own collectives).
         single_microbatch: whether every rank runs exactly one microbatch (for steps that call their
-            backwards themselves); it needs ``equal_microbatches``.
+            backwards themselves, and for steps with their own collectives).
         no_idle_ranks: whether every rank has samples, if any such plan fits.
         step_overhead_s: time of a step that no other field covers.
         gather_and_reduce_s: time of one gather and one reduce of units that run beside each other;
@@ -280,7 +279,6 @@ class Problem(FileRecord):
     update_overhead_s: Amount = 0.0
     gathered_bytes: Amount = 0.0
     minimum_microbatch_size: Count = 1
-    equal_microbatches: Annotated[bool, OneOf((True, False), "True or False")] = False
     single_microbatch: Annotated[bool, OneOf((True, False), "True or False")] = False
     no_idle_ranks: Annotated[bool, OneOf((True, False), "True or False")] = False
     step_overhead_s: Amount = 0.0
@@ -324,13 +322,18 @@ class Problem(FileRecord):
     hybrid_sharding: Annotated[bool, OneOf((True, False), "True or False")] = False
     state_groups: Annotated[tuple[int, ...], parsed_groups] = ()
 
+    @classmethod
+    def _without_removed(cls, what: str, data: Any) -> Any:
+        is_mapping = isinstance(data, Mapping)
+        if is_mapping and data.get("equal_microbatches") and not data.get("single_microbatch"):
+            raise PlanError(
+                f"{what}: equal_microbatches: True asks for what only earlier versions did. Use"
+                " single_microbatch: True, or leave it out."
+            )
+        return super()._without_removed(what, data)
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.single_microbatch and not self.equal_microbatches:
-            raise PlanError(
-                "single_microbatch: True needs equal_microbatches: True, as all ranks then run one."
-                " Set both, or neither."
-            )
         self._check_moved_state()
         self._check_hybrid()
 
@@ -429,7 +432,7 @@ class Problem(FileRecord):
     @property
     def every_rank_runs(self) -> bool:
         """Whether every rank has samples."""
-        return self.equal_microbatches or self.no_idle_ranks
+        return self.single_microbatch or self.no_idle_ranks
 
     @property
     def parameters(self) -> int:

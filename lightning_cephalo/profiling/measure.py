@@ -207,7 +207,6 @@ def measure(
         kept_bytes=max(0.0, inside_too - per_sample) / units,
         microbatch_bytes=kept.microbatch_bytes,
         minimum_microbatch_size=smallest,
-        equal_microbatches=options.single_microbatch,
         single_microbatch=options.single_microbatch,
         unresharded_bytes=float(model.unresharded_bytes),
         unresharded_peak_bytes=float(unresharded_peak_bytes(model)),

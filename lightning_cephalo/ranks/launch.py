@@ -106,11 +106,6 @@ def started_by(launcher: _Launcher | None) -> Sequence[Popen[bytes]]:
     return launcher.procs if isinstance(launcher, _ScriptLauncher) else ()
 
 
-def forks(strategy: Any) -> bool:
-    """Return whether all ranks of a strategy run in other processes than the script's own."""
-    return isinstance(strategy.launcher, _MultiProcessingLauncher)
-
-
 def limit_threads(start_method: str, processes_on_host: int) -> None:
     """Divide the cores among the ranks of this host.
 

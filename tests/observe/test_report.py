@@ -213,7 +213,7 @@ def test_prediction_table_refuses_a_name_without_a_unit(name: str) -> None:
         ((4, 4, 4, 3, 3), "3×4 + 2×3"),
     ],
 )
-def test_many_equal_microbatches_are_counted(sizes: tuple[int, ...], expected: str) -> None:
+def test_many_microbatches_of_one_size_are_counted(sizes: tuple[int, ...], expected: str) -> None:
     assert format_microbatches(sizes) == expected
 
 

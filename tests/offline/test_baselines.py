@@ -139,9 +139,9 @@ def test_proportional_needs_room_for_even_state():
     assert solve(asked).global_batch_size == 4
 
 
-def test_proportional_runs_equal_counts_where_asked():
-    asked = problem([rank(speed=3, sizes=4), rank()], 8, equal_microbatches=True)
-    assert counts(proportional(asked)) == [2, 2]
+def test_proportional_runs_one_microbatch_where_asked():
+    asked = problem([rank(speed=3, sizes=8), rank()], 8, single_microbatch=True)
+    assert counts(proportional(asked)) == [1, 1]
 
 
 def test_state_by_memory_fits_where_even_state_does_not():

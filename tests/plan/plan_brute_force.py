@@ -88,8 +88,6 @@ def _least_step(problem: Problem) -> float | None:
         for choice in itertools.product(
             *(own[part] for own, part in zip(options, split, strict=True))
         ):
-            if problem.equal_microbatches and len({way.microbatches for way in choice}) > 1:
-                continue
             if problem.single_microbatch and any(way.microbatches != 1 for way in choice):
                 continue
             left = [way.left_bytes for way in choice]

@@ -39,7 +39,7 @@ def _problem(draw: random.Random) -> Problem:
         gathered_bytes=10,
         unresharded_bytes=20,
         reshard_after_forward=draw.choice([True, False, "auto"]),
-        equal_microbatches=draw.choice([True, False]),
+        single_microbatch=draw.choice([True, False]),
         reducing_state_bytes=draw.choice([0.0, 40.0]),
         updating_state_bytes=draw.choice([0.0, 80.0]),
     )
@@ -75,8 +75,8 @@ def test_plans_for_other_batches_keep_them_and_fit_where_any_does():
             continue
         found += 1
         assert [rank.batch_size for rank in other.ranks] == batches
-        if problem.equal_microbatches:
-            assert len({len(rank.microbatch_sizes) for rank in other.ranks}) == 1
+        if problem.single_microbatch:
+            assert [len(rank.microbatch_sizes) for rank in other.ranks] == [1, 1, 1]
         assert problem.reshard_after_forward in ("auto", other.reshard_after_forward)
         for rank, profile in zip(predict(problem, other).ranks, problem.ranks, strict=True):
             assert rank.memory_bytes <= profile.capacity_bytes * (1 + 1e-6)
@@ -85,11 +85,10 @@ def test_plans_for_other_batches_keep_them_and_fit_where_any_does():
 
 def _some_fit(problem: Problem, batches: list[int]) -> bool:
     """Whether ranks that hold no state leave room for all of it, with the smallest microbatches."""
-    counts = [None]
-    if problem.equal_microbatches:
-        counts = list(range(1, min(batches) + 1))
-    reshards = problem.reshard_choices
-    return any(_room(problem.resharding(r), batches, n) for r in reshards for n in counts)
+    if problem.single_microbatch and not all(batches):
+        return False
+    count = 1 if problem.single_microbatch else None
+    return any(_room(problem.resharding(r), batches, count) for r in problem.reshard_choices)
 
 
 def _room(problem: Problem, batches: list[int], count: int | None) -> bool:

@@ -187,6 +187,10 @@ def test_a_plan_written_by_hand():
             "{vocabulary_sharding: true, ranks: [{microbatch_sizes: [1], state_fraction: 1.0}]}",
             r"plan.yaml: plan: vocabulary_sharding: True asks for what only .*Make the plan again",
         ),
+        (
+            "ranks: [{microbatch_sizes: [1], state_fraction: 1.0, speculated_fraction: 0.5}]",
+            r"ranks\[0\]: speculated_fraction: 0.5 asks for what only .*Leave it out",
+        ),
     ],
 )
 def test_files_that_are_no_plan_are_named_with_the_reason(tmp_path, content, message):

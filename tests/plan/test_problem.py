@@ -96,8 +96,7 @@ def test_profile_names_the_field_and_what_came(changes, message):
             {"reshard_after_forward": None},
             r"reshard_after_forward: expected True, False or 'auto', but got None",
         ),
-        ({"single_microbatch": True}, r"single_microbatch: True needs equal_microbatches: True"),
-        ({"equal_microbatches": 1}, r"equal_microbatches: expected True or False, but got 1"),
+        ({"single_microbatch": 1}, r"single_microbatch: expected True or False, but got 1"),
         ({"unit_parameters": [5]}, r"unit_parameters: expected .* one or more other.* number, 5\."),
         ({"unit_parameters": [5, -1]}, r"unit_parameters\[1\]: .* at least 0, but got -1"),
         ({"unit_parameters": [5, 1.5]}, r"unit_parameters\[1\]: expected a whole number.* 1.5"),
@@ -122,7 +121,7 @@ def test_saved_and_loaded_problems_are_equal(tmp_path, suffix):
         ],
         gather_s=1e-5,
         state_bytes=1e20,
-        equal_microbatches=True,
+        single_microbatch=True,
         minimum_microbatch_size=2,
         reshard_after_forward="auto",
         unresharded_bytes=3,
@@ -164,3 +163,8 @@ def test_files_of_before_load_unless_they_count_on_what_is_gone(tmp_path):
     path.write_text(json.dumps(problem().to_dict() | {"turn_s": 0.5}))
     with pytest.raises(PlanError, match=r"turn_s: 0.5 asks for what only.*Measure again"):
         Problem.load(path)
+    single = problem(single_microbatch=True)
+    both = single.to_dict() | {"equal_microbatches": True, "may_speculate": True}
+    assert Problem.from_dict(both) == single
+    with pytest.raises(PlanError, match=r"equal_microbatches: True asks for .* single_microbatch"):
+        Problem.from_dict(problem().to_dict() | {"equal_microbatches": True})

@@ -59,8 +59,8 @@ def checked(problem: Problem, plan: Plan) -> Plan:
         assert rank.tail_s == part.tail_s
         assert (rank.name, rank.capacity_bytes) == (profile.name, profile.capacity_bytes)
         assert all(size >= problem.minimum_microbatch_size for size in rank.microbatch_sizes)
-    if problem.equal_microbatches:
-        assert len({len(rank.microbatch_sizes) for rank in plan.ranks}) == 1
+    if problem.single_microbatch:
+        assert {len(rank.microbatch_sizes) for rank in plan.ranks} == {1}
     assert plan.bound_s is not None
     assert plan.bound_s <= plan.step_s
     return plan
@@ -96,7 +96,6 @@ def problems(draw) -> Problem:
     ranks = draw(st.lists(profiles(), min_size=1, max_size=2))
     if draw(st.booleans()):
         ranks.append(ranks[0])
-    equal = draw(st.sampled_from([False, False, True]))
     problem = Problem(
         ranks,
         units=draw(st.integers(1, 3)),
@@ -107,8 +106,7 @@ def problems(draw) -> Problem:
         boundary_bytes=draw(st.sampled_from([0.0, 0.3, 1.0])),
         gathered_bytes=draw(st.sampled_from([0.0, 2.0])),
         minimum_microbatch_size=draw(st.sampled_from([1, 1, 1, 2])),
-        equal_microbatches=equal,
-        single_microbatch=equal and draw(st.booleans()),
+        single_microbatch=draw(st.sampled_from([False, False, True])),
         no_idle_ranks=draw(st.sampled_from([False, False, False, True])),
         update_overhead_s=draw(st.sampled_from([0.0, 1.0])),
         gather_and_reduce_s=draw(st.sampled_from([None, None, 20.0, 30.0])),
@@ -254,9 +252,8 @@ def assert_refused_truly(problem: Problem) -> None:
 
         assert fits_of_state(full_bytes - int(missing[1]) - 1e-9)  # parts of bytes are rounded
         assert not fits_of_state(full_bytes - int(missing[1]) + 1 + 1e-9)
-    for name, value in (("equal_microbatches", False), ("minimum_microbatch_size", 1)):
-        if f"drop {name}" in message:
-            assert fits(problem, **{name: value})
+    if "drop minimum_microbatch_size" in message:
+        assert fits(problem, minimum_microbatch_size=1)
     # what brute force can try
     if "add 1 more 'r'" in message and len(problem.ranks) < 3 and batch < 6:
         groups = problem.state_groups
@@ -377,20 +374,6 @@ def test_equal_ranks_get_equal_shares_and_unlimited_memory_even_ones():
     # the gather hides all of it, which is no reason to leave it to one rank
     assert [rank.batch_size for rank in plan.ranks] == [4] * 4
     assert [rank.name for rank in plan.ranks] == ["host0", "host1", "host2", "host3"]
-
-
-def test_equal_microbatches_and_their_least_size():
-    ranks = [affine("fast", 3), affine("slow", 1)]
-    problem = Problem(
-        ranks,
-        units=2,
-        state_bytes=0,
-        global_batch_size=16,
-        equal_microbatches=True,
-        minimum_microbatch_size=2,
-    )
-    plan = checked(problem, solve(problem))
-    assert [len(rank.microbatch_sizes) for rank in plan.ranks] == [3, 3]
 
 
 def test_many_distinct_sizes_and_a_large_batch():
@@ -890,23 +873,23 @@ def test_refusal_when_the_batch_cannot_be_cut_into_microbatches():
     assert "closest batch that can is 2, 1 more. What would do: raise global_batch_size" in message
 
 
-def test_refusal_with_equal_microbatches():
-    message = refused([affine("a", 1)] * 5, equal_microbatches=True)
+def test_refusal_with_one_microbatch_on_every_rank():
+    message = refused([affine("a", 1)] * 5, single_microbatch=True)
     assert "a global batch of 4 cannot be split over 5 ranks" in message
-    assert "under equal_microbatches=True. The closest batch that can is 5, 1 more" in message
-    assert "What would do: raise global_batch_size to 5; or drop equal_microbatches" in message
+    assert "under one microbatch on each rank. The closest batch that can is 5, 1 more" in message
+    assert "What would do: raise global_batch_size to 5" in message
     store = RankProfile("store", [], [], [], [], 500)
-    message = refused([affine("a", 1), store], equal_microbatches=True)
+    message = refused([affine("a", 1), store], single_microbatch=True)
     assert "Samples bind on rank 1 ('store'): it can take none (its curves are empty)" in message
 
 
 def test_refusal_after_the_search_names_memory_and_what_helps():
     ranks = [affine("a", 1, 100), affine("b", 1, 100)]
-    message = refused(ranks, state_bytes=185, equal_microbatches=True)
-    assert "Memory binds over all 2 ranks together: the state needs 185 bytes" in message
-    assert "the samples under equal_microbatches=True at least 20 bytes" in message
+    message = refused(ranks, state_bytes=165, single_microbatch=True)
+    assert "Memory binds over all 2 ranks together: the state needs 165 bytes" in message
+    assert "the samples under one microbatch on each rank at least 40 bytes" in message
     assert "5 bytes are missing" in message
-    assert "What would do: add 1 more 'a'; or drop equal_microbatches=True." in message
+    assert "What would do: lower global_batch_size to 3; or add 1 more 'a'." in message
 
 
 def test_refusal_names_offload_only_where_it_is_enough():
@@ -929,8 +912,6 @@ def test_remedies_start_at_the_least_batch_that_is_possible_at_all():
     ranks = [affine("a", 1, 100)] * 2
     change = {"boundary_bytes": 10, "global_batch_size": 12}
     message = refused(ranks, minimum_microbatch_size=2, **change)
-    assert "lower global_batch_size to 8;" in message
-    message = refused(ranks, equal_microbatches=True, **change)
     assert "lower global_batch_size to 8;" in message
 
 

@@ -68,7 +68,6 @@ def stage_problem(problem: PipelineProblem, stage: Stage) -> Problem:
         microbatch_bytes=stage.waves * whole.microbatch_bytes,
         gathered_bytes=held.buffers,
         minimum_microbatch_size=whole.minimum_microbatch_size,
-        equal_microbatches=whole.equal_microbatches,
     )
 
 

@@ -265,21 +265,17 @@ def step_seconds(
     return step_parts(problem, np.maximum(times_s, np.asarray(floors_s))).sum(axis=-1)
 
 
-def batch_groups(problem: Problem, columns: Columns) -> np.ndarray:
+def batch_groups(columns: Columns) -> np.ndarray:
     """Return group numbers, of shape (columns,).
 
-    They are equal for two columns of a type with as many samples, and with as many microbatches if
-    ranks must agree on that.
+    They are equal for two columns of a type with as many samples.
     """
-    group = columns.kind * (int(columns.batch.max(initial=0)) + 1) + columns.batch
-    if problem.equal_microbatches:
-        group = group * (int(columns.count.max(initial=0)) + 1) + columns.count
-    return group
+    return columns.kind * (int(columns.batch.max(initial=0)) + 1) + columns.batch
 
 
 def _unbeaten_columns(problem: Problem, columns: Columns) -> np.ndarray:
     costs = np.column_stack([columns.times_s, columns.used])
-    return unbeaten(batch_groups(problem, columns), costs)
+    return unbeaten(batch_groups(columns), costs)
 
 
 @dataclass(frozen=True)
@@ -390,7 +386,7 @@ class _Builder:
         costs = [columns.times_s, columns.needed]
         if any(need.per_microbatch for need in self.needs):
             costs.append(columns.count[:, None])
-        return unbeaten(batch_groups(self.problem, columns), np.hstack(costs))
+        return unbeaten(batch_groups(columns), np.hstack(costs))
 
     def _ragged_and_even(self) -> Columns:
         """Return columns of one size with a smaller last one, and even splits, for every batch."""
@@ -398,7 +394,6 @@ class _Builder:
         batches = np.arange(1, limits.largest_batch + 1)
         if limits.batches is not None:
             batches = limits.batches[(limits.batches > 0) & (limits.batches <= batches.size)]
-        every_count = batches
         batches = batches[batches >= limits.smallest_batch]
         # Rows of (first size, its copies, second size, its copies). Each part is cut to the limits
         # separately: rows for all counts of microbatches together would number the square of the
@@ -408,13 +403,9 @@ class _Builder:
             rest = batches % size
             pairs = np.column_stack([size + 0 * batches, batches // size, rest, rest > 0])
             kept.append(self._usable_pairs(pairs))
-        counts: list[tuple[np.ndarray, Any]]
-        if self.problem.equal_microbatches:
-            counts = [(batches[batches >= count], count) for count in every_count]
-        else:
-            counts = [(batches, -(-batches // size)) for size in self.sizes]
-        for split, count in counts:
-            floor, larger = split // count, split % count
+        for size in self.sizes:
+            count = -(-batches // size)
+            floor, larger = batches // count, batches % count
             pairs = np.column_stack([floor + 1, larger, floor, count - larger])
             kept.append(self._usable_pairs(pairs))
         pairs = np.concatenate(kept)

@@ -156,14 +156,8 @@ def _no_rank_for_samples(problem: Problem, types: Sequence[RankType]) -> str | N
     if problem.single_microbatch and without:
         return (
             f"Samples bind on rank {_members(without[0])}: it can take none "
-            f"({_why_none(problem, without[0].profile)}), but every rank runs one microbatch, as "
-            f"with manual optimization. Leave this rank out."
-        )
-    if problem.equal_microbatches and without:
-        return (
-            f"Samples bind on rank {_members(without[0])}: it can take none "
-            f"({_why_none(problem, without[0].profile)}), but equal_microbatches=True wants as "
-            f"many microbatches on every rank. Leave it out, or set equal_microbatches=False."
+            f"({_why_none(problem, without[0].profile)}), but every rank runs one microbatch "
+            f"(manual optimization, or single_microbatch=True). Leave this rank out."
         )
     if len(without) < len(types):
         return None
@@ -195,9 +189,7 @@ def _too_little_for_all(problem: Problem, types: Sequence[RankType]) -> str:
         )
     options = []
     if problem.single_microbatch:
-        options.append("one microbatch on each rank (manual optimization)")
-    elif problem.equal_microbatches:
-        options.append("equal_microbatches=True")
+        options.append("one microbatch on each rank")
     if problem.minimum_microbatch_size > 1:
         options.append(f"minimum_microbatch_size={problem.minimum_microbatch_size}")
     under = f" under {' and '.join(options)}" if options else ""
@@ -285,9 +277,6 @@ def _remedies(room: _Room, *, more: bool = False) -> str:
         further = room.further_ranks(index)
         if further:
             found.append(f"add {further} more {name!r}")
-    can_drop = problem.equal_microbatches and not problem.single_microbatch
-    if can_drop and fits(equal_microbatches=False):
-        found.append("drop equal_microbatches=True")
     least = problem.minimum_microbatch_size
     if least > 1 and fits(minimum_microbatch_size=1):
         found.append(f"drop minimum_microbatch_size={least}")
@@ -374,7 +363,6 @@ class _Room:
             ranks=np.array([kind.count for kind in self.types]),
             batch=self.problem.global_batch_size,
             shared=np.full_like(shared_by_all(self.problem), math.inf),
-            equal_counts=self.problem.equal_microbatches,
         )
 
     @cached_property

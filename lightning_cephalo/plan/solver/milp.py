@@ -32,7 +32,6 @@ class Needs:
     ranks: np.ndarray
     batch: int
     shared: np.ndarray
-    equal_counts: bool
 
 
 @dataclass(frozen=True)
@@ -167,15 +166,6 @@ class _Program:
                 scale = max(total, float(used.max(initial=0.0)), 1.0)
                 row = [*(used / scale), *np.full(len(further), -brought / scale)]
                 self._at_most.add([*chosen, *further], row, total / scale)
-        if needs.equal_counts:
-            counts = np.unique(columns.count)
-            taken = self.variables(np.zeros(len(counts)), 1.0)
-            for variable, count in zip(taken, counts, strict=True):
-                for own, most in zip(members, upper, strict=True):
-                    same = own[columns.count[own] == count]
-                    row = [*np.ones(len(same)), -float(most)]
-                    self._at_most.add([*chosen[same], variable], row, 0.0)
-            self._equal.add(taken, np.ones(len(taken)), 1.0)
         return chosen
 
     def climb(

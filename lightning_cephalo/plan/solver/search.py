@@ -267,7 +267,7 @@ class Search:
         columns, parts = columns.take(within), parts[within]
         needs = self._needs(columns)
         costs = [self._fullness(columns), self._price(columns), *parts.T, *_shared(columns, needs)]
-        rows = unbeaten(batch_groups(self.problem, columns), np.column_stack(costs))
+        rows = unbeaten(batch_groups(columns), np.column_stack(costs))
         columns, parts = columns.take(rows), parts[rows]
         together = self._together(fastest)
         outcome = choose(
@@ -305,7 +305,7 @@ class Search:
 
     def _unbeaten(self, columns: Columns, costs: Sequence[np.ndarray]) -> Columns:
         """Return the columns that no other one with as many samples beats in all costs."""
-        rows = unbeaten(batch_groups(self.problem, columns), np.column_stack(costs))
+        rows = unbeaten(batch_groups(columns), np.column_stack(costs))
         return columns.take(rows)
 
     def _needs(self, columns: Columns) -> Needs:
@@ -320,7 +320,6 @@ class Search:
             ranks=ranks,
             batch=self.problem.global_batch_size,
             shared=np.where(ranks @ worst > shared, shared, math.inf),
-            equal_counts=self.problem.equal_microbatches,
         )
 
     def _slowest(self, columns: Columns, floors_s: np.ndarray) -> list[Maximum]:

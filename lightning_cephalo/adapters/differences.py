@@ -1,9 +1,9 @@
-"""Rejects unsupported features before training starts."""
+"""Warns of what differs from one device, and cannot be refused."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
@@ -11,9 +11,6 @@ from lightning_cephalo.adapters.averaged_weights import lightnings_classes
 from lightning_cephalo.data.containers import known_length
 from lightning_cephalo.data.reading import original_of
 from lightning_cephalo.plan import Plan
-
-if TYPE_CHECKING:
-    pass
 
 
 def warn_of_throughput(callbacks: Sequence[Any], plan: Plan) -> None:
