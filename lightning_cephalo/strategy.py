@@ -554,8 +554,7 @@ class CephaloStrategy(ParallelStrategy):
         """Raise on all ranks if something that is there now cannot work; collective."""
         optimizers = self.optimizers if when is When.OPTIMIZERS else ()
         model = None if self._session is None else self._session.model
-        trainer, module = self._module.trainer, self._module
-        situation = Situation(trainer, module, self._options, optimizers, model)
+        situation = Situation(self._module.trainer, self._module, optimizers, model)
         refuse(when, situation, self._connection.control)
 
     def _warn_of_plan(self, trainer: Trainer) -> None:

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
 
     from lightning_cephalo.execution.sharded_model import ShardedModel
-    from lightning_cephalo.preparation.options import Options
     from lightning_cephalo.ranks.control import ControlGroup
 
 
@@ -54,14 +53,12 @@ class Situation:
     Attributes:
         trainer: The trainer that runs.
         module: The user's module.
-        options: Those of the strategy.
         optimizers: Empty before there are any.
         model: The sharded model; None: nothing is sharded yet.
     """
 
     trainer: Trainer
     module: LightningModule
-    options: Options
     optimizers: Sequence[Optimizer] = ()
     model: ShardedModel | None = None
 

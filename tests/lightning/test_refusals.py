@@ -343,7 +343,7 @@ def test_classes_of_the_users_are_not_refused_by_their_names(precision):
         precision_plugin=precision, callbacks=[user], strategy=None, world_size=2
     )
     model = Refused(nn.SyncBatchNorm(3), nn.BatchNorm1d(1), torchmetrics.MeanSquaredError())
-    situation = Situation(found, model, None)
+    situation = Situation(found, model)
     rows = [row for row in ROWS if When.OPTIMIZERS not in row.when]
     assert [row.name for row in rows if row.found(situation)] == []
 
@@ -352,4 +352,4 @@ def test_a_step_that_torch_never_compiles_is_not_refused():
     torch.compile(lambda: None, backend="eager")  # it marks them
     chosen = torch.optim.LBFGS(Refused().parameters())
     row = next(each for each in ROWS if each.name == "compiled steps of optimizers")
-    assert row.found(Situation(None, None, None, (chosen,))) is None
+    assert row.found(Situation(None, None, (chosen,))) is None
