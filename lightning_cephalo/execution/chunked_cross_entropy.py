@@ -68,8 +68,8 @@ def chunked_cross_entropy(
     Raises:
         TypeError: If the head is no module, or the targets are no class indices.
         ValueError: If shapes do not fit, or an option has another value.
-        UnitUseError: If the head contains a unit, or a part of the graph of other code. Or in a
-            backward with ``create_graph=True``.
+        UnitUseError: If the head contains a unit, or a part of the graph of other code, or is a
+            unit with forward hooks. Or in a backward with ``create_graph=True``.
 
     Source of the formula: ``torch.nn.functional.cross_entropy``.
     """
@@ -125,6 +125,12 @@ def _check(
         raise ValueError(f"reduction: expected 'mean', 'sum' or 'none', but got {reduction!r}.")
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens: expected 1 or more, but got {chunk_tokens}.")
+    is_unit = isinstance(vars(head).get("forward"), UnitForward)
+    if is_unit and (head._forward_hooks or head._forward_pre_hooks):
+        raise UnitUseError(
+            "The head is a unit and has forward hooks, which would see no logits. Remove them, or"
+            " register them on a module inside of the head."
+        )
     for name, inner in head.named_modules():
         if name and isinstance(vars(inner).get("forward"), UnitForward):
             raise UnitUseError(

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_cephalo import chunked_cross_entropy
 from lightning_cephalo.common.errors import UnitUseError
+from lightning_cephalo.execution.unit_hooks import UnitForward
 
 TOKENS, WIDTH, VOCABULARY = 11, 5, 13
 LIKE = {"dtype": torch.float64}
@@ -185,6 +186,16 @@ def test_what_cannot_be_right_is_refused_by_name():
     loss = chunked_cross_entropy(**given)
     with pytest.raises(UnitUseError, match="no second derivatives"):
         torch.autograd.grad(loss, hidden, create_graph=True)
+
+
+def test_units_in_a_head_and_hooks_of_one_that_is_a_unit_are_refused_by_name():
+    head, hidden, targets = _case()
+    head.forward = object.__new__(UnitForward)
+    with pytest.raises(UnitUseError, match=r"contains the unit '0'.* Name the head itself"):
+        chunked_cross_entropy(nn.Sequential(head), hidden, targets)
+    head.register_forward_hook(lambda *_: None)
+    with pytest.raises(UnitUseError, match="is a unit and has forward hooks"):
+        chunked_cross_entropy(head, hidden, targets)
 
 
 class _Scaled(nn.Module):
