@@ -13,11 +13,7 @@ from lightning_cephalo.execution.call_tree import flatten
 def without_empty_caches(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replace Hugging Face's empty key-value caches by None; training does not need them.
-
-    A recomputed unit would append its keys a second time. Hugging Face leaves caches out for the
-    same reason where it checkpoints layers itself.
-    """
+    """Replace Hugging Face's empty key-value caches by None: recomputation would fill them."""
 
     def without(value: Any) -> Any:
         if not (hasattr(value, "get_seq_length") and hasattr(value, "update")):

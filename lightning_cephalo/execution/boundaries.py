@@ -1,14 +1,10 @@
 """The tensors at which a microbatch's graph is cut, and the glue between units.
 
 Where the graph is cut, a *leaf* replaces a tensor. A unit receives the leaf instead of its
-argument. The code after a unit receives a stand-in for the leaf of the unit's output.
+argument; the code after it receives a stand-in for the leaf of its output. The backward walks the
+glue's graph once per tensor; see [Note: cuts] in :mod:`~lightning_cephalo.execution.microbatch`.
 
-The code between units (residuals, embeddings, masks) is the *glue*; it has a graph of its own. The
-backward walks that graph once per tensor, with the sum of the gradients of all uses; see
-[Note: cuts] in :mod:`~lightning_cephalo.execution.microbatch`.
-
-This module holds only weak references to the user's tensors. A leaf may move to host memory when
-the user's tensor no longer exists.
+Only weak references to the user's tensors are here: a leaf moves to the host when none is left.
 """
 
 from __future__ import annotations
@@ -73,10 +69,7 @@ def refusing_gradients(outputs: Any, inputs: Any, trainable: bool) -> Any:
 
 
 def refusing_freed(outputs: Any) -> Any:
-    """Return outputs whose graph needs parameters that are freed, so that a gradient raises.
-
-    torch itself would read the freed memory.
-    """
+    """Return outputs so that a gradient raises, where torch would read freed parameters."""
 
     def refusing(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or leaf.grad_fn is None:
@@ -198,10 +191,7 @@ class Boundaries:
             values[place] = cut.leaf
 
     def _cut_watched(self, cut: _Cut, value: Tensor, position: int, *, is_inside: bool) -> _Cut:
-        """Let hooks of a tensor that first enters a unit see its gradient; return its cut.
-
-        Those of an output would miss it: units get the leaf of the output itself.
-        """
+        """Let hooks of a tensor that first enters a unit see its gradient; return its cut."""
         is_output = cut.is_output
         if is_output:
             cut.node.has_entered = True
@@ -257,21 +247,14 @@ class Boundaries:
         return leaf, shown
 
     def drop_values(self) -> None:
-        """Release the memory of outputs whose values cannot be used any more.
-
-        An output that entered no unit needs only its gradient. An example is a branch that the
-        glue has added to a residual.
-        """
+        """Release the memory of outputs that entered no unit: only their gradients are needed."""
         for cut in self._shown:
             if not cut.is_used and cut.source() is None:
                 self._take_memory(cut.leaf)
         self._shown.clear()
 
     def let_go(self, position: int) -> list[Tensor]:
-        """Return leaves that first entered a unit there and that only this microbatch still holds.
-
-        Call it once per position, when the user's code has gone on to the next unit.
-        """
+        """Return leaves that first entered a unit there, and that only this microbatch holds."""
         cuts = self._entered.pop(position, [])
         return [cut.leaf for cut in cuts if cut.source() is None]
 
@@ -286,10 +269,7 @@ class Boundaries:
         self._unhook(of_all=False)
 
     def _keep_retained(self) -> None:
-        """Let outputs retain gradients that go past them, into units: ``x.retain_grad()``.
-
-        Call it when no unit is called any more, and before each backward.
-        """
+        """Let outputs retain gradients that go past them, into units: ``x.retain_grad()``."""
         for cut in self._cuts.values():
             if not cut.is_used or not cut.is_output:
                 continue
@@ -397,10 +377,7 @@ class Boundaries:
         return {node for node in _nodes([*shared]) if _may_have_hooks(node)}
 
     def passed(self, position: int, retain: bool = False) -> None:
-        """Go on behind the backward of a visit, with that of the glue before it.
-
-        Releases the values of leaves that first entered a unit there.
-        """
+        """Go on behind the backward of a visit, with that of the glue before it."""
         needed_until = self._needed_until
         while needed_until and needed_until[-1] >= position:
             needed_until.pop()
@@ -488,10 +465,9 @@ def run_backward(
 ) -> None:
     """Run a backward from tensors whose gradients are known.
 
-    Private API: ``torch.autograd.backward`` also checks shapes and dtypes in Python, which takes as
-    long as a small backward. Gradients here are those of leaves that stand for the same tensors.
-    torch's wrapper of the engine hands context variables to the threads of devices; on the CPU the
-    engine runs in this thread. tests/execution/test_boundaries.py compares all of them.
+    Private API: ``torch.autograd.backward`` also checks shapes in Python, which takes as long as a
+    small backward. torch's wrapper of the engine hands context variables to the threads of devices;
+    on the CPU the engine runs in this thread. tests/execution/test_boundaries.py compares them.
     """
     run = _engine_run_backward
     if gradients[0].is_cpu:
@@ -552,10 +528,7 @@ def _zeroed(gradient: Tensor, condition: Tensor) -> Tensor:
 
 
 def take_memory(leaf: Tensor) -> None:
-    """Release the memory of a leaf's values; keep its shape, which its gradient must match.
-
-    A tensor that is not :func:`is_plain` stays as it is.
-    """
+    """Release the memory of a plain leaf's values; keep the shape, for its gradient."""
     if is_plain(leaf):
         leaf.data = without_memory(leaf)
 

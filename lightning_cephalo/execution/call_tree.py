@@ -155,10 +155,7 @@ SINGLE = Single()
 
 
 def flatten(tree: Any) -> tuple[list[Any], Structure]:
-    """Return the leaves and the structure of nested containers.
-
-    Dataclass objects that hold tensors are flattened too.
-    """
+    """Return the leaves and structure of nested containers, and of dataclasses with tensors."""
     outer, spec = pytree.tree_flatten(tree)
     leaves: list[Any] = []
     objects: dict[int, _Fields] = {}

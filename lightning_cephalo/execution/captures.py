@@ -3,10 +3,7 @@
 A hook of this package comes before all others of a module in a unit; see ``unit_hooks.py``. It
 makes the module's output an output of the unit: others see a stand-in for a leaf. If the unit is
 recomputed, the tensor of the recomputation gets the leaf's gradient. Otherwise the unit's graph is
-cut there, and the backward passes these tensors behind the unit's outputs, the latest first.
-
-Hooks of the stand-in (``output.register_hook``, ``output.retain_grad()``) move to the tensor itself
-when the forward has ended: its gradient comes from inside of the unit, too.
+cut there. Hooks of the stand-in move to the tensor itself when the forward has ended.
 """
 
 from __future__ import annotations
@@ -73,10 +70,7 @@ class Captures:
         self._shown: list[tuple[Capture, weakref.ref[Tensor], dict[Any, Any]]] = []
 
     def show(self, output: Any) -> Any:
-        """Return the output of a module in a unit so that a hook may take it out of the unit.
-
-        Its tensors become outputs of the unit: the graph is cut there. None: they stay as they are.
-        """
+        """Make the tensors of a module in a unit outputs of the unit; None: it has none."""
         record = self._records.entered_record
         if record is None or not self._is_on:
             return None
@@ -130,10 +124,9 @@ class Captures:
                 _move_hooks(capture, capture.source)
 
     def backward(self, record: UnitRecord, before: int | None = None) -> None:
-        """Run the backward of captured tensors of a unit that is not recomputed.
+        """Run the backward of captured tensors of a unit that is not recomputed, the latest first.
 
-        The latest come first: the code behind one may have used others. It goes back to the
-        meeting before, whose gradients are not complete yet.
+        It goes back to the meeting before, whose gradients are not complete yet.
         """
         positions = [meeting.position for meeting in record.meetings]
         passed = [at for at in positions if before is None or at < before]

@@ -1,11 +1,8 @@
 """Combines what the microbatches of all ranks leave in the buffers, as one device would.
 
-Floating-point buffers get the mean over the samples of all microbatches. That is exact for updates
-that are linear in a mean over samples, such as ``b = m * b + (1 - m) * x.mean(0)``. Integers must
-be equal everywhere: a counter that every microbatch raises by one has counted one step. Buffers
-that the user names get the sum of what all microbatches add.
-
-All ranks then hold the same values, with one all-reduce in a step that writes a buffer.
+Floating-point buffers get the mean over the samples of all microbatches: exact for updates that are
+linear in a mean over samples. Integers must be equal everywhere: a counter has counted one step.
+Buffers that the user names get the sum of what all microbatches add.
 """
 
 from __future__ import annotations
@@ -43,15 +40,7 @@ class _Packed:
 
 
 class CombinedBuffers:
-    """The buffers of a model, which are the same on all ranks between steps.
-
-    ::
-
-        buffers.begin([3, 2])
-        ...                               # microbatches resume and pause
-        said = buffers.finish()           # one number for the other ranks
-        buffers.combine([said, ...])      # the same values on all ranks
-    """
+    """The buffers of a model, which are the same on all ranks between steps."""
 
     def __init__(
         self,
@@ -126,10 +115,7 @@ class CombinedBuffers:
         self.of_microbatches.forget_values()
 
     def check(self) -> None:
-        """Raise UnitUseError if microbatches left different integers in the last step.
-
-        The result is read a step later, so that the host need not wait for the device.
-        """
+        """Raise if microbatches left different integers; a step later, when no host need wait."""
         verdict, self._verdict = self._verdict, None
         if verdict is not None and verdict[0].finish()[0]:
             raise UnitUseError(_different(" or ".join(map(repr, verdict[1])), quoted=True))

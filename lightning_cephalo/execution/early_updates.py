@@ -1,18 +1,13 @@
 """Updates units inside the backward, as soon as their gradients are reduced.
 
 [Note: early updates]
-A unit's gradient is final when its reduce is done. Its rows are updated then, and the memory of
-the gradient is given back: that of the full one, in which it has stayed. All other parameters
-are updated by the optimizer's own ``step``: those of the root unit, and those of which this rank
-cannot know yet whether any rank has used them.
+A unit's gradient is final when its reduce is done: its rows are updated, and the gradient's memory
+is given back. The optimizer's own ``step`` updates the root unit, and parameters of which this rank
+cannot know yet whether any rank has used them: it knows it of those that it has used itself, and
+of others where the summed gradient is not zero. The exchange behind the backward tells the rest.
 
-A rank knows it of parameters that it has used itself. Of others it knows it where the summed
-gradient is not zero: it looks where it has used little of a unit, or has no samples. The exchange
-behind the backward tells the rest.
-
-An error between two of these updates leaves weights half-updated: nothing can undo it. A rank that
-fails learns nothing of the others, which go on with their updates until the exchange behind the
-backward. So the error says it on all ranks, and checkpoints of such weights are refused.
+An error between two of these updates leaves weights half-updated: a rank that fails learns nothing
+of the others, which go on. So the error says it on all ranks, and no such checkpoint is written.
 """
 
 from __future__ import annotations
@@ -47,16 +42,7 @@ class Updater(Protocol):
 
 
 class EarlyUpdates:
-    """The early updates of a model's units; see [Note: early updates].
-
-    ::
-
-        early.begin()                       # at the beginning of a step
-        early.agree(control.all(early.is_on))
-        early.count()                       # behind its reduce
-        early.update(unit, used, True)
-        early.finish()                      # behind the optimizer's step
-    """
+    """The early updates of a model's units; see [Note: early updates]."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = list(units)

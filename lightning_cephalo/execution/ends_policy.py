@@ -1,19 +1,14 @@
 """Decides whether steps gather the ends of the root unit apart from it.
 
 [Note: ends that are used elsewhere]
-Where the ends stand is known before training (``sharding/root_ends.py``), where code uses them only
-from its steps. While an end is away, its parameters refuse every operator. The last layers are away
-until the losses are due, even if they are gathered ahead. One of their modules lets its microbatch
-wait for that, so that it may leave the order of visits early. If it then visits a unit, or if
-anything else uses an end that is away, the step ends on all ranks. From then on steps gather the
-root unit as one, and that step runs again: ``adapters/repeated_step.py`` in training,
-``profiling/probe.py`` before.
+While an end is away, its parameters refuse every operator. A module of the last layers lets its
+microbatch wait until the losses are due. If anything else uses an end that is away, the step ends
+on all ranks and runs again, and steps gather the root unit as one from then on.
 
 The first layers are freed before their backward, which is that of an embedding. Graphs that need
 their values are searched for in the first step, and in all steps that update units inside the
 backward: there an error would come too late. Elsewhere such a graph raises, as torch finds the
-values changed, and the step runs again. A gradient that comes to an end behind its reduce raises,
-too.
+values changed, and the step runs again. So does a gradient that comes to an end behind its reduce.
 """
 
 from __future__ import annotations
@@ -30,10 +25,7 @@ _CHANGED = "modified by an inplace operation"
 
 
 class EndsPolicy:
-    """Whether steps gather the ends of the root unit apart.
-
-    See [Note: ends that are used elsewhere].
-    """
+    """Whether steps gather ends apart; see [Note: ends that are used elsewhere]."""
 
     def __init__(self, root: Unit) -> None:
         self._root = root

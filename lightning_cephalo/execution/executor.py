@@ -181,10 +181,7 @@ class Executor:
 
     @property
     def reshard_after_forward(self) -> bool:
-        """Whether units are freed after the forward and gathered again in the backward.
-
-        May change between steps, on all ranks together.
-        """
+        """Whether units are freed after the forward; all ranks set it together."""
         return self._reshard_after_forward
 
     @reshard_after_forward.setter
@@ -201,11 +198,7 @@ class Executor:
             unit.choose_residence(residence)
 
     def expect_weight(self, total: float) -> None:
-        """Set the sum of the weights of a whole batch's samples, if each weighs 1.
-
-        Later steps also use what a sample weighed in the step before. See [Note: weights] in
-        loss_weights.py.
-        """
+        """Set the sum of the weights of a whole batch, if each sample weighs 1; [Note: weights]."""
         self._whole_batch = float(total)
 
     @property
@@ -237,10 +230,7 @@ class Executor:
 
     @contextmanager
     def dropping_gradients(self) -> Iterator[None]:
-        """Let steps inside hold no gradients of units, as steps with early updates do.
-
-        The steps need not be announced to any optimizer, and update nothing.
-        """
+        """Let steps inside hold no gradients of units, and update nothing."""
         self.drops_gradients = True
         try:
             yield
@@ -394,10 +384,7 @@ class Executor:
         return self._step.microbatches
 
     def show_held_gradients(self) -> None:
-        """Let hooks behind a forward see the gradients of earlier steps, as on one device.
-
-        Each call passes on what they have assigned, such as None by ``module.zero_grad()``.
-        """
+        """Show hooks the gradients of earlier steps, and pass on what they have assigned."""
         for unit in self._showing:
             unit.show_held_gradients()
 
@@ -472,8 +459,7 @@ class Executor:
     ) -> ForwardOutcome:
         """Run one step without gradients, gathering units as ranks request them.
 
-        The number of unit calls may differ between ranks (text generation). While one rank is
-        still running, the others keep communicating.
+        Ranks may call units differently often (text generation): all go on to the last call.
         """
         self.hooks.ends = frozenset()
         calls = [] if call is None else [call]

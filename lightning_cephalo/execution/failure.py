@@ -1,9 +1,8 @@
 """Handles a failure of this rank in a step, so that no other rank waits forever.
 
 [Note: failures]
-An error in the user's code on one rank must not leave other ranks waiting. A rank whose microbatch
-raises drops its microbatches. It goes on communicating in the agreed order, like a rank without
-data. The next exchange (end of forward, end of backward) informs all ranks, and all raise.
+A rank whose microbatch raises drops its microbatches, and goes on communicating in the agreed
+order, like a rank without data. The next exchange informs all ranks, and all raise.
 """
 
 from __future__ import annotations
@@ -53,10 +52,7 @@ class Failure:
         self.error, self.place = None, place
 
     def guarded(self, function: Callable[..., Any], *args: Any) -> None:
-        """Call a function that does not communicate and note its failure.
-
-        Does nothing if this rank has failed already.
-        """
+        """Call a function that does not communicate and note its failure; not after a failure."""
         if self.error is not None:
             return
         try:
@@ -74,8 +70,7 @@ class Failure:
     def with_memory(self, function: Callable[[], None]) -> None:
         """Start this rank's part of a collective, which allocates before it communicates.
 
-        Other ranks wait for the collective. So a rank that lacks the memory drops its microbatches
-        and tries again.
+        A rank that lacks the memory drops its microbatches and tries again: others wait for it.
         """
         try:
             function()

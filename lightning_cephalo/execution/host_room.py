@@ -28,16 +28,8 @@ class _Part:
 class HostRoom:
     """Host memory of one rank, pinned where copies need that.
 
-    ::
-
-        room = HostRoom(accelerator, capacity_bytes=8 * 2**30)
-        room.reserve([2**20, 2**22])  # what units 0 and 1 will take
-        moments = room.take(1000, torch.float32, owner=1)
-
-    Args:
-        accelerator: This rank's device. If it pins host memory, the room takes pieces of powers of
-            two: torch rounds up to such sizes and takes nothing back (pytorch#95823).
-        capacity_bytes: Upper limit of the bytes to take.
+    If the device pins, it takes pieces of powers of two: torch rounds up to such sizes and takes
+    nothing back (pytorch#95823).
     """
 
     def __init__(self, accelerator: Accelerator, capacity_bytes: float) -> None:
@@ -59,9 +51,6 @@ class HostRoom:
     def reserve(self, needed: Sequence[int]) -> None:
         """Take what owners will need from the host now, a part in one piece for each.
 
-        Args:
-            needed: Bytes by owner: the sum of :func:`aligned_bytes` of what it will take.
-
         Raises:
             HostMemoryError: If that exceeds the capacity, or the host lacks the memory.
         """
@@ -80,11 +69,7 @@ class HostRoom:
             self._used[-1] = start
 
     def take(self, numel: int, dtype: torch.dtype, owner: int) -> Tensor:
-        """Return memory for ``numel`` elements, 1-d; of what is reserved for its owner, if it fits.
-
-        Raises:
-            HostMemoryError: As for :meth:`reserve`.
-        """
+        """Return 1-d memory for ``numel`` elements; of what its owner has reserved, if it fits."""
         nbytes = numel * dtype.itemsize
         part = self._part_for(aligned_bytes(nbytes), owner)
         start = part.start
@@ -143,10 +128,6 @@ def taken_bytes(needed: Sequence[float], pins: bool) -> int:
 
     >>> taken_bytes([600 * 2**10] * 3, pins=False), taken_bytes([600 * 2**10] * 3, pins=True)
     (1843200, 2097152)
-
-    Args:
-        needed: Bytes by owner.
-        pins: Whether the room takes powers of two.
     """
     return sum(size for size, _ in _placed([int(each) for each in needed], pins))
 

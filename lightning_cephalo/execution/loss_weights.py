@@ -1,14 +1,12 @@
 """Weighs the losses of a step's microbatches, so that their gradients add up to one device's.
 
 [Note: weights]
-A microbatch's share of the gradient is its weight, divided by the sum of the weights of all ranks.
-That sum is known only behind the forward, in which losses run their backward. So each loss is
-multiplied by its weight and divided by the sum that is expected: of a whole batch. With whole
-batches, gradients are then those of one device wherever code sees them: in hooks of tensors, in
-functions that clip them. If samples weigh other than 1 (weights that are tokens), a power of two
-brings the expected sum near to what a sample weighed in the step before. Gradients then overflow no
-sooner in fp16, and a run that resumes rounds as one that was never stopped. Reduces divide by the
-rest.
+A microbatch's share of the gradient is its weight, divided by the sum of the weights of all ranks,
+which is known only behind the forward. Losses run their backward before. So each loss is divided by
+the sum that is expected: of a whole batch. With whole batches, hooks of tensors then see the
+gradients of one device. If samples weigh other than 1 (weights that are tokens), a power of two
+brings the expected sum near to that of the step before: fp16 overflows no sooner, and a run that
+resumes rounds alike. Reduces divide by the rest.
 """
 
 from __future__ import annotations
@@ -27,27 +25,14 @@ def loss_scale(weight_of_sample: float, whole_batch: float) -> float:
 
 
 def checked_weight(weight: float) -> float:
-    """Return a weight of ``training_step``.
-
-    Raises:
-        TypeError: If it is below 0, or not a number.
-    """
+    """Return a weight of ``training_step``; TypeError if it is below 0, or not a number."""
     if not weight >= 0.0:
         raise TypeError(f"training_step returned the weight {weight}, expected 0 or more.")
     return weight
 
 
 class LossWeights:
-    """The weights of this rank's microbatches in one step; see [Note: weights].
-
-    ::
-
-        weights = LossWeights(2, loss_scale(1.0, 12.0), accelerator.readback())
-        found = weights.weigh(0, loss, 8.0)
-        ...
-        weights.read()
-        print(weights.values)               # [8.0, 0.0]
-    """
+    """The weights of this rank's microbatches in one step; see [Note: weights]."""
 
     def __init__(self, microbatches: int, scale: float, readback: Readback) -> None:
         self.values = [0.0] * microbatches

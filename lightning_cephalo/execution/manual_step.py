@@ -1,24 +1,16 @@
 """Runs a step whose code calls its backwards and optimizers itself (manual optimization).
 
 [Note: phases]
-``training_step`` runs once on each rank, as one microbatch of all samples that the rank has in the
-step. Its code computes losses, runs backwards and optimizers, and reads and writes parameters in
-between, all as on one device: run once for each of several microbatches, it would do all of that
-several times. Each backward ends a phase of the step: all ranks meet there. It passes, in the
-layered order, the units that the loss depends on. A unit is gathered once and reduced once per
-backward. Gradients add up until the code sets them to None.
+``training_step`` runs once on each rank, as one microbatch. Each backward ends a phase of the step:
+all ranks meet there. It passes, in the layered order, the units that the loss depends on. A unit is
+gathered once and reduced once per backward. Gradients add up until the code sets them to None.
 
-Between its uses a parameter is its shard: a DTensor, which optimizers and other code see. The root
-unit is gathered when the code first calls one of its modules or computes with one of its
-parameters. It is freed by a backward and by an optimizer's step.
+Between its uses a parameter is its shard: a DTensor. The root unit is gathered when the code first
+computes with it. A backward and an optimizer's step free it. All ranks also meet before gradients
+are clipped and before an optimizer's step, so that a failed rank leaves nobody in a collective.
 
-All ranks also meet before gradients are clipped and before an optimizer's step, which communicate
-on their own. So a rank that has failed before leaves nobody in a collective, and all ranks free
-their units at the same places.
-
-Before each gather all ranks exchange their places, as in a step that is traced. The next unit of
-the step before is gathered ahead. Exchanges cannot be left out: code between two visits may take
-another way at any time.
+Before each gather all ranks exchange their places, as code may take another way at any time. The
+next unit of the step before is gathered ahead.
 """
 
 from __future__ import annotations
@@ -70,22 +62,9 @@ _DOES = {
 class ManualSteps:
     """Runs steps with several backwards on one executor.
 
-    ::
-
-        steps = ManualSteps(executor)
-        steps.run(call)        # training_step, whose code runs the next three lines
-            loss.backward()
-            with steps.updating(optimizer):
-                optimizer.step(steps.closure(user))
-
-    Args:
-        executor: Runs the instructions.
-
     Attributes:
         is_measured: Whether steps are measured: optimizers update nothing then.
-        calls_hooks: Whether backwards call hooks.
         losses: What this rank's backwards of a measured step began from.
-        written: Puts back what steps that are measured write to parameters.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -117,17 +96,7 @@ class ManualSteps:
         note: Callable[[], Sequence[float]] = tuple,
         failure: BaseException | None = None,
     ) -> ForwardOutcome:
-        """Run a step; collective.
-
-        Args:
-            call: This rank's step, over all of its samples. Without one, the rank communicates
-                only: allowed while ranks are measured.
-            note: Returns numbers to send to all ranks at the end of the step.
-            failure: This rank's failure before the step: all ranks raise.
-
-        Raises:
-            RemoteRankError: If another rank failed; this rank's own failure is raised as it is.
-        """
+        """Run a step; collective. Only while ranks are measured, a rank may have no ``call``."""
         executor = self._executor
         calls = [] if call is None else [replace(call, step=self._watched(call.step))]
         if call is None and failure is None and not self.is_measured:
@@ -174,11 +143,7 @@ class ManualSteps:
 
     @contextmanager
     def measuring(self, *, calls_hooks: bool = True) -> Iterator[None]:
-        """Run steps that are measured in a ``with`` block.
-
-        Args:
-            calls_hooks: Whether backwards call hooks, as those of a training do.
-        """
+        """Run steps that are measured in a ``with`` block."""
         self.is_measured, self.losses = True, []
         self.calls_hooks = calls_hooks
         try:
@@ -222,8 +187,7 @@ class ManualSteps:
     def _next_place(self, step: Step) -> Visit | None:
         """Return the place where ranks go on; None at the end of the step and after a failure.
 
-        A backward or an update comes when all ranks have called theirs: ranks may visit different
-        units before.
+        A backward or an update comes when all ranks have called theirs.
         """
         executor, choice = self._executor, self._choice
         failed = executor.failure.error is not None
@@ -315,11 +279,7 @@ class ManualSteps:
         create_graph: bool = False,
         inputs: Any = None,
     ) -> None:
-        """Run the backward of a loss, from within a step; arguments as for ``Tensor.backward``.
-
-        Raises:
-            UnsupportedError: For other arguments than ``retain_graph``.
-        """
+        """Run the backward of a loss, from within a step; arguments as for ``Tensor.backward``."""
         given = {"gradient": gradient, "create_graph": create_graph, "inputs": inputs}
         wrong = [name for name, value in given.items() if value is not None and value is not False]
         if wrong:

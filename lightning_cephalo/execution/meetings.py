@@ -77,10 +77,7 @@ _Context = Callable[[], AbstractContextManager[None]]
 
 
 class Meetings:
-    """Sums what microbatches of all ranks bring to a meeting; every method is collective.
-
-    A rank that has failed, or has no samples, brings nothing.
-    """
+    """Sums what microbatches of all ranks bring to a meeting; every method is collective."""
 
     def __init__(
         self,

@@ -1,20 +1,14 @@
 """Runs one microbatch in a greenlet and records its unit visits for the backward.
 
 [Note: cuts]
-The user's step runs in a greenlet of its own. When it enters a unit, it parks until the scheduler
-has gathered that unit. The autograd graph is cut there. A unit receives detached *leaves* instead
-of the tensors that need a gradient. Its outputs become leaves for the code after it (the *glue*:
-residuals, embeddings, masks between units).
-
-The backward goes unit by unit:
+The user's step runs in a greenlet, which parks at a unit until the unit is gathered. The autograd
+graph is cut there: a unit receives detached *leaves*, and its outputs become leaves for the code
+after it (the *glue*: residuals, embeddings, masks between units). The backward goes unit by unit:
 
 1. The leaves of a unit's outputs hold the gradients from later code.
 2. The unit's own graph carries them to the leaves of its inputs.
-3. The glue before the unit carries them on, once per tensor and summed over all uses of the tensor.
-   This happens after the backward of the visit that used the tensor first.
-
-So gradients are exact for residuals around units, for encoder outputs that enter every decoder
-unit, and for shared position biases.
+3. The glue before the unit carries them on, once per tensor and summed over all uses of the tensor,
+   after the backward of the visit that used the tensor first.
 """
 
 from __future__ import annotations
@@ -482,8 +476,7 @@ class Microbatch:
     def backward_of_loss(self, loss: Tensor, without_weight: Tensor | None = None) -> None:
         """Run the backward of the loss, down to the leaves of the last units.
 
-        Graph buffers are freed as on one device, unless the loss shares glue with the inputs of
-        units: that glue is walked again later.
+        The graph is freed unless the loss shares glue with units' inputs, which is walked again.
         """
         if not loss.requires_grad:
             raise UnitUseError(

@@ -1,18 +1,9 @@
 """Gives each microbatch its own buffers in a step, so that all start from the step's values.
 
-On one device the code that updates a buffer runs once a step, on the whole batch. Here it runs once
-per microbatch. If microbatches shared the buffer, a centre or running mean would decay several
-times a step, by other numbers on every rank. So each microbatch writes to a copy:
-
-::
-
-    before the step    module.center  c               the same on all ranks
-    in the step        microbatch 0   m c + (1-m) x0   microbatch 1   m c + (1-m) x1
-    after the step     module.center  the mean over all samples of the step, on all ranks
-
-The first write finds a buffer. Until then microbatches share one copy of it. Between steps, and on
-a rank without samples, the module holds its own tensors. Code that runs then finds the values of
-the whole step.
+If microbatches shared a buffer, a running mean would decay several times a step, by other numbers
+on every rank. So each microbatch writes to a copy, and ``combined_buffers.py`` makes the mean over
+all samples. Until the first write microbatches share one copy. Between steps, and on a rank without
+samples, the module holds its own tensors.
 """
 
 from __future__ import annotations
@@ -89,17 +80,7 @@ Shown = Sequence[tuple[StepBuffer, Tensor | None]]
 
 
 class ModuleBuffers:
-    """The buffers of a model in a step.
-
-    ::
-
-        buffers.begin([3, 2])      # samples of this rank's microbatches
-        buffers.resume(0)          # microbatch 0 finds its own buffers
-        ...                        # it runs until it parks
-        buffers.pause(0)
-        ...
-        buffers.finish()           # the module holds its own tensors again
-    """
+    """The buffers of a model in a step."""
 
     def __init__(
         self, module: nn.Module, on_local: Callable[[Place, Any, list[Any]], None]
@@ -337,10 +318,7 @@ class ModuleBuffers:
     # -- recomputation ------------------------------------------------------------------------
 
     def now(self, modules: Sequence[nn.Module]) -> Shown:
-        """Return what these modules' buffers are now, for :meth:`replayed`.
-
-        Code outside of the unit may write them later in the step.
-        """
+        """Return what these modules' buffers are now, for :meth:`replayed`."""
         if not modules or self._shown is None:
             return []
         entries = {id(e): e for module in modules for e in self._of_module.get(id(module), ())}

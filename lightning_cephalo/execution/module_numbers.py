@@ -1,16 +1,9 @@
 """Gives numbers that steps store on modules the values of one device, on all ranks.
 
-``self.seen += 1`` and ``self.mean = 0.9 * self.mean + 0.1 * float(loss)`` run once per microbatch,
-and not at all on a rank without samples. On one device they run once a step. So each microbatch
-starts from the step's values, as with buffers (``execution/combined_buffers.py``):
-
-====================================  ==============================================
-what microbatches leave               after the step, on all ranks
-====================================  ==============================================
-floats, tensors without a dimension   the mean over the samples of all ranks
-equal integers                        that value: a counter has counted one step
-integers that differ                  that of the rank's last microbatch; a warning
-====================================  ==============================================
+``self.seen += 1`` runs once per microbatch, and not at all on a rank without samples. So each
+microbatch starts from the step's values. After it all ranks have, of floats, the mean over samples,
+and of integers that are equal, that value: a counter has counted one step. Of other integers each
+rank keeps that of its last microbatch, with a warning.
 """
 
 from __future__ import annotations
@@ -41,10 +34,7 @@ class ModuleNumbers:
         self._told: set[str] = set()
 
     def combine(self) -> None:
-        """Give all ranks the numbers that the step has stored on modules; collective.
-
-        All ranks call it if the step has stored numbers on any of them.
-        """
+        """Give all ranks the numbers that the step has stored on modules; collective."""
         own, tensors = self._state.numbers()
         said = self._control.gather((own, self._state.differing))
         rows = [of_rank for of_rank, _ in said]
@@ -81,10 +71,7 @@ def different_integers(rows: Sequence[Mapping[str, Row]]) -> set[str]:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a plain Python number.
-
-    Flags are not: with one, code that shall run once (hooks that it installs) says that it has.
-    """
+    """Whether a value is a plain number; flags, which say that code has run, are not."""
     return type(value) in (int, float)
 
 
@@ -94,13 +81,7 @@ def is_scalar(value: Any) -> bool:
 
 
 def mean_number(values: Sequence[Any], weights: Sequence[float]) -> Any:
-    """Return the weighted mean of numbers of which one is a float; the last one of others.
-
-    ::
-
-        mean_number([1.0, 2.0], [3, 1])    # 1.25
-        mean_number([4, 4], [3, 1])        # 4
-    """
+    """Return the weighted mean of numbers of which one is a float; the last one of others."""
     if all(value == values[0] for value in values) or float not in map(type, values):
         return values[-1]
     pairs = zip(values, weights, strict=True)

@@ -1,23 +1,11 @@
 """Gives each microbatch its own values of the tensors that the user's code stores on modules.
 
-``self.hidden = h.detach()`` in ``training_step`` belongs to the samples of one microbatch. The
-microbatches of a step run in turns, so that one would read the value of another: within a step, if
-a unit lies between the write and the read, and in the next step. On one device the value belongs to
-the whole batch. Here each microbatch finds what it has stored itself, in this step or in the last
-one; its samples keep their places in the batch. Between steps the module shows the value of all
-samples of this rank, joined along the dimension that follows the number of samples.
+The microbatches of a step run in turns, so that one would read what another has stored. Here each
+finds what it has stored itself, in this step or in the last one. Between steps the module shows the
+values of all samples of this rank, joined along the dimension that follows the number of samples.
 
-::
-
-    step 1   microbatch 0 (3 samples) stores h [2, 3, 8],  microbatch 1 (2 samples) stores [2, 2, 8]
-    between  module.hidden is [2, 5, 8]
-    step 2   microbatch 0 finds its [2, 3, 8],             microbatch 1 its [2, 2, 8]
-
-Numbers become those of the whole step, on all ranks: ``execution/module_numbers.py``. Any other
-value is the last microbatch's. Values that are changed in place (lists that grow, metrics) are
-shared by all microbatches, unless the step has made them: ``self.taken = []``. If they hold rows of
-samples a warning names them: ``execution/shared_values.py``. Buffers belong to the whole model:
-``execution/module_buffers.py``, except for those whose shape changes.
+Numbers become those of the whole step, on all ranks: ``module_numbers.py``. Any other value is the
+last microbatch's. Values that are changed in place are shared: ``shared_values.py`` warns of rows.
 """
 
 from __future__ import annotations
@@ -117,19 +105,7 @@ class _Before:
 
 
 class ModuleState:
-    """The tensors that microbatches store on the modules of a model.
-
-    ::
-
-        state.begin([3, 2])        # samples of this rank's microbatches
-        state.resume(0)            # microbatch 0 finds its own values
-        ...                        # it runs until it parks
-        state.pause(0)
-        ...
-        state.finish()             # the module shows the values of all samples
-        ...                        # the backward
-        state.show_gradients()     # and the gradients that these retain
-    """
+    """The tensors that microbatches store on the modules of a model."""
 
     def __init__(self, module: nn.Module, several_ranks: bool = False) -> None:
         self.keeps_start = self.is_used = False

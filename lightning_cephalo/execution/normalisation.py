@@ -1,16 +1,14 @@
 """Normalises by the statistics of the global batch, in the middle of a unit.
 
 [Note: meetings]
-A layer of synchronised batch normalisation needs the mean and variance of all samples of the step.
-So every microbatch of every rank stops there, and they add up what they know::
+At a layer of synchronised batch normalisation all microbatches of all ranks stop, and add up::
 
     forward    each: count, mean, squared deviations of its samples  ->  mean, variance of all
     backward   each: sum of g, sum of g x normalised values          ->  sums of all
 
-Autograd's graph is cut there like at a unit. The layer then is an affine function of its input, as
-in evaluation mode. Its own gradients of weight and bias are the two sums that the backward needs:
-the gradient of the input has one part that goes straight through, and one that goes through the
-statistics to all samples. A sample without weight in the loss gets the second part too.
+Autograd's graph is cut there. The layer then is an affine function of its input: its gradients of
+weight and bias are the two sums. The gradient of the input has a part that goes straight through,
+and one that goes through the statistics to all samples, also those without weight in the loss.
 
 Statistics travel in double precision, as the mean of unequal parts is a difference of sums.
 """
@@ -99,15 +97,10 @@ class Meeting:
     """One microbatch at one layer, in one step.
 
     Attributes:
-        norm: The layer.
-        position: Its position in the order of visits.
-        statistics: Those of the global batch.
-        record: What its microbatch retains of the unit whose code has called the layer; None: code
-            between units has.
-        random: The random number generators behind it, for recomputation.
+        record: What its microbatch retains of the unit around the layer; None: there is none.
         source: The leaf of the input where the graph is cut; None: no backward passes.
         own: Leaves of this layer: its input, weight and bias.
-        parameters: The parameters that weight and bias belong to, if they are trained.
+        parameters: The trained parameters, each with its leaf.
     """
 
     norm: nn.SyncBatchNorm
@@ -153,10 +146,7 @@ class Meeting:
         )
 
     def sums(self) -> Tensor | None:
-        """Return the sums of the gradients and of their products with the normalised values.
-
-        None if no gradient has come.
-        """
+        """Return the sums of gradients and of their products with normalised values; None: none."""
         if self.own is None or self.own[1].grad is None or self.own[2].grad is None:
             return None
         return torch.cat([self.own[2].grad, self.own[1].grad]).to(torch.float64)

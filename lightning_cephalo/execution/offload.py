@@ -1,13 +1,8 @@
 """Holds boundary activations in host memory from a unit's forward to its backward.
 
-A unit's inputs are retained for every microbatch until the unit's backward. For a large model they
-take a gigabyte per microbatch (docs/design/step.md).
-
 An input is copied out when its microbatch has gone on to the next unit. It is prefetched after the
-backward of the unit two visits later, so that the device holds the inputs of two visits.
-
-Host memory is allocated once, pinned where copies need that, and reused from its beginning in every
-step. Bytes are copied unchanged: results stay the same to the last bit.
+backward of the unit two visits later, so that the device holds the inputs of two visits. Host
+memory is allocated once, and reused from its beginning in every step.
 """
 
 from __future__ import annotations
@@ -55,11 +50,8 @@ class OffloadedTensor:
 class HostArena:
     """Copies leaves to the host and back.
 
-    Args:
-        accelerator: This rank's device. If it pins host memory, the arena allocates and keeps
-            pieces of powers of two: torch rounds up to such sizes and takes nothing back
-            (pytorch#95823). One piece of 33 GiB would take 64 GiB of the host.
-        capacity_bytes: Upper limit of the bytes to use.
+    If the device pins, it keeps pieces of powers of two: torch rounds up to such sizes and takes
+    nothing back (pytorch#95823). One piece of 33 GiB would take 64 GiB of the host.
     """
 
     def __init__(self, accelerator: Accelerator, capacity_bytes: float) -> None:
@@ -80,11 +72,7 @@ class HostArena:
         return sum(chunk.numel() for chunk in self._chunks)
 
     def reserve(self, nbytes: int) -> None:
-        """Allocate ``nbytes`` in place of the earlier allocation.
-
-        Raises:
-            HostMemoryError: If that exceeds the capacity, or the host lacks the memory.
-        """
+        """Allocate ``nbytes`` in place of the earlier allocation."""
         self._chunks = []
         for piece in powers_of_two(nbytes) if self._by_powers_of_two else [nbytes]:
             if piece:
@@ -101,11 +89,7 @@ class HostArena:
             self.reserve(self.most_bytes)
 
     def offload(self, leaf: Tensor) -> OffloadedTensor | None:
-        """Copy a leaf's values to the host and release its memory; None if it must stay as it is.
-
-        Raises:
-            HostMemoryError: If the host has no memory for it.
-        """
+        """Copy a leaf's values to the host and release its memory; None if it must stay."""
         values = leaf.detach()
         if not is_plain(values) or not values.numel():
             return None

@@ -1,8 +1,6 @@
 """Finds one order of visits for microbatches that visit different units.
 
-Layers are dropped at random, a step leaves early, or the data choose a branch. Then one order is
-made that contains those of all microbatches. A microbatch passes the visits that it wants and waits
-at the others, which stay empty for it::
+It contains the orders of all; a microbatch waits at the visits that it does not make::
 
     microbatch 0   1 2   4
     microbatch 1   1   3 4
@@ -26,14 +24,6 @@ class Choice:
 
     The earliest one in the known order comes first. A visit that the order lacks comes before the
     first one of a later unit. Each chosen visit brings a microbatch ahead, so this always ends.
-
-    ::
-
-        choice = Choice([Visit(1), Visit(2), Visit(4)])
-        choice.next([Visit(4), Visit(3)])    # Visit(3): its place is before unit 4
-
-    Args:
-        known: The known order; empty: that of the units.
     """
 
     def __init__(self, known: Sequence[Visit]) -> None:
@@ -66,10 +56,9 @@ class Choice:
 
 
 def merged(orders: Iterable[Sequence[Visit]]) -> tuple[Visit, ...]:
-    """Return one order that contains every given one, each with gaps.
+    """Return one order that contains every given one, each with gaps: a common supersequence.
 
-    The first two are merged into their shortest common supersequence, the result with the third,
-    and so on. Of two visits that may come in either order, the one of the earlier unit comes first.
+    Of two visits that may come in either order, the one of the earlier unit comes first.
     """
     result: tuple[Visit, ...] = ()
     for order in orders:

@@ -1,18 +1,15 @@
 """Losses over the whole global batch, such as contrastive ones, which are no mean over samples.
 
 [Note: losses over the batch]
-Each microbatch parks where it calls :func:`loss_over_batch`. When all microbatches of all ranks
-have come, the ranks exchange the rows of their tensors. Every rank computes the loss of all rows
-and its gradients, without the graphs of the rows. Each microbatch then goes on with a loss whose
-graph carries the gradients of its own rows.
+Each microbatch parks where it calls :func:`loss_over_batch`. Then the ranks exchange the rows of
+their tensors. Every rank computes the loss of all rows and its gradients, without the graphs of the
+rows. Each microbatch goes on with a loss whose graph carries the gradients of its own rows.
 
 A step divides each microbatch's gradients by the total weight and multiplies them by its own. So a
-microbatch carries its rows' gradients times ``total / own``. The gradients of parameters that the
-function uses (a temperature) are equal on all ranks: the first microbatch of each rank carries its
-part of them.
+microbatch carries its rows' gradients times ``total / own``. Gradients of parameters that the
+function uses are equal on all ranks: the first microbatch of each rank carries its part of them.
 
-This is the gradient cache of Gao et al. 2021 (arXiv 2101.06983). Layered accumulation makes it free
-of its second forward: the graphs of all microbatches are there anyway.
+This is the gradient cache of Gao et al. 2021 (arXiv 2101.06983), without its second forward.
 """
 
 from __future__ import annotations

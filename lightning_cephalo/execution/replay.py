@@ -36,10 +36,7 @@ def _readers(device_types: tuple[str, ...]) -> tuple[Callable[[], Any], ...]:
 
 
 class ThreadState:
-    """Modes that torch keeps per thread, not per greenlet.
-
-    Microbatches share a thread. Each one must resume with the modes that it had when it parked.
-    """
+    """Modes that torch keeps per thread, not per greenlet; each microbatch has its own."""
 
     __slots__ = ("_device_types", "_readers", "_values", "autocast_cache")
 
@@ -126,8 +123,7 @@ class _SavedBuffer:
 class ChangingBuffers:
     """Tracks the buffers that a unit's forward changes (running statistics, counters).
 
-    Recomputation must start from the buffer values of the first forward. It must not count a
-    microbatch twice.
+    Recomputation starts from the values of the first forward, and counts no microbatch twice.
     """
 
     def __init__(self, module: nn.Module) -> None:

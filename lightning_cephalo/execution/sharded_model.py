@@ -38,10 +38,7 @@ from lightning_cephalo.sharding.unit import Unit
 
 @dataclass(frozen=True)
 class UnitOptions:
-    """Options that choose the units of a model.
-
-    See :func:`~lightning_cephalo.sharding.discovery.find_units`.
-    """
+    """Options that choose the units of a model; see ``find_units``."""
 
     types: tuple[type[nn.Module] | str, ...] | None = None
     names: tuple[str, ...] | None = None
@@ -65,22 +62,15 @@ class ShardedModel:
 
     Args:
         module: The model; every rank gets rank 0's values. Parameters may be on the meta device.
-        groups: Process groups.
-        accelerator: This rank's device.
         fractions: Each rank's share of the state; or a function that returns them, given the units.
-        units: Options that choose the units.
         compute_dtype: Dtype of gathered floating-point parameters (None: their own).
-        recompute: Whether the backward recomputes units.
         reduce_dtype: Dtype that gradients travel in (None: their own).
         state_groups: Hybrid sharding: the group of every rank; each holds the whole state. Empty:
             all ranks hold it together.
 
     Attributes:
-        state_groups: The group of every rank, as given.
         members: The ranks of each group; one group of all without hybrid sharding.
         place: This rank's number among those that hold the state together.
-        padding: Whether nearly equal slices are padded.
-        routing: The way that slices take.
         stage: Moves device tensors over backends that run on the host; None: not needed.
         meet: Waits until all ranks have come to communicate outside of a step.
     """
@@ -196,11 +186,7 @@ class ShardedModel:
         return [flat for unit in self.units for flat in unit.flats]
 
     def flats_of(self, unit: int) -> list[Flat]:
-        """Return the flats that move with a unit in training steps.
-
-        Args:
-            unit: Its number in programs, or that of an end of the root unit.
-        """
+        """Return the flats that move with a unit, or with an end of the root unit, in training."""
         root = self.units[ROOT]
         if unit < ROOT:
             return root.ends[unit].flats
@@ -238,10 +224,9 @@ class ShardedModel:
     def gathered_bytes(self) -> int:
         """Bytes of full buffers at the peak of a step, on every rank.
 
-        Parameters: the root unit and the two largest others (one in use, one being gathered).
-        Gradients: the root unit and two others (one accumulating, one being reduced), by node the
-        summands of one, and what is sent of one if it is rounded for that. Where the ends of the
-        root unit are apart, only one of them is there at a time.
+        Parameters: the root unit and two others (one in use, one being gathered). Gradients: the
+        root unit and two others (one accumulating, one being reduced), and copies for rounding or
+        by node. Of ends that are apart, only one is there at a time.
         """
         return self.gathered_parameter_bytes + self.gathered_gradient_bytes
 
@@ -275,10 +260,7 @@ class ShardedModel:
 
     @property
     def unresharded_bytes(self) -> int:
-        """Bytes of full parameters in addition to :attr:`gathered_parameter_bytes`.
-
-        They count where units stay gathered from forward to backward.
-        """
+        """Bytes of full parameters in addition, where units stay gathered until the backward."""
         return sum(unit.full_bytes for unit in self.units) - self.gathered_parameter_bytes
 
     @property
@@ -291,11 +273,7 @@ class ShardedModel:
         return self._buffers_at_peak()[1] + summands + sent
 
     def padded_bytes(self) -> PaddedBytes:
-        """Return the bytes of the buffers in which even shares travel padded.
-
-        They are zero where the backend has no use for padding, or all slices of even shares are
-        equal, or padding would add too much.
-        """
+        """Return the bytes of the buffers in which even shares travel padded; 0 if they do not."""
         world_size = len(self.fractions)
         if not self.backend.runs_on_device or world_size == 1:
             return PaddedBytes(0, 0)
@@ -334,11 +312,8 @@ class ShardedModel:
     ) -> None:
         """Move the shards to other fractions between two steps, in place; collective.
 
-        The sharded parameters stay the same objects; their gradients are forgotten.
-
-        Args:
-            fractions: Each rank's share of the state.
-            columns_of: Returns what has the rows of a flat's parameters and moves with them.
+        The sharded parameters stay the same objects; their gradients are forgotten. ``columns_of``
+        returns what has the rows of a flat's parameters and moves with them.
         """
         self.release_buffers()
         self.fractions = tuple(fractions)
@@ -352,10 +327,6 @@ class ShardedModel:
         """Return the bytes that this rank needs in addition to move its rows.
 
         These are what its share grows by, and the copies of one flat, as flats move one by one.
-
-        Args:
-            fractions: Each rank's share of the state after it.
-            columns_of: As for :meth:`change_fractions`.
         """
         divider, rank = self._divider(fractions), self.place
         grows, copies = 0, [0]
@@ -417,22 +388,14 @@ def _slot(flat: Flat, divider: Divider) -> int | None:
 
 
 def _lent_bytes(bytes_of_units: Sequence[Sequence[int]], at_once: int) -> int:
-    """Return the bytes of a pool that serves this many units at the same time.
-
-    Buffers of a pool grow to the largest size that is asked for.
-    """
+    """Return the bytes of a pool whose buffers have grown to the largest size that is asked for."""
     largest = max((size for unit in bytes_of_units for size in unit), default=0)
     counts = sorted((len(unit) for unit in bytes_of_units), reverse=True)
     return largest * sum(counts[:at_once])
 
 
 def to_full(value: Tensor, wanted: bool) -> Tensor | None:
-    """Return the full tensor of a DTensor on the CPU; collective.
-
-    Args:
-        value: A DTensor, or a plain tensor that every rank holds.
-        wanted: Whether this rank gets the result; other ranks take part and get None.
-    """
+    """Return the full tensor of a DTensor on the CPU, if it is ``wanted`` here; collective."""
     if isinstance(value, DTensor):
         with torch.no_grad():
             full = whole_of(value)

@@ -1,12 +1,8 @@
 """Finds rows and numbers in what ``training_step`` changes in place, which microbatches share.
 
-``self.cache["h"] = h.detach()`` and ``self.recent.append(h)`` change an object that all
-microbatches have. Each then finds what another one has stored, where one device finds the rows of
-its batch. What a step assigns (``self.cache = {**self.cache, "h": h}``) does not have this fault
-(``execution/module_state.py``); an object of the user's has it even then.
-
-``self.losses.append(loss.detach())`` adds a number for each microbatch of the rank, where one
-device adds one of the whole batch.
+``self.cache["h"] = h.detach()`` changes an object that all microbatches have: each finds the rows
+of another one. ``self.losses.append(loss.detach())`` adds a number for each microbatch, where one
+device adds one of the whole batch. What a step assigns does not have this fault.
 """
 
 from __future__ import annotations
@@ -48,14 +44,7 @@ class _Before:
 
 
 class SharedValues:
-    """Warns of containers and objects on modules that steps fill with rows of samples or numbers.
-
-    ::
-
-        shared.begin(places, paths, 2)      # a step with two microbatches
-        ...
-        shared.finish([3, 2])               # may warn, once for each name
-    """
+    """Warns of containers and objects on modules that steps fill with rows or numbers."""
 
     def __init__(self, several_ranks: bool) -> None:
         self._several_ranks, self._finds_numbers = several_ranks, False

@@ -1,18 +1,13 @@
 """Runs the instructions of optimizer state that lives in host memory.
 
 [Note: state in host memory]
-A unit's state is where its :class:`~lightning_cephalo.plan.state_homes.StateHome` says. Streamed
-state is copied to one of two staging buffers on the device, the device updates, and the state is
-copied back. Where the host updates, gradients are copied to it, one thread updates rows of
-parameters there, and the new rows are copied to the device.
+Streamed state is copied to a staging buffer on the device, which updates, and is copied back. Where
+the host updates, gradients are copied to it, and the new rows to the device.
 
 Updates follow a unit's reduce where early updates are exact. The others come with the optimizer's
-own ``step``: when gradients are final and clipped, before it updates all that is on the device.
-What the host updates is awaited when ``step`` ends.
-
-Late updates wait for the norm by which gradients are clipped. Gradients that the host will use need
-not: they leave the device behind their unit's reduce, where nobody else reads gradients. Their part
-of the norm is computed before. The host multiplies them by the factor.
+own ``step``, when gradients are final and clipped. Gradients that the host will use leave the
+device behind their unit's reduce all the same: their part of the norm is computed before, and the
+host multiplies them by the factor.
 """
 
 from __future__ import annotations
@@ -37,10 +32,7 @@ class StateMover(Protocol):
         """Update a unit's parameters by the gradients that they hold."""
 
     def send_gradients(self, parameters: Sequence[nn.Parameter]) -> list[SentGradient | None]:
-        """Start to copy gradients to the host, which will use them; None: there is none.
-
-        The host may begin to update, as if nothing will be clipped.
-        """
+        """Start to copy gradients to the host, which may begin to update; None: there is none."""
 
     def forget_sent(self) -> None:
         """Forget gradients that have left, in a step that is repeated."""
@@ -56,10 +48,7 @@ class StateMover(Protocol):
 
 
 class StateMoves:
-    """Where the optimizer state of a model's units lives, and what moves it.
-
-    See [Note: state in host memory].
-    """
+    """Where the optimizer state of units lives; see [Note: state in host memory]."""
 
     def __init__(self) -> None:
         self.mover: StateMover | None = None

@@ -18,13 +18,11 @@ class MicrobatchCall:
     """The functions with which the executor runs one microbatch.
 
     Attributes:
-        step: Calls the user's step.
         weight_of: Maps the step's return value to ``(loss, weight)``. The microbatch's share of
             the gradient is ``weight / total weight of all ranks``. A weight that is a tensor on the
-            device is read when the device has more work to do. None: the step has no loss, and no
-            share.
-        on_resume: Called each time before the step resumes; None: nothing is.
-        on_pause: Called each time after the step has parked or returned; likewise.
+            device is read when the device has more work to do. None: the step has no loss.
+        on_resume: Called each time before the step resumes.
+        on_pause: Called each time after the step has parked or returned.
         samples: Number of its samples; 0 if it is unknown.
     """
 
@@ -37,13 +35,9 @@ class MicrobatchCall:
 
 @dataclass(frozen=True)
 class ForwardOutcome:
-    """Results of the forward of one step.
+    """Results of the forward of one step: results and weights of this rank, notes of every rank.
 
     Attributes:
-        results: Return value of each of this rank's microbatches.
-        weights: Weights of these microbatches.
-        total_weight: Sum of the weights of all microbatches of all ranks.
-        notes: The numbers that ``note`` returned on every rank.
         losses: Number of microbatches with a loss on every rank.
         skipped: Number of microbatches without a loss, on all ranks.
     """

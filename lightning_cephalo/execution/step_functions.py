@@ -61,8 +61,7 @@ class StepFunctions(TorchFunctionMode):
     def _with_root(self, func: Any, args: Any) -> Any:
         """Return arguments with gathered parameters of the root unit in place of their shards.
 
-        Code without gradients reads and writes shards: an average of weights, for example. A
-        parameter without dimensions is the same as a shard and gathered.
+        Code without gradients reads and writes shards: an average of weights, for example.
         """
         leaves = [each for arg in args for each in _listed(arg)]
         with_gradients = torch.is_grad_enabled()
@@ -98,9 +97,8 @@ class StepFunctions(TorchFunctionMode):
     def suspended(self) -> Iterator[None]:
         """Do nothing in a ``with`` block, for code that is not the user's.
 
-        Private API: torch has no public way to leave a mode in the middle of its block. Functions
-        are faster without it, and ``torch.compile`` need not trace it. If the user's code has
-        entered a mode of its own (``with torch.device(...)``), this one stays, and does nothing.
+        Private API: torch has no public way to leave a mode in the middle of its block. If the
+        user's code has entered a mode of its own (``with torch.device(...)``), this one stays.
         """
         is_innermost = _get_current_function_mode() is self
         before, self._is_suspended = self._is_suspended, True

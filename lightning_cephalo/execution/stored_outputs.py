@@ -1,14 +1,11 @@
 """Tensors that the code of a unit stores on its modules, such as auxiliary losses.
 
-``self.balance = probabilities.square().mean()`` in a unit's forward is read by ``training_step``
-behind it, and added to the loss. The tensor leaves the unit beside its outputs, so it becomes one:
-the attribute shows a stand-in for a leaf, whose gradient goes into the unit's graph. Containers
-that the forward makes anew count with all tensors in them.
+Such a tensor leaves the unit beside its outputs, so it becomes one: the attribute shows a stand-in
+for a leaf, whose gradient goes into the unit's graph.
 
 A step that looks for tensors that leave units (``Boundaries.refuse_leaks``) learns the attributes,
-and which of them hold a graph: with recomputation later steps have none. Later steps look at those
-that may come to hold a tensor, and at new ones. What a unit adds to a container in place, or stores
-on anything but its modules, is refused where steps look.
+and which of them hold a graph: with recomputation later steps have none. Later steps look only at
+those that may come to hold a tensor, and at new ones.
 """
 
 from __future__ import annotations
@@ -115,15 +112,7 @@ class _Attributes:
 
 
 class StoredOutputs:
-    """The attributes in which the units of a model store tensors with a graph.
-
-    ::
-
-        before = stored.before(unit, searches=True)
-        body(x)
-        for place in stored.written(unit, before, has_graph=True, searches=True):
-            place.show([stand_in_of(value) for value in place.values()])
-    """
+    """The attributes in which the units of a model store tensors with a graph."""
 
     def __init__(self, units: Iterable[Iterable[nn.Module]]) -> None:
         self._of = [_Attributes([vars(each) for each in of if may_store(each)]) for of in units]

@@ -1,8 +1,7 @@
 """Hooks of tensors between units, and what refuses gradients that lack a part.
 
-Users get a stand-in for a unit's output. Their hooks belong to it, or to its node. Units pass
-gradients from leaf to leaf, so an output with hooks is cut once more by ``boundaries.py``: its
-gradient then passes that node. Hooks that would miss a gradient, or see it in parts, are refused.
+Users get a stand-in for a unit's output, to which their hooks belong. Units pass gradients from
+leaf to leaf, so ``boundaries.py`` cuts an output with hooks once more: its gradient then passes it.
 """
 
 from __future__ import annotations
@@ -39,12 +38,7 @@ def gradient_through_units() -> UnitUseError:
 
 @dataclass(eq=False)
 class Owner:
-    """The microbatch that leaves belong to.
-
-    Attributes:
-        runs: Whether its user's code is running, and not a backward of this package.
-        backwards: Number of its losses whose backward has begun.
-    """
+    """The microbatch of leaves; ``runs`` while its user's code runs, and no backward of ours."""
 
     runs: bool = False
     backwards: int = 0
@@ -71,11 +65,7 @@ def count_of_users(hooks: dict[Any, Any] | None) -> int:
 
 
 def refuse_hooks_inside(inputs: Sequence[Any]) -> None:
-    """Raise UnitUseError if the code of a unit has registered a hook on an argument of it.
-
-    One device would show it the gradient of all uses, also those outside of the unit. If the unit
-    is recomputed, the hook would also be called twice.
-    """
+    """Raise if the code of a unit has hooked an argument: it would miss gradients of other uses."""
     for value in inputs:
         hooks = value._backward_hooks if isinstance(value, Tensor) else None
         if hooks and count_of_users(hooks):

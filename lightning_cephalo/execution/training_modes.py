@@ -1,9 +1,7 @@
 """Keeps modules in the mode, training or evaluation, in which the user's code has called them.
 
-``module.eval()`` inside of ``training_step`` changes a module that all microbatches of a rank
-share, and that the backward computes again. So each microbatch finds all modules as it has left
-them itself. A unit computes in the modes that it had when it was called, also when it is computed
-again: the code may have switched it in between.
+Each microbatch finds all modules as it has left them itself. A unit that is computed again does so
+in the modes that it had before: the code may have switched it in between.
 """
 
 from __future__ import annotations

@@ -48,18 +48,7 @@ def _containers(names: dict[str, Any]) -> list[Any]:
 
 
 class UndoneStep:
-    """What a step finds on the modules, so that it can be undone.
-
-    ::
-
-        undo = UndoneStep(places, attributes)     # before the forward
-        undo.finish()                             # behind it
-        undo.put_back(attributes)
-
-    Args:
-        places: The attributes of each module that may store something.
-        attributes: Those of which each microbatch has its own value.
-    """
+    """What a step finds on the modules, so that it can be undone."""
 
     def __init__(
         self, places: Sequence[dict[str, Any]], attributes: Iterable[StoredAttribute]
@@ -80,11 +69,7 @@ class UndoneStep:
         ]
 
     def put_back(self, attributes: Iterable[StoredAttribute]) -> None:
-        """Undo what the forward has stored.
-
-        Args:
-            attributes: Those of which each microbatch has its own value, new ones included.
-        """
+        """Undo what the forward has stored; ``attributes`` have a value for each microbatch."""
         for one in attributes:
             new: tuple[Any, ...] = (one.first, [], [], (), MISSING, ())
             value, one.firsts, one.values, one.sizes, one.shown, one.versions = self._known.get(

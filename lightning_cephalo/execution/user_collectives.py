@@ -23,22 +23,9 @@ _BETWEEN_TWO = {"send", "recv_", "recv_any_source_", "check_for_nan"}
 class UserCollectives:
     """Reports each collective that the user's code starts, before it runs.
 
-    ::
-
-        collectives = UserCollectives(report)
-        with collectives.watched():
-            dist.all_reduce(loss)      # report("allreduce", True)
-            dist.send(loss, 1)         # report("send", False)
-        collectives.close()
-
-    torch's dispatcher calls it for collectives only: other operators take no time. Collectives
-    outside of ``watched()`` and of other threads run as they are.
-
-    Private API: the key and its removal from a set of keys.
-
-    Args:
-        report: Called with the name of the collective, and whether all ranks take part; may raise.
-            Its own collectives run as they are.
+    ``report`` gets the name of the collective, and whether all ranks take part. It may raise; its
+    own collectives run as they are. torch's dispatcher calls it for collectives only: other
+    operators take no time. Private API: the key and its removal from a set of keys.
     """
 
     def __init__(self, report: Callable[[str, bool], None]) -> None:
@@ -88,10 +75,7 @@ def _run(watch: _Watch, operator: Any, place: int, keys: Any, *args: Any, **kwar
 
 @cache
 def _collectives() -> tuple[tuple[Any, int], ...]:
-    """Return the operators of torch.distributed, and which argument of each is the group.
-
-    torch has thousands of operators: one search (12 ms) serves a process.
-    """
+    """Return the operators of torch.distributed, and which argument of each is the group."""
     found = [name.split("::") for name in torch._C._dispatch_get_all_op_names()]
     names = {name.split(".")[0] for space, name in found if space == "c10d"}
     packets = [getattr(torch.ops.c10d, name) for name in names]

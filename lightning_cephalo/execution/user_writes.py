@@ -1,8 +1,7 @@
 """Refuses writes of the user's code to parameters, before anything is lost.
 
-``training_step`` runs once per microbatch, and not on a rank without samples. Each unit is a copy
-at one time of the step and rows at another. A write there cannot have the effect that it has on one
-device: once a step, on the whole parameter. `sharding/write_guard.py` makes such writes visible.
+Each unit is a copy at one time of the step and rows at another, so that a write there cannot have
+its effect once a step, on the whole parameter. `sharding/write_guard.py` makes it visible.
 """
 
 from __future__ import annotations
@@ -20,24 +19,14 @@ _SHARDED = "while sharded: each rank holds some rows"
 
 
 class UserWrites:
-    """Finds writes to the parameters of a model.
-
-    ::
-
-        with writes.locked():              # sharded parameters cannot be used at all
-            ...                            # microbatches run
-        writes.check("training_step")      # gathered ones must be unchanged
-    """
+    """Finds writes to the parameters of a model."""
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = list(units)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Refuse all use of sharded parameters in a ``with`` block.
-
-        A gathered parameter shows its copy instead, which can be used.
-        """
+        """Refuse all use of sharded parameters in a ``with`` block; copies can be used."""
         for unit in self._units:
             unit.lock()
         try:

@@ -73,10 +73,7 @@ class UnitRecord:
 
 
 class VisitRecords(list["UnitRecord | Meeting | None"]):
-    """The records of one microbatch: one place for each visit, also for those that others make.
-
-    None: the visit retains nothing.
-    """
+    """One record for each visit, also of other microbatches; None: the visit retains nothing."""
 
     def __init__(self) -> None:
         super().__init__()

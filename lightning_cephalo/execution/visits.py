@@ -1,26 +1,14 @@
 """Traces the order in which microbatches visit units, then replays it.
 
-::
+While a step is traced, all ranks exchange the positions of their microbatches before each visit,
+and gather the unit that comes first among the requested ones. From the next step on the order is
+known, and a program is compiled from it.
 
-    TRACING --- all ranks reach the end ---> REPLAYING
-       ^                                        |
-       +--- a microbatch wants another visit ---+
+While a step is replayed, a microbatch lets visits pass that it does not make. If it has visits left
+at the end of the order, all ranks trace the rest of the step, and the known order takes in what
+every microbatch has visited (``orders.py``). A visit that nobody makes for some steps is dropped.
 
-While a step is traced, all ranks exchange the positions of their microbatches before each visit.
-Then they gather the unit that comes first among the requested ones; nothing is prefetched.
-Microbatches that want another one wait. From the next step on the order is known, and a program is
-compiled from it.
-
-While a step is replayed, a microbatch lets visits pass that it does not make. So an order that
-contains the visits of all microbatches costs no exchange, whatever each of them skips. If a
-microbatch has visits left at the end of the order, all ranks trace the rest of the step. The known
-order then takes in what every microbatch has visited (``execution/orders.py``).
-
-Visits that no microbatch of any rank has made are left out of the backward. If nobody makes a visit
-for some steps, the known order drops it.
-
-Orders are stored per set of trainable units: freezing a unit changes which units are reduced, not
-the user's code.
+Orders are stored per set of trainable units: freezing a unit changes which units are reduced.
 """
 
 from __future__ import annotations
@@ -56,12 +44,7 @@ _PROGRAMS = 128
 def where(
     *, failed: bool, parked: Sequence[Visit | None], choice: Choice
 ) -> tuple[float, float, float, float]:
-    """Return this rank's position for an exchange.
-
-    It is the unit or a code (``NO_DATA``, ``FINISHED``, ``FAILED``); whether the visit is
-    differentiable; the visit's meeting; and whether the microbatches of this rank are at different
-    places.
-    """
+    """Return this rank's unit or code, differentiable, meeting; and whether it has others."""
     if failed:
         return FAILED, 0.0, 0.0, 0.0
     if not parked:

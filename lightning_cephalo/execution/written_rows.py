@@ -1,7 +1,7 @@
 """Puts back the rows of parameters that a measured step has written.
 
 Steps that optimize manually write to parameters between their uses: they clamp the weights of a
-critic, or move a target. While ranks are measured, nothing of that may stay.
+critic, or move a target.
 """
 
 from __future__ import annotations
@@ -44,14 +44,7 @@ def _memory_of(tensor: Tensor) -> Tensor:
 
 
 class WrittenRows:
-    """Puts back the rows of parameters that torch functions write.
-
-    ::
-
-        written.before(Tensor.clamp_, (weight.data, -0.1, 0.1), {})
-        weight.data.clamp_(-0.1, 0.1)
-        written.put_back()
-    """
+    """Puts back the rows of parameters that torch functions write."""
 
     def __init__(self, units: Sequence[Unit], accelerator: Accelerator) -> None:
         self._units, self._accelerator = units, accelerator
