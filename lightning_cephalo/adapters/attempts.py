@@ -15,19 +15,8 @@ from lightning_cephalo.data.containers import own_copy
 class Attempts:
     """A rank's batch, for each attempt at its step.
 
-    ::
-
-        attempts = Attempts(batch, may_repeat=True)
-        batch = attempts.next()
-        pieces = cut(batch)
-        refusal = attempts.cut_into(pieces)     # None in the first attempt
-
     Containers are those of before the step: code may pop labels. Tensors are the same ones, as a
     copy of each batch would cost memory in every step.
-
-    Args:
-        batch: The batch.
-        may_repeat: Whether a second attempt may come.
     """
 
     def __init__(self, batch: Any, *, may_repeat: bool) -> None:
@@ -44,11 +33,7 @@ class Attempts:
         return own_copy(self._before, with_arrays=False)
 
     def cut_into(self, pieces: Sequence[tuple[Any, int]]) -> UnsupportedError | None:
-        """Note what an attempt's microbatches are; return why it cannot run, if it cannot.
-
-        Args:
-            pieces: The microbatches, each with its number of samples.
-        """
+        """Note what an attempt's microbatches are; return why it cannot run, if it cannot."""
         written = [part for part, version in self._parts if part._version != version]
         if written:
             shapes = sorted({tuple(part.shape) for part in written})

@@ -45,10 +45,6 @@ class AveragedWeights:
 
     Creating it is collective; rank 0's values count, as for the module. The copies are those of the
     callbacks' ``setup``.
-
-    Args:
-        module: The sharded module.
-        callbacks: The Trainer's callbacks.
     """
 
     def __init__(self, module: nn.Module, callbacks: Sequence[Any]) -> None:

@@ -40,9 +40,6 @@ class SynchronisedLayers:
 
     This is ``Trainer(sync_batchnorm=True)``. Lightning's own plugin makes other layers at the end,
     all of them in training mode.
-
-    Args:
-        module: The user's module.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -77,13 +74,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def warn_of_microbatches(module: nn.Module, plan: Plan, rank: int) -> None:
-    """Warn on rank 0 if batch normalisation sees parts of the global batch.
-
-    Args:
-        module: The user's module.
-        plan: The plan to train by.
-        rank: This rank.
-    """
+    """Warn on rank 0 if batch normalisation sees parts of the global batch."""
     names = batch_norms(module)
     sizes = [size for each in plan.ranks for size in each.microbatch_sizes]
     if rank or not names or len(sizes) < 2:

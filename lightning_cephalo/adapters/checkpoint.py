@@ -32,7 +32,6 @@ def full_state_dict(module: nn.Module, wanted: bool) -> dict[str, Any]:
     """Return ``module.state_dict()`` with full tensors; collective.
 
     Args:
-        module: The sharded model.
         wanted: Whether this rank wants the values (rank 0). Others get tensors on the meta device,
             so that hooks that rename or remove some run on every rank.
     """
@@ -144,8 +143,6 @@ def load_full_optimizer_state(
     """Load an optimizer state of full tensors; every rank has all of ``state``.
 
     Args:
-        optimizer: The optimizer.
-        state: The state dict.
         owned: The optimizer's updates on whole parameters; None: it updates rows.
         away: Which parameters have their state in host memory, where its rows are left.
     """
@@ -191,9 +188,7 @@ def whole_checkpoint(
     Callbacks and hooks put sharded tensors into it: averages of weights, masks.
 
     Args:
-        checkpoint: The checkpoint of this rank.
         wanted: Whether this rank wants the values (rank 0); others get an empty dict.
-        control: Messages between ranks.
 
     Raises:
         UnsupportedError: If ranks have put different sharded tensors into it.
@@ -228,9 +223,6 @@ def cut_earlier_state(
     Comes before :func:`shard_optimizer`, which communicates nothing.
 
     Args:
-        optimizers: All optimizers.
-        model: The sharded model.
-        control: Messages between ranks.
         away: Which parameters have their state in host memory: its rows never lie on the device.
 
     Raises:
@@ -265,11 +257,6 @@ def shard_optimizer(optimizer: Optimizer, model: ShardedModel, away: StateAway) 
 
     Its parameters are found by identity; state that it has made is cut like them. Parameters that
     are not the model's stay.
-
-    Args:
-        optimizer: The optimizer.
-        model: The sharded model.
-        away: Which parameters have their state in host memory.
     """
     found = {id(p): model.sharded_in_place_of(p) for p in _held_by(optimizer)}
     sharded = {key: parameter for key, parameter in found.items() if parameter is not None}
@@ -288,7 +275,6 @@ def release_optimizer(optimizer: Optimizer, plain: Mapping[int, Tensor], *, alon
     run or a checkpoint gathers.
 
     Args:
-        optimizer: The optimizer.
         plain: By id of a sharded parameter, the plain one in its place.
         alone: There is one rank, whose rows are the whole state: it becomes plain too.
     """

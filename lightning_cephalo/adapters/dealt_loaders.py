@@ -38,11 +38,7 @@ class Mark:
 
 
 class DealtLoaders:
-    """The training dataloaders of a running training.
-
-    Args:
-        trainer: The trainer that is fitting.
-    """
+    """The training dataloaders of a running training."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._combined: Any = trainer.fit_loop._combined_loader
@@ -51,15 +47,7 @@ class DealtLoaders:
         self._dealers = tuple(each for each in found if each is not None)
 
     def refuse_other_sizes(self, old: Plan, new: Plan) -> None:
-        """Raise if the loaders cannot deal the new plan's sizes.
-
-        Args:
-            old: The plan whose sizes they deal now.
-            new: The new plan.
-
-        Raises:
-            UnsupportedError: The message names the loader, and what may change.
-        """
+        """Raise if the loaders cannot deal the new plan's sizes."""
         batches = not _same_batches(old, new)
         for loader in self._loaders:
             apart = collating_apart(loader) is not None
@@ -74,15 +62,7 @@ class DealtLoaders:
                 )
 
     def refuse_other_microbatches(self, old: Plan, new: Plan) -> None:
-        """Raise if batches that are loaded cannot be cut in the new plan's microbatches.
-
-        Args:
-            old: The plan by which they were loaded.
-            new: A plan with the same batches.
-
-        Raises:
-            UnsupportedError: If microbatches were collated apart.
-        """
+        """Raise if batches that are loaded cannot be cut in the new plan's microbatches."""
         if not _same_parts(old, new) and any(map(collating_apart, self._loaders)):
             raise UnsupportedError(
                 "With collate_per_microbatch=True the microbatches of batches that are loaded stay"
@@ -122,10 +102,6 @@ class DealtLoaders:
     def first_free_step(self, trained: int, control: ControlGroup) -> float:
         """Return the first step of the epoch of which no rank has dealt anything; collective.
 
-        Args:
-            trained: Batches of this epoch that have begun to train.
-            control: Messages between ranks.
-
         Returns:
             The step; infinite if only the next epoch can be dealt otherwise.
         """
@@ -147,13 +123,7 @@ class DealtLoaders:
         return _same_batches(old, new) and (_same_parts(old, new) or not apart)
 
     def deal(self, plan: Plan, rank: int, from_step: float) -> None:
-        """Deal the sizes of a plan from a step on, and in all later epochs.
-
-        Args:
-            plan: The plan.
-            rank: This rank.
-            from_step: The step.
-        """
+        """Deal the sizes of a plan from a step on, and in all later epochs."""
         sizes, own = [each.batch_size for each in plan.ranks], plan.ranks[rank].microbatch_sizes
         for loader in self._loaders:
             dealer, collate = dealt_in(loader), collating_apart(loader)

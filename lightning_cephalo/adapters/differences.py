@@ -29,11 +29,7 @@ def warn_of_throughput(callbacks: Sequence[Any], plan: Plan) -> None:
 
 
 def warn_of_combined_evaluation(loader: Any) -> None:
-    """Warn if an evaluation leaves samples out, or repeats some, by the length of a rank's part.
-
-    Args:
-        loader: Lightning's CombinedLoader of the evaluation that begins.
-    """
+    """Warn if an evaluation leaves samples out, or repeats some, by the length of a rank's part."""
     mode = loader._mode
     if mode not in ("min_size", "max_size_cycle"):
         return
@@ -51,12 +47,7 @@ def warn_of_combined_evaluation(loader: Any) -> None:
 
 
 def warn_of_other_optimizers(saved: int, present: int) -> None:
-    """Warn if a checkpoint is of another number of optimizers; Lightning pairs those that it can.
-
-    Args:
-        saved: Number of optimizers whose state the checkpoint has.
-        present: Number of optimizers of this training.
-    """
+    """Warn if a checkpoint has another number of optimizers; Lightning pairs those that it can."""
     if saved != present:
         paired = min(saved, present)
         rank_zero_warn(

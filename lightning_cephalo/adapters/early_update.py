@@ -54,12 +54,7 @@ _KNOWN = ("lightning", "pytorch_lightning", "torch", "lightning_cephalo")
 
 
 def late_by_job(trainer: Trainer, module: LightningModule) -> str:
-    """Return why no step may update early, in a few words; empty: every step may.
-
-    Args:
-        trainer: The trainer that is fitting.
-        module: The user's module.
-    """
+    """Return why no step may update early, in a few words; empty: every step may."""
     if not module.automatic_optimization:
         return "manual optimization"
     for owner, hooks in (
@@ -175,12 +170,7 @@ def late_by_optimizer(optimizer: Optimizer) -> str:
 
 
 def gradients_leave(late: str, trainer: Trainer) -> bool:
-    """Return whether a run's gradients may leave for the host before updates that are late.
-
-    Args:
-        late: Why updates follow the backward.
-        trainer: The trainer that is fitting.
-    """
+    """Return whether a run's gradients may leave for the host before updates that are late."""
     return late == _CLIPS and trainer.accumulate_grad_batches == 1
 
 
@@ -188,11 +178,6 @@ def may_send_gradients(late: str, optimizer: Optimizer, trainer: Trainer) -> boo
     """Return whether gradients of a step may leave for the host before its late updates.
 
     Then nothing but the norm makes them late: nobody else reads gradients.
-
-    Args:
-        late: Why updates follow the backward.
-        optimizer: The optimizer of the step that begins.
-        trainer: The trainer that is fitting.
     """
     if torch.is_anomaly_enabled() or _late_by_trainer(trainer) != _CLIPS:
         return False
@@ -218,10 +203,7 @@ class EarlyUpdater:
     """Updates parameters of an optimizer one unit at a time.
 
     Args:
-        optimizer: An optimizer that :func:`late_by_optimizer` allows.
-        trainer: The trainer that is fitting.
         consequence: What a late step means for the run, for the warning.
-        moved: As the attribute.
 
     Attributes:
         moved: State that lives in host memory; None: all of it is on the device. Another plan may
@@ -245,11 +227,7 @@ class EarlyUpdater:
         self._clip: Any = None
 
     def look(self, optimizer: Optimizer) -> None:
-        """Look whether this step may update early; called before anything of the step.
-
-        Args:
-            optimizer: The optimizer whose step it is.
-        """
+        """Look whether this step may update early; called before anything of the step."""
         late = _late_by_trainer(self._trainer) or _late_by_hooks(self._optimizer)
         if optimizer is not self._optimizer:
             late = "another optimizer has taken the place of the first one"
@@ -306,11 +284,7 @@ class EarlyUpdater:
                 self._used[index] = kept_options(group)
 
     def check(self) -> None:
-        """Raise if code has changed in the backward what updates there had used before.
-
-        Raises:
-            UnsupportedError: The message names the option.
-        """
+        """Raise if code has changed in the backward what updates there had used before."""
         groups, what = self._optimizer.param_groups, ""
         for index, used in self._used.items():
             name = changed_option(groups[index], used) if index < len(groups) else "params"

@@ -36,18 +36,7 @@ _STOP_TOGETHER = (
 class Ending:
     """Knows whether the ranks of a run can still meet, and lets them end together.
 
-    ::
-
-        ending.begin(trainer)             # when Trainer.fit() begins
-        ending.connect(ranks, abort)      # when the ranks are connected
-        ending.meet("saving a checkpoint", "Call save_checkpoint() on every rank.")
-        ending.tell(error)                # in on_exception()
-
-    Args:
-        is_half_updated: Whether some units are updated and others are not.
-
     Attributes:
-        termination: Receives SIGTERM.
         failed_together: Whether the run has ended with an error that all ranks have raised at the
             same place, together or each by itself.
     """
@@ -81,7 +70,6 @@ class Ending:
         """Note that the ranks of the run are connected, and receive SIGTERM from now on.
 
         Args:
-            ranks: The connection to the other ranks.
             abort: Called when this rank fails alone, so that no other rank waits for it.
             watch: Ends waits of the device for ranks that are gone; None: it never waits long.
         """
@@ -116,11 +104,7 @@ class Ending:
             self._ranks.groups.meeting.meet(purpose, remedy, is_patient=True)
 
     def stop_together(self) -> None:
-        """Let all ranks meet where this one has stopped or left a loop, as others may go on.
-
-        Raises:
-            UnsupportedError: If trainer.should_stop is not set on all ranks, or not all have left.
-        """
+        """Let all ranks meet where this one has stopped or left a loop, as others may go on."""
         trainer = self._trainer
         if trainer is None:
             return
@@ -130,41 +114,25 @@ class Ending:
             self._leave_together(left_loops.left_loop(trainer))
 
     def begin_reading(self) -> None:
-        """Let all ranks meet before they read a batch of a stream that begins an epoch.
-
-        Raises:
-            UnsupportedError: If other ranks do something else.
-        """
+        """Let all ranks meet before they read a batch of a stream that begins an epoch."""
         trainer = self._trainer
         if self._is_set_up and trainer is not None and left_loops.is_between_loops(trainer):
             self.meet("reading the first batch of an epoch", left_loops.REMEDY)
 
     def begin_batch(self) -> None:
-        """Let all ranks meet before the first batch of an epoch, as one may have left the last.
-
-        Raises:
-            UnsupportedError: If other ranks do something else.
-        """
+        """Let all ranks meet before the first batch of an epoch, as one may have left the last."""
         assert self._trainer is not None
         self._batches += 1
         if left_loops.begins_epoch(self._trainer):
             self.meet(f"beginning epoch {self._trainer.current_epoch}", left_loops.REMEDY)
 
     def begin_validation(self) -> None:
-        """Let all ranks meet before a validation, as one may have left the epoch instead.
-
-        Raises:
-            UnsupportedError: If other ranks do something else.
-        """
+        """Let all ranks meet before a validation, as one may have left the epoch instead."""
         self.stop_together()
         self.meet("beginning a validation", left_loops.REMEDY)
 
     def end_training(self) -> None:
-        """Let all ranks meet where this one has left training.
-
-        Raises:
-            UnsupportedError: If not all have left it.
-        """
+        """Let all ranks meet where this one has left training."""
         assert self._trainer is not None
         self.stop_together()
         self._leave_together(left_loops.left_training(self._trainer))
@@ -178,9 +146,6 @@ class Ending:
 
         ``on_exception`` of callbacks and modules comes before the strategy's. Those that save a
         checkpoint would wait for ranks that are elsewhere, or gone, and nobody would learn why.
-
-        Args:
-            what: What the hook asks for, such as "a checkpoint".
         """
         failure = sys.exc_info()[1]  # Lightning calls these hooks where it handles the failure
         trainer = self._trainer

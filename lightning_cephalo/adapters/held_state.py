@@ -29,13 +29,7 @@ _MOMENTS_OF_ADAM = 2
 
 @dataclass(frozen=True)
 class UnitState:
-    """What the optimizers will hold for a unit, on all ranks together.
-
-    Attributes:
-        elements: Of its trained parameters.
-        state_bytes: Of their state.
-        parameter_bytes: Of themselves.
-    """
+    """What the optimizers will hold for the trained parameters of a unit, on all ranks together."""
 
     elements: int
     state_bytes: float
@@ -60,7 +54,6 @@ def held_by_unit(
     Args:
         optimizers: Element-wise optimizers; they may hold the parameters from before the model was
             sharded.
-        model: The sharded model.
         untrained_moments: State of parameters that none of them trains, in sizes of the parameter.
     """
     each: dict[int, float] = {}
@@ -94,8 +87,6 @@ def held_per_parameter(
     counts as with Adam: ``add_param_group`` may follow.
 
     Args:
-        optimizers: All optimizers.
-        model: The sharded model.
         units_move: Whether state of whole units may live in host memory: then the figure is that of
             the unit with the most, else the mean, as every rank holds rows of all units.
     """
@@ -118,10 +109,6 @@ def untrained_bytes(optimizers: Sequence[Optimizer], model: ShardedModel) -> int
     """Return the bytes of parameters that need gradients, and that no optimizer trains.
 
     Their gradients stay: no update gives them back.
-
-    Args:
-        optimizers: All optimizers.
-        model: The sharded model.
     """
     trained = {
         id(_of_model(model, parameter))

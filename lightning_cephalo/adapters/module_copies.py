@@ -44,7 +44,6 @@ class ModuleCopies:
     """Makes the modules of a sharded model copyable.
 
     Args:
-        model: The sharded model.
         works_in_step: Whether every rank runs the code of the present step, and once: it may copy
             then.
     """

@@ -71,12 +71,7 @@ class _Fetched:
 
 
 def needs_device(trainer: Trainer, optimizers: Sequence[Optimizer]) -> str:
-    """Return why optimizer state cannot live in host memory, in a few words; empty: it can.
-
-    Args:
-        trainer: The trainer that is fitting.
-        optimizers: All optimizers.
-    """
+    """Return why optimizer state cannot live in host memory, in a few words; empty: it can."""
     if not trainer.lightning_module.automatic_optimization:
         return "manual optimization"
     for optimizer in optimizers:
@@ -93,13 +88,7 @@ def needs_device(trainer: Trainer, optimizers: Sequence[Optimizer]) -> str:
 
 
 class StateAway:
-    """Which parameters have their state in host memory, before any of it exists.
-
-    Args:
-        units: All units, the root unit first.
-        accelerator: This rank's device.
-        homes: Where the state of each unit lives.
-    """
+    """Which parameters have their state in host memory, before any of it exists."""
 
     def __init__(
         self, units: Sequence[Unit], accelerator: Accelerator, homes: Sequence[StateHome]
@@ -127,23 +116,7 @@ class StateAway:
 
 
 class MovedState:
-    """The optimizer state of a rank that lives in host memory.
-
-    ::
-
-        moved = MovedState(model.units, accelerator, capacity_bytes, homes)
-        moved.begin(optimizer)              # before a step
-        moved.fetch(3)
-        moved.update(3, on_host=False)
-        moved.store(3)
-        moved.finish()                      # behind the optimizer's own step
-
-    Args:
-        units: All units, the root unit first.
-        accelerator: This rank's device.
-        capacity_bytes: Host memory that it may take.
-        homes: Where the state of each unit lives.
-    """
+    """The optimizer state of a rank that lives in host memory."""
 
     def __init__(
         self,
@@ -192,9 +165,6 @@ class MovedState:
 
     def reserve(self, optimizers: Sequence[Optimizer]) -> None:
         """Take the host memory that the optimizers' state will need.
-
-        Args:
-            optimizers: The optimizers.
 
         Raises:
             HostMemoryError: If there is less; the message says how much is needed.
@@ -344,10 +314,6 @@ class MovedState:
 
     def follow(self, homes: Sequence[StateHome], optimizers: Sequence[Optimizer]) -> None:
         """Let state live elsewhere from now on, or where rows have moved.
-
-        Args:
-            homes: Where the state of each unit lives.
-            optimizers: The optimizers that hold it.
 
         Raises:
             HostMemoryError: If the host has less memory than that takes.

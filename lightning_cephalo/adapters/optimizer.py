@@ -67,7 +67,6 @@ def local_update(
     Hooks of the optimizer, its closure and all code that the closure calls find DTensors.
 
     Args:
-        optimizer: The optimizer.
         owned: Its updates on whole parameters; None: it updates this rank's rows, which is right
             for element-wise updates, and for all on a single rank.
         elsewhere: Updates some parameters around the optimizer's own update of rows.
@@ -310,11 +309,6 @@ def clip_by_norm(parameters: Iterable[Tensor], largest: float) -> Tensor:
     Sends one message for all gradients; otherwise like ``torch.nn.utils.clip_grad_norm_``. Of those
     that have left for the host the norms are known. The host is told the factor.
 
-    Args:
-        parameters: DTensors in rows or with a copy on every rank; those without gradients are
-            ignored.
-        largest: The largest norm that the gradients may have.
-
     Returns:
         The norm before clipping.
     """
@@ -378,10 +372,6 @@ def _square_of_norm(parts: list[_Part], device: torch.device) -> Tensor:
 
 def clip_by_value(parameters: Iterable[Tensor], largest: float) -> None:
     """Clamp every element of the gradients to between minus and plus ``largest``.
-
-    Args:
-        parameters: Parameters; those whose gradients have updated them are left out.
-        largest: The largest element.
 
     Raises:
         UnsupportedError: If gradients have left for the host, which is told a factor only.

@@ -95,10 +95,6 @@ def adapt(
 ) -> lightning.Precision | None:
     """Adapt a precision plugin to sharded gradients.
 
-    Args:
-        plugin: The plugin.
-        before_norm: See :class:`_OverRows`.
-
     Returns:
         The plugin itself, if its class is not one of Lightning's; else a plugin that clips over
         rows and shares the attributes of the given one.

@@ -51,8 +51,6 @@ class Situation:
     """What a row may look at.
 
     Attributes:
-        trainer: The trainer that runs.
-        module: The user's module.
         optimizers: Empty before there are any.
         model: The sharded model; None: nothing is sharded yet.
     """

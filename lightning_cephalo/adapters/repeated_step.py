@@ -44,19 +44,7 @@ class Relief(Protocol):
 
 
 class RepeatedStep:
-    """Runs the forwards and backwards of a training, some of them again.
-
-    ::
-
-        step.begin_batch()
-        outcome = step.forward(run_forward, relief)
-        step.backward(run_backward, relief)
-        step.end()
-
-    Args:
-        model: The sharded model.
-        metrics: Its torchmetrics objects.
-    """
+    """Runs the forwards and backwards of a training, some of them again."""
 
     def __init__(self, model: ShardedModel, metrics: Sequence[tuple[str, Metric]]) -> None:
         self._model = model
@@ -98,12 +86,7 @@ class RepeatedStep:
                 put_back()
 
     def backward(self, run: Callable[[], None], relief: Relief | None) -> None:
-        """Run a backward; if a rank lacks the memory, repeat the forward and the backward.
-
-        Args:
-            run: Runs it.
-            relief: Makes room; None: an error for lack of memory is raised.
-        """
+        """Run a backward; if a rank lacks the memory, repeat the forward and the backward."""
         holds_gradients = any(_hold_gradients(flat.sharded) for flat in self._model.flats)
         error, _ = _attempt(run)
         while error is not None:

@@ -30,11 +30,7 @@ KEY = "cephalo_data_order"
 
 
 def saved_order(trainer: Trainer) -> dict[str, Any] | None:
-    """Return what a checkpoint keeps of the order of training samples; None if nothing is dealt.
-
-    Args:
-        trainer: The trainer that saves the checkpoint.
-    """
+    """Return what a checkpoint keeps of the order of training samples; None if nothing is dealt."""
     loop: Any = trainer.fit_loop
     combined = loop._combined_loader
     dealt = [] if combined is None else [dealt_in(loader) for loader in combined.flattened]
@@ -59,10 +55,6 @@ def saved_order(trainer: Trainer) -> dict[str, Any] | None:
 
 class Resumption:
     """Continues the loaders of a training that is resumed from a checkpoint.
-
-    Args:
-        trainer: The trainer that resumes; its loops have their progress.
-        checkpoint: The checkpoint.
 
     Attributes:
         seed: The seed of the order; None if the checkpoint has none.
@@ -111,10 +103,6 @@ class Resumption:
         """Let a dealt loader begin where the checkpoint was saved.
 
         Call it for every training dataloader of the Trainer, in their order.
-
-        Args:
-            loader: The dealt loader.
-            warns: Whether this rank warns of what begins anew.
         """
         dealt = dealt_in(loader)
         if self._has_begun:  # reload_dataloaders_every_n_epochs

@@ -28,14 +28,7 @@ from lightning_cephalo.sharding.spent_gradients import is_spent
 class RowsOfState:
     """The tensors that have the rows of parameters, flat by flat.
 
-    ::
-
-        found = RowsOfState(optimizers, averages)
-        found.check(model.flats, control)                        # on all ranks, before any moves
-        model.change_fractions(fractions, found.of)
-
     Args:
-        optimizers: Optimizers that update this rank's rows.
         averages: Per copy of the module, each of its parameters and the module's parameter that it
             averages.
         with_gradients: Flats whose parameters' gradients move too, but for those that are spent.
@@ -73,7 +66,6 @@ class RowsOfState:
         Raises:
             UnsupportedError: If state does not follow the rows of its parameter, or ranks hold
                 different state.
-            RemoteRankError: If that is so on another rank.
         """
 
         def refuse() -> None:

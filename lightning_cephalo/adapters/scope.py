@@ -97,7 +97,6 @@ class Trial:
         scope: What the optimizer's update was seen to depend on; MODEL if the trial did not run.
         is_element_wise: Whether whole tensors and cut ones were updated alike.
         moves_first: Whether the step changes parameters before it calls the closure.
-        draws: Whether the step draws random numbers.
         why: Why the scope is MODEL.
         ran: Whether copies could be tried to the end.
     """

@@ -43,8 +43,6 @@ def without_loss(
 
     Args:
         results: What ``training_step`` has returned for each microbatch; None: skipped.
-        weights: Weights of their losses.
-        counts: Samples of each microbatch.
     """
     of_log, trained = list(weights), sum(counts)
     for index, result in enumerate(results):

@@ -21,17 +21,7 @@ from lightning_cephalo.sharding.owners import Owners
 
 
 class OptimizerUpdates:
-    """The updates of all optimizers of a training.
-
-    ::
-
-        with local_update(optimizer, updates.of(optimizer)):
-            optimizer.step(closure)
-
-    Args:
-        model: The sharded model.
-        claims: The user's option ``optimizer_scope``.
-    """
+    """The updates of all optimizers of a training."""
 
     def __init__(self, model: ShardedModel, claims: str | Mapping[Any, str]) -> None:
         self._model, self._claims = model, claims

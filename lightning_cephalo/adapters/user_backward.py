@@ -30,13 +30,7 @@ _ONCE = (
 class UserBackward:
     """One call of ``LightningModule.backward``.
 
-    ::
-
-        user_backward = UserBackward(control, executor.backward)
-        user_backward.run(lambda: module.backward(user_backward.loss_of(value)))
-
     Args:
-        control: Messages between ranks: a failure on one of them is raised on all.
         layered: Runs the layered backward; its argument multiplies the gradients of all ranks.
     """
 
@@ -59,7 +53,6 @@ class UserBackward:
 
         Raises:
             UnsupportedError: If the user's code runs no backward of the loss, or another one.
-            RemoteRankError: If it has failed so on another rank.
         """
         failure: Exception | None = None
         try:

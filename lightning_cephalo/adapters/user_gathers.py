@@ -16,7 +16,6 @@ class UserGathers:
     """Checks collectives inside steps, where ranks may run different numbers of microbatches.
 
     Args:
-        control: Messages between the ranks.
         has_one_microbatch: Whether measured plans give every rank one microbatch.
     """
 
@@ -45,14 +44,7 @@ class UserGathers:
             self._all_refused = False
 
     def check(self, planned: Sequence[int]) -> None:
-        """Reject other numbers of microbatches if steps would hang with them.
-
-        Args:
-            planned: How many a new plan gives every rank.
-
-        Raises:
-            UnsupportedError: If they differ, and steps of this training gather.
-        """
+        """Reject other numbers of microbatches if steps would hang with them."""
         if "training" in self._stages:
             _refuse_unequal_collectives(planned, self._name)
 
@@ -74,12 +66,7 @@ class UserGathers:
         """Reject a collective in a microbatch that some rank would not join; collective.
 
         Args:
-            training: Whether this is a training step; else an evaluation step.
-            name: The collective, for messages.
             takes_all: Whether all ranks take part. Others would not come here, and cannot be asked.
-
-        Raises:
-            UnsupportedError: If some rank would not join; the message gives the way out.
         """
         if self._all_refused:
             raise UnsupportedError(f"{name}() inside a step that some ranks do not run.")
@@ -118,9 +105,6 @@ def require_equal_shapes(tensor: Tensor, control: ControlGroup) -> None:
     """Reject a gather of tensors that differ in shape or dtype; collective.
 
     gloo and NCCL would end a process or return wrong values, without an explanation.
-
-    Raises:
-        UnsupportedError: On every rank; the message names every rank's tensor.
     """
     own = f"{list(tensor.shape)} of {tensor.dtype}"
     checksums = control.gather(float(crc32(own.encode())))
