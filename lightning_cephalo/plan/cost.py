@@ -449,6 +449,11 @@ def rank_work(
     return max(forward, copy), max(backward, copy), tail
 
 
+def work_s(problem: Problem, forward_s: float, backward_s: float, tail_s: float) -> float:
+    """Return the seconds of a rank's own work in a step."""
+    return problem.units * (forward_s + backward_s) + tail_s
+
+
 def time_curves(profile: RankProfile, mode: Mode) -> tuple[tuple[float, ...], ...]:
     """Return the curves of forward, backward and tail in this mode."""
     backward = profile.backward_s if mode.recompute else profile.kept_backward_s

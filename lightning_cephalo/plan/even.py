@@ -18,6 +18,7 @@ from lightning_cephalo.plan.cost import (
     predict,
     rank_plan,
     rank_work,
+    work_s,
 )
 from lightning_cephalo.plan.plan import RankPlan
 from lightning_cephalo.plan.problem import Problem, RankProfile
@@ -27,10 +28,15 @@ from lightning_cephalo.plan.state_groups import even_shares
 _COUNTS = 8
 
 
+def even_split(samples: int, parts: int) -> tuple[int, ...]:
+    """Return nearly equal parts, the larger ones first."""
+    each, rest = divmod(samples, parts)
+    return (each + 1,) * rest + (each,) * (parts - rest)
+
+
 def even_batches(problem: Problem) -> list[int]:
     """Deal the global batch evenly; the first ranks get one remaining sample each."""
-    each, rest = divmod(problem.global_batch_size, len(problem.ranks))
-    return [each + (index < rest) for index in range(len(problem.ranks))]
+    return list(even_split(problem.global_batch_size, len(problem.ranks)))
 
 
 def equal_counts(
@@ -85,8 +91,7 @@ def fastest_run(
         return idle if run_bytes(problem, profile, idle) <= limit_bytes else None
     usable = []
     for count in counts:
-        size, larger = divmod(batch, count)
-        sizes = (size + 1,) * larger + (size,) * (count - larger)
+        sizes = even_split(batch, count)
         if (
             sizes[-1] < problem.minimum_microbatch_size
             or sizes[0] > profile.largest_microbatch_size
@@ -106,8 +111,7 @@ def fastest_run(
 
 def run_seconds(problem: Problem, profile: RankProfile, run: RankPlan) -> float:
     """Return the seconds of a step if this rank were alone and collectives took no time."""
-    forward, backward, tail = rank_work(problem, profile, run.microbatch_sizes, Mode.of(run))
-    return problem.units * (forward + backward) + tail
+    return work_s(problem, *rank_work(problem, profile, run.microbatch_sizes, Mode.of(run)))
 
 
 def run_bytes(problem: Problem, profile: RankProfile, run: RankPlan) -> float:

@@ -1,10 +1,8 @@
 """Plans anew for a rank that ran out of memory. Pure.
 
-A rank that runs out needs more than its profile says. How much more, nobody knows. So it is planned
-with four fifths of what it held, or of what its plan predicted if that is less: every further time
-it gets less. Batches that are loaded already keep their sizes. For them
-:func:`plan_for_batches` gives other microbatches, shares and modes. Optimizer state moves to hosts
-where the problem allows it and devices lack the room.
+A rank that runs out needs more than its profile says, by an unknown amount. So it is planned with
+four fifths of what it held, or of what its plan predicted if that is less. Batches that are loaded
+already keep their sizes, and get other microbatches, shares and modes (:func:`plan_for_batches`).
 """
 
 from __future__ import annotations
@@ -22,11 +20,14 @@ from lightning_cephalo.plan.cost import (
     predict,
     rank_plan,
     rank_work,
+    work_s,
 )
+from lightning_cephalo.plan.even import even_split
 from lightning_cephalo.plan.plan import Plan
 from lightning_cephalo.plan.problem import Problem, RankProfile
 from lightning_cephalo.plan.solver.room import Room
 from lightning_cephalo.plan.solver.solve import priced
+from lightning_cephalo.plan.solver.state import filled_up
 
 _ROOM = 0.8
 # shares are rounded; a plan may fill a device to the last byte
@@ -36,13 +37,7 @@ _ROUNDING = 1e-9
 def with_less_memory(problem: Problem, plan: Plan, held_bytes: Sequence[float | None]) -> Problem:
     """Return a problem in which ranks that ran out of memory may use less.
 
-    Args:
-        problem: The measured problem.
-        plan: The plan by which they ran out.
-        held_bytes: What each of these ranks held at most; infinite if unknown, None for the others.
-
-    Raises:
-        PlanError: If the plan's sizes were not measured.
+    ``held_bytes`` has what each of them held at most, infinite if unknown; None for the others.
     """
     predicted = predict(problem, plan).ranks
     ranks = []
@@ -59,11 +54,6 @@ def plan_for_batches(problem: Problem, plan: Plan, batch_sizes: Sequence[int]) -
 
     Shares stay as near to the plan's as memory allows. Each rank then takes the fastest
     microbatches and modes that fit.
-
-    Args:
-        problem: The problem that the plan solves.
-        plan: The plan.
-        batch_sizes: Samples of every rank.
     """
     if [rank.batch_size for rank in plan.ranks] == list(batch_sizes):
         return plan
@@ -119,18 +109,17 @@ def _runs(problem: Problem, profile: RankProfile, batch: int, room: Room | None)
         needs = [need(problem, profile, mode) for need in DEVICE_NEEDS]
         host = host_need(problem, profile, mode)
         for count in range(1, max(batch // least, 1) + 1) if batch else (0,):
-            sizes = tuple(batch // count + (index < batch % count) for index in range(count))
+            sizes = even_split(batch, count) if count else ()
             if sizes and sizes[0] > profile.largest_microbatch_size:
                 continue
             rooms = tuple((need.capacity - need.of(sizes), need.state) for need in needs)
             if min(rooms)[0] >= 0.0 and host.of(sizes) <= host.capacity:
-                forward_s, backward_s, tail_s = rank_work(problem, profile, sizes, mode)
-                busy_s = problem.units * (forward_s + backward_s) + tail_s
+                own_s = work_s(problem, *rank_work(problem, profile, sizes, mode))
                 own, most = host.of(sizes), None
                 if room is not None:
                     on_device = [need.of(sizes) for need in needs]
                     most = float(room.most(profile, on_device, own))
-                yield _Run(sizes, mode, rooms, own, busy_s, most)
+                yield _Run(sizes, mode, rooms, own, own_s, most)
 
 
 def _best(
@@ -169,10 +158,4 @@ def _shares(wanted: Sequence[float], most: Sequence[float]) -> list[float] | Non
     """Return shares near the wanted ones, and nowhere above the most; None if there are none."""
     if math.fsum(min(limit, 1.0) for limit in most) < 1.0:
         return None
-    shares = [min(share, limit) for share, limit in zip(wanted, most, strict=True)]
-    missing = max(1.0 - math.fsum(shares), 0.0)
-    rooms = [min(limit, 1.0) - share for share, limit in zip(shares, most, strict=True)]
-    total = math.fsum(rooms)
-    if missing and total:
-        shares = [s + missing * room / total for s, room in zip(shares, rooms, strict=True)]
-    return shares
+    return filled_up(list(map(min, wanted, most)), [min(limit, 1.0) for limit in most])

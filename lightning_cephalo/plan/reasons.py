@@ -12,7 +12,7 @@ from itertools import groupby
 
 from lightning_cephalo.common.errors import SolverError
 from lightning_cephalo.common.quantities import format_seconds
-from lightning_cephalo.plan.cost import as_planned, predict
+from lightning_cephalo.plan.cost import as_planned, predict, work_s
 from lightning_cephalo.plan.even import even_step_s, fastest_run
 from lightning_cephalo.plan.moving import moved_by
 from lightning_cephalo.plan.plan import Plan
@@ -39,29 +39,12 @@ _HIDDEN = 1e-3
 
 
 def reasons(problem: Problem, plan: Plan) -> list[str]:
-    """Return why the plan divides the work as it does, one reason in each sentence.
-
-    ::
-
-        1.93 times as fast as even batches and even state (142 ms).
-        Samples go by speed: all ranks are busy for 97% or more of the slowest one's time.
-
-    Args:
-        problem: What the plan was made from.
-        plan: The plan.
-    """
+    """Return why the plan divides the work as it does, one reason in each sentence."""
     return [*_gain(problem, plan), *_division(problem, plan), *_moving(problem, plan)]
 
 
 def left_out(problem: Problem, plan: Plan) -> list[str]:
-    """Say how much shorter a step would be without the samples of some ranks, if it is worth it.
-
-    Solves the problem once more.
-
-    Args:
-        problem: What the plan was made from.
-        plan: A plan that gives every rank samples.
-    """
+    """Say how much shorter a step would be without the samples of some ranks, if it is worth it."""
     given = all(rank.microbatch_sizes for rank in plan.ranks)
     if not (problem.no_idle_ranks and given and 1 < plan.world_size <= _FEW_RANKS and plan.step_s):
         return []
@@ -154,13 +137,13 @@ def _division(problem: Problem, plan: Plan) -> list[str]:
     if plan.world_size == 1:
         return []
     priced, ranks = as_planned(problem, plan), predict(problem, plan).ranks
-    work = [problem.units * (rank.forward_s + rank.backward_s) + rank.tail_s for rank in ranks]
+    work = [work_s(problem, rank.forward_s, rank.backward_s, rank.tail_s) for rank in ranks]
     slowest = max(work)
     busy = [seconds >= _BUSY * slowest for seconds in work]
     idle = [index for index, rank in enumerate(plan.ranks) if not rank.microbatch_sizes]
     full = [i for i, is_busy in enumerate(busy) if not is_busy and _is_full(plan, i)]
     waiting = [i for i, is_busy in enumerate(busy) if not is_busy and i not in {*idle, *full}]
-    forward_s, backward_s = (max(getattr(r, f"{way}_s") for r in ranks) for way in _WAYS)
+    forward_s, backward_s = max(r.forward_s for r in ranks), max(r.backward_s for r in ranks)
     said = []
     if forward_s < priced.gather_s and backward_s < backward_collectives_s(priced):
         said.append(
@@ -189,9 +172,6 @@ def _division(problem: Problem, plan: Plan) -> list[str]:
     return said
 
 
-_WAYS = ("forward", "backward")
-
-
 def _has_room(problem: Problem, index: int) -> bool:
     """Whether a rank has room for the smallest microbatch if it holds no state."""
     rank, smallest = problem.ranks[index], problem.minimum_microbatch_size
@@ -207,21 +187,17 @@ def _is_full(plan: Plan, index: int) -> bool:
 
 def _sample_s(problem: Problem, rank: RankProfile) -> float | None:
     """Return the seconds of one sample at the rank's best size; None if it was not measured."""
-    curves = zip(rank.forward_s, rank.backward_s, rank.tail_s, strict=True)
-    seconds = [problem.units * (forward + backward) + tail for forward, backward, tail in curves]
-    return min((each / size for size, each in enumerate(seconds, 1)), default=None)
+    curves = enumerate(zip(rank.forward_s, rank.backward_s, rank.tail_s, strict=True), 1)
+    return min((work_s(problem, *times_s) / size for size, times_s in curves), default=None)
 
 
 def _named(ranks: Sequence[int]) -> str:
     """Return ``Rank 3``, or ``Ranks 0, 2–5``."""
-    runs = [[index for _, index in run] for _, run in groupby(enumerate(ranks), _offset)]
+    in_rows = groupby(enumerate(ranks), lambda pair: pair[1] - pair[0])
+    runs = [[index for _, index in run] for _, run in in_rows]
     texts = [str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs]
     shown = texts if len(texts) <= _RANKS_IN_FULL else [*texts[:_RANKS_IN_FULL], "others"]
     return f"{'Rank' if len(ranks) == 1 else 'Ranks'} {', '.join(shown)}"
-
-
-def _offset(pair: tuple[int, int]) -> int:
-    return pair[1] - pair[0]
 
 
 def _verb(ranks: Sequence[int], one: str, several: str) -> str:

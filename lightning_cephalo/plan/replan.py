@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
 
-from lightning_cephalo.plan.cost import predict
+from lightning_cephalo.plan.cost import predict, work_s
 from lightning_cephalo.plan.plan import Plan
 from lightning_cephalo.plan.problem import Problem, RankProfile
 from lightning_cephalo.plan.state_groups import members_of
@@ -121,9 +121,9 @@ class ReplanPolicy:
 
     def _begin(self, plan: Plan, step: int, hold_steps: int) -> None:
         self.plan = plan
-        units = self._problem.units
         predicted = predict(self._problem, plan).ranks
-        self._predicted_s = [units * (r.forward_s + r.backward_s) + r.tail_s for r in predicted]
+        works = [(each.forward_s, each.backward_s, each.tail_s) for each in predicted]
+        self._predicted_s = [work_s(self._problem, *work) for work in works]
         self._seen: deque[tuple[int, tuple[float, ...]]] = deque(maxlen=_REMEMBERED_STEPS)
         self._answered: tuple[tuple[float, ...], Plan] | None = None
         self._changed_at = step

@@ -11,10 +11,7 @@ With early updates, u_i is one unit's part of W_i. It hides in the room that the
 leaves (``windows.rooms_of_updates``). What remains is the root unit's part. What the host updates
 takes the device no time; of the other units, those with the least room count.
 
-No plan whose state stays on the devices has a slowest update below that of :func:`least_update_s`.
-There all ranks take equally long, as far as their memory allows.
-
-Source: the order of a step (``plan/program.py``). ``offline/simulate.py`` plays it.
+In :func:`least_update_s`, all ranks take equally long, as far as their memory allows.
 """
 
 from __future__ import annotations
@@ -25,18 +22,14 @@ from dataclasses import replace
 
 from lightning_cephalo.plan.exposure import Exposure
 from lightning_cephalo.plan.problem import Problem, RankProfile
+from lightning_cephalo.plan.state_groups import even_shares
 from lightning_cephalo.plan.windows import rooms_of_updates
 
 
 def update_exposure(
     problem: Problem, profile: RankProfile, root: float, units: float, backward_s: float
 ) -> Exposure:
-    """Return what a rank's updates add to a step, as a function of its share of the state.
-
-    ::
-
-        update_exposure(problem, profile, 1e6, 9e6, 0.1).of(0.5)
-    """
+    """Return what a rank's updates add to a step, as a function of its share of the state."""
     rate = profile.updated_parameters_per_s
     if not problem.early_update:
         return Exposure(always=(root + units) / rate)
@@ -53,16 +46,7 @@ def update_exposure(
 
 
 def with_updates(problem: Problem, update_s: float) -> Problem:
-    """Return a problem in which all shares take as long to update.
-
-    ::
-
-        with_updates(problem, least_update_s(problem))    # no plan on the devices is slower in it
-
-    Args:
-        problem: Ranks and work of the step.
-        update_s: Seconds of updates, in addition to the overhead.
-    """
+    """Return a problem in which all shares take as long to update, behind the overhead."""
     ranks = [replace(rank, updated_parameters_per_s=math.inf) for rank in problem.ranks]
     return replace(
         problem,
@@ -72,30 +56,27 @@ def with_updates(problem: Problem, update_s: float) -> Problem:
     )
 
 
-def least_update_s(problem: Problem, most_share: float = 1.0) -> float:
-    """Return a lower bound of the slowest rank's updates, where all state is on the devices.
-
-    Args:
-        problem: Ranks and work of the step.
-        most_share: The most of the state that a rank takes.
-    """
+def least_update_s(problem: Problem) -> float:
+    """Return a lower bound of the slowest rank's updates, where all state is on the devices."""
     if not problem.shares_take_time:
         return 0.0
     if problem.has_even_state:
-        shares = {rank: 1 / len(own) for own in problem.groups for rank in own}
-        pairs = zip(problem.ranks, (shares[rank] for rank in sorted(shares)), strict=True)
+        shares = even_shares(problem.active_groups, len(problem.ranks))
+        pairs = zip(problem.ranks, shares, strict=True)
         return max(s * problem.parameters / r.updated_parameters_per_s for r, s in pairs)
-    rooms = [min(most_share, _room(problem, rank)) for rank in problem.ranks]
+    idle = problem.fixed_bytes
+    rooms = [room_for_state(problem, idle, rank.capacity_bytes) for rank in problem.ranks]
     return max(
         shortest_update_s(problem, own, [rooms[rank] for rank in own]) for own in problem.groups
     )
 
 
-def _room(problem: Problem, profile: RankProfile) -> float:
-    """Return the share of the state that the device could hold if it took no samples."""
-    most = max(problem.states_bytes)
-    left = profile.capacity_bytes - problem.fixed_bytes
-    return max(0.0, left / most) if most and math.isfinite(left) else 1.0
+def room_for_state(problem: Problem, used: float, capacity: float) -> float:
+    """Return the largest share of the state that a rank can hold, 1 at most."""
+    full = problem.full_state_bytes
+    if not full or math.isinf(capacity):
+        return 1.0
+    return min(1.0, max(0.0, (capacity - used) / full))
 
 
 def shortest_update_s(problem: Problem, members: Sequence[int], rooms: Sequence[float]) -> float:

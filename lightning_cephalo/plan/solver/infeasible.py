@@ -82,14 +82,11 @@ def _least_used(problem: Problem, types: Sequence[RankType], resource: Resource)
 
 
 def refuse(
-    problem: Problem, types: Sequence[RankType], fits: Callable[[Problem], bool] | None = None
+    problem: Problem, types: Sequence[RankType], fits: Callable[[Problem], bool]
 ) -> NoReturn:
     """Raise InfeasibleError with the reason why there is no plan.
 
-    Args:
-        problem: ranks and work of the step.
-        types: the types of its ranks.
-        fits: returns whether there is a plan, if only memory counts.
+    ``fits`` returns whether there is a plan with state on hosts, if only memory counts.
     """
     raise InfeasibleError(
         _rank_too_small(problem, types)
@@ -99,12 +96,12 @@ def refuse(
 
 
 def _state_on_hosts(
-    problem: Problem, types: Sequence[RankType], fits: Callable[[Problem], bool] | None
+    problem: Problem, types: Sequence[RankType], fits: Callable[[Problem], bool]
 ) -> str:
     """Say whether optimizer state in host memory would do, or why it does not."""
     moments = problem.moment_bytes * sum(problem.unit_parameters)
     # hybrid sharding does not go together with state in host memory
-    if fits is None or not moments or problem.hybrid_sharding:
+    if not moments or problem.hybrid_sharding:
         return ""
     timeless = dataclasses.replace(problem, ranks=tuple(map(_timeless, problem.ranks)))
     if problem.optimizer_offload is False:
@@ -116,11 +113,7 @@ def _state_on_hosts(
             f" Or keep a part of the {_bytes(moments)} of optimizer state in host memory,"
             f" optimizer_offload='auto'."
         )
-    on = ", ".join(
-        f"rank {_members(kind)} {_bytes(kind.profile.host_capacity_bytes)}"
-        f"{' each' if kind.count > 1 else ''}"
-        for kind in types[:8]
-    )
+    on = _each(types, [_bytes(kind.profile.host_capacity_bytes) for kind in types])
     most = math.fsum(rank.host_capacity_bytes for rank in problem.ranks)
     said = (
         f" Of the state, {_bytes(moments)} may live in host memory (optimizer_offload), of which "
@@ -177,10 +170,7 @@ def _too_little_for_all(problem: Problem, types: Sequence[RankType]) -> str:
     most = [room.most_samples(index) for index in range(len(types))]
     total = sum(kind.count * samples for kind, samples in zip(types, most, strict=True))
     if total < batch:
-        on = ", ".join(
-            f"rank {_members(kind)} {samples}{' each' if kind.count > 1 else ''}"
-            for kind, samples in zip(types[:8], most, strict=False)
-        )
+        on = _each(types, most)
         at_once = "in one measured microbatch each, " if problem.single_microbatch else ""
         return (
             f"Samples bind: the global batch is {batch}, but {at_once}next to the gathered "
@@ -209,11 +199,7 @@ def _too_little_for_all(problem: Problem, types: Sequence[RankType]) -> str:
     used = _least_used(problem, types, RESOURCES[DEVICE]) if exact is None else exact
     capacity = math.fsum(rank.capacity_bytes for rank in problem.ranks)
     buffers = idle_bytes(problem) * ranks
-    on = ", ".join(
-        f"rank {_members(kind)} {_bytes(kind.profile.capacity_bytes)}"
-        f"{' each' if kind.count > 1 else ''}"
-        for kind in types[:8]
-    )
+    on = _each(types, [_bytes(kind.profile.capacity_bytes) for kind in types])
     missing = max(used + problem.full_state_bytes - capacity, 1.0)
     return (
         f"Memory binds over all {ranks} ranks together: the state needs "
@@ -246,9 +232,7 @@ def _too_little_for_a_group(problem: Problem) -> str:
 def _remedies(room: _Room, *, more: bool = False) -> str:
     """Return sentences that name single changes after which there is a plan.
 
-    Tries a smaller batch (``more``: or a larger one, if that is nearer), and more ranks of each
-    type. Also tries resharding after the forward, host memory for boundary activations on every
-    rank, and dropped options. If none was found because time ran out, the text says so.
+    With ``more``, a larger batch is tried, too.
     """
     problem, rooms = room.problem, [room]
 
@@ -347,7 +331,7 @@ class _Room:
     def _solved(
         self, needs: Needs, slack: Slack = TIGHT, cost: np.ndarray | None = None
     ) -> Outcome:
-        outcome = Outcome("limit", None, math.inf, 0.0)
+        outcome = Outcome("limit", None, 0.0)
         if time.perf_counter() < self.deadline:
             columns = self._columns
             left_s = self.deadline - time.perf_counter()
@@ -432,6 +416,14 @@ def _why_none(problem: Problem, profile: RankProfile) -> str:
     return (
         f"one microbatch needs {_bytes(needed)}, its capacity is "
         f"{_bytes(profile.capacity_bytes)}, {_bytes(needed - profile.capacity_bytes)} are missing"
+    )
+
+
+def _each(types: Sequence[RankType], amounts: Sequence[Any]) -> str:
+    """Return what ranks have, by type, as in ``rank 0, 1 ('A6000') 3 each``."""
+    return ", ".join(
+        f"rank {_members(kind)} {amount}{' each' if kind.count > 1 else ''}"
+        for kind, amount in zip(types[:8], amounts, strict=False)
     )
 
 

@@ -22,6 +22,8 @@ from lightning_cephalo.plan.solver.columns import Columns
 
 _TOLERANCE = 1e-9
 _TRIES = 5
+# Further ranks of one type, at most.
+_MOST_RANKS = 256
 _Indices = Sequence[int] | np.ndarray
 
 
@@ -42,7 +44,6 @@ class Slack:
     more: bool = False
     further: int | None = None
     brings: np.ndarray | float = 0.0
-    most_ranks: int = 256
 
 
 TIGHT = Slack()
@@ -50,11 +51,10 @@ TIGHT = Slack()
 
 @dataclass(frozen=True)
 class Maximum:
-    """Price of the largest value among the chosen columns: ``weight * max(floor, values)``."""
+    """Price of the largest value among the chosen columns: ``max(floor, values)``."""
 
     values: np.ndarray
-    floor: float
-    weight: float
+    floor: float = 0.0
     resolution: float = 0.0
 
     @property
@@ -67,20 +67,11 @@ class Maximum:
 
 
 @dataclass(frozen=True)
-class Budget:
-    """Limit on the weighted sum of these maxima."""
-
-    maxima: Sequence[Maximum]
-    most: float
-
-
-@dataclass(frozen=True)
 class Outcome:
     """Result of the solver."""
 
     status: str
     values: np.ndarray | None
-    objective: float
     bound: float
     reason: str = ""
 
@@ -92,26 +83,27 @@ def choose(
     maxima: Sequence[Maximum] = (),
     cost: np.ndarray | None = None,
     slack: Slack = TIGHT,
-    budget: Budget | None = None,
+    limited: Sequence[Maximum] = (),
+    most: float = math.inf,
     gap: float = 0.0,
     time_limit_s: float,
 ) -> Outcome:
     """Choose how many ranks run each column, at the least cost.
 
-    The cost is the sum of ``maxima``, ``cost`` (columns,) and ``slack``.
-
-    Each maximum climbs a ladder. The ladder has one binary variable per level that any column
-    reaches. A column may be used only when its level is climbed. A whole type shares one row per
-    level, which makes the relaxation far tighter than a row per column.
+    The cost is the sum of ``maxima``, ``cost`` (columns,) and ``slack``. The sum of ``limited`` is
+    ``most`` at most.
     """
     allowed = needs
     for _ in range(_TRIES):
         program = _Program()
         chosen = program.choice(columns, allowed, cost, slack)
         for maximum in maxima:
-            program.climb(maximum, columns, chosen, needs.ranks)
-        if budget is not None:
-            program.limit(budget, columns, chosen, needs.ranks)
+            program.base += float(maximum.floor)
+            for variable, price in program.ladder(maximum, columns, chosen, needs.ranks):
+                program.cost[variable] = price
+        if limited:
+            ladders = [program.ladder(each, columns, chosen, needs.ranks) for each in limited]
+            program.limit([step for ladder in ladders for step in ladder], most)
         outcome = program.solve(gap, time_limit_s)
         if outcome.values is None:
             return outcome
@@ -122,7 +114,7 @@ def choose(
         # The solver meets a row only within its tolerance: many bytes on a large cluster.
         tighter = np.where(excess > 0, allowed.shared - 2 * excess, allowed.shared)
         allowed = dataclasses.replace(allowed, shared=tighter)
-    return Outcome("infeasible", None, math.inf, math.inf, "only within rounding")
+    return Outcome("infeasible", None, math.inf, "only within rounding")
 
 
 class _Program:
@@ -147,9 +139,9 @@ class _Program:
     ) -> np.ndarray:
         """Add a variable per column, within ``needs``, and return their indices."""
         size = len(columns)
-        upper = needs.ranks + slack.most_ranks * (np.arange(len(needs.ranks)) == slack.further)
+        upper = needs.ranks + _MOST_RANKS * (np.arange(len(needs.ranks)) == slack.further)
         chosen = self.variables(np.zeros(size) if cost is None else cost, upper[columns.kind])
-        further = self.variables([1.0] * (slack.further is not None), slack.most_ranks)
+        further = self.variables([1.0] * (slack.further is not None), _MOST_RANKS)
         fewer = self.variables([1.0] * slack.fewer, needs.batch - 1)
         more = self.variables([1.0] * slack.more, math.inf)
         members = [np.flatnonzero(columns.kind == kind) for kind in range(len(needs.ranks))]
@@ -168,28 +160,18 @@ class _Program:
                 self._at_most.add([*chosen, *further], row, total / scale)
         return chosen
 
-    def climb(
-        self, maximum: Maximum, columns: Columns, chosen: np.ndarray, ranks: np.ndarray
-    ) -> None:
-        """Add the price of the largest chosen value."""
-        self.base += float(maximum.weight * maximum.floor)
-        climbed, prices = self._ladder(maximum, columns, chosen, ranks)
-        for variable, price in zip(climbed, prices, strict=True):
-            self.cost[variable] = price
+    def limit(self, steps: Sequence[tuple[int, float]], most: float) -> None:
+        """Let the prices of climbed steps of ladders sum to so much at most."""
+        self._at_most.add([variable for variable, _ in steps], [price for _, price in steps], most)
 
-    def limit(
-        self, budget: Budget, columns: Columns, chosen: np.ndarray, ranks: np.ndarray
-    ) -> None:
-        """Keep the choice within a budget."""
-        most = budget.most - sum(maximum.weight * maximum.floor for maximum in budget.maxima)
-        parts = [self._ladder(maximum, columns, chosen, ranks) for maximum in budget.maxima]
-        climbed, prices = (np.concatenate(each) for each in zip(*parts, strict=True))
-        self._at_most.add(climbed, prices, most)
-
-    def _ladder(
+    def ladder(
         self, maximum: Maximum, columns: Columns, chosen: np.ndarray, ranks: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Add a variable per level that the largest chosen value climbs; return them and prices."""
+    ) -> list[tuple[int, float]]:
+        """Add a binary variable per level above the floor; return each with its price.
+
+        A column may be used only when its level is climbed. A whole type shares one row per level,
+        which makes the relaxation far tighter than a row per column.
+        """
         levels, level = np.unique(np.r_[0.0, maximum.above], return_inverse=True)
         level = level.reshape(-1)[1:]
         climbed = self.variables(np.zeros(len(levels) - 1), 1.0)
@@ -204,7 +186,7 @@ class _Program:
                     [*np.ones(len(reaching)), -float(count)],
                     0.0,
                 )
-        return climbed, np.diff(levels) * maximum.weight
+        return list(zip(climbed, np.diff(levels), strict=True))
 
     def solve(self, gap: float, time_limit_s: float) -> Outcome:
         """Return the solution of the least cost, or the best found within the time."""
@@ -238,17 +220,15 @@ class _Program:
             raise SolverError(f"HiGHS failed: {error}") from error
         status, info = raw["model_status"], raw["info"]
         if status in ("kInfeasible", "kUnboundedOrInfeasible"):
-            return Outcome("infeasible", None, math.inf, math.inf, status)
+            return Outcome("infeasible", None, math.inf, status)
         if status not in ("kOptimal", "kTimeLimit"):
             raise SolverError(f"HiGHS stopped with {status}, expected an optimum or a time limit.")
         bound = self.base + unit * max(float(info.mip_dual_bound), 0.0)
         if not math.isfinite(info.objective_function_value) or info.primal_solution_status != 2:
-            return Outcome("limit", None, math.inf, bound, status)
+            return Outcome("limit", None, bound, status)
         program.unpack(chain.invert(raw, inverse))
         values = np.rint(np.asarray(variables.value)).astype(int)
-        objective = self.base + unit * float(info.objective_function_value)
-        found = "optimal" if status == "kOptimal" else "limit"
-        return Outcome(found, values, objective, bound, status)
+        return Outcome("optimal" if status == "kOptimal" else "limit", values, bound, status)
 
 
 class _Rows:
@@ -275,11 +255,7 @@ class _Rows:
 
 
 def load_solver() -> Any:
-    """Import cvxpy, and return it.
-
-    It takes a second or more the first time. A run that only reads a plan should not pay for it,
-    and no time limit should include it.
-    """
+    """Import cvxpy, a second or more the first time: no run that only reads a plan pays for it."""
     import cvxpy
 
     return cvxpy

@@ -15,7 +15,7 @@ import heapq
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -27,15 +27,14 @@ from lightning_cephalo.plan.cost import (
     Mode,
     fixed_time,
     host_need,
-    idle_bytes,
     step_time,
 )
 from lightning_cephalo.plan.plan import RankPlan
 from lightning_cephalo.plan.problem import Problem
 from lightning_cephalo.plan.solver.columns import RankType, group_types
 from lightning_cephalo.plan.solver.room import Room
-from lightning_cephalo.plan.solver.search import EQUAL, Found, Search
-from lightning_cephalo.plan.solver.state import to_the_byte
+from lightning_cephalo.plan.solver.search import EQUAL, Found, Search, variants
+from lightning_cephalo.plan.solver.state import filled_up, to_the_byte
 from lightning_cephalo.plan.windows import backward_collectives_s, backward_windows
 
 _MOST_BOXES = 48
@@ -69,8 +68,8 @@ class MovingPlan:
 
 def least_step_s(problem: Problem) -> float:
     """Return a lower bound of the step of all plans whose shares take time, without a search."""
-    variants = (_Variant(each, even, 0.0) for each, even in _variants(problem))
-    return min((each.bound_s + each.least_exposed_s for each in variants), default=math.inf)
+    found = (_Variant(*each, 0.0) for each in variants(problem, has_even_state=False))
+    return min((each.bound_s + each.least_exposed_s for each in found), default=math.inf)
 
 
 def fastest_moving(
@@ -82,7 +81,7 @@ def fastest_moving(
     """
     count, best = itertools.count(), None
     queue: list[tuple[float, int, _Variant, _Box]] = []
-    for each, even in _variants(problem):
+    for each, even in variants(problem, has_even_state=False):
         variant = _Variant(each, even, deadline)
         if math.isfinite(variant.bound_s):
             box = _Box((variant.least_exposed_s, math.inf), (variant.least_backward_s, math.inf))
@@ -119,16 +118,6 @@ def fastest_moving(
         return None, bound_s
     roomier = _Variant(best.problem, best.even, deadline).roomiest(best)
     return roomier, min(bound_s, best.step_s)
-
-
-def _variants(problem: Problem) -> Iterator[tuple[Problem, bool]]:
-    for reshard in problem.reshard_choices:
-        asked = problem.resharding(reshard)
-        even = asked.with_even_shares()
-        is_faster = even.collectives_s != asked.collectives_s
-        for variant, is_even in ((asked, False), *([(even, True)] if is_faster else [])):
-            if min(rank.capacity_bytes for rank in variant.ranks) >= idle_bytes(variant):
-                yield variant, is_even
 
 
 class _Variant:
@@ -274,7 +263,11 @@ def with_moved_state(plan: MovingPlan, runs: Sequence[RankPlan]) -> list[RankPla
         most.append(float(room.most(profile, on_device, on_host)))
         stays = problem.optimizer_offload is not True
         least.append(float(resident.most(profile, on_device, on_host)) if stays else 0.0)
-    shares = [1 / len(runs)] * len(runs) if plan.even else _between(least, most)
+    held = math.fsum(least)
+    if plan.even:
+        shares = [1 / len(runs)] * len(runs)
+    else:
+        shares = filled_up(least, most) if held < 1 else [share / held for share in least]
     found = []
     for profile, run, share, needed in zip(problem.ranks, runs, shares, needs, strict=True):
         moved = room.least_moved(profile, *needed, share)
@@ -289,13 +282,3 @@ def with_moved_state(plan: MovingPlan, runs: Sequence[RankPlan]) -> list[RankPla
             )
         )
     return found
-
-
-def _between(least: Sequence[float], most: Sequence[float]) -> list[float]:
-    """Return shares that sum to 1, from the least on in proportion to what may come."""
-    most = [max(pair) for pair in zip(least, most, strict=True)]
-    held, total = math.fsum(least), math.fsum(most)
-    if held >= 1:
-        return [share / held for share in least]
-    part = min(1.0, (1 - held) / (total - held)) if total > held else 0.0
-    return [low + part * (high - low) for low, high in zip(least, most, strict=True)]

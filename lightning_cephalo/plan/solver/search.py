@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from lightning_cephalo.common.errors import SolverError
+from lightning_cephalo.plan.cost import idle_bytes
 from lightning_cephalo.plan.problem import Problem
 from lightning_cephalo.plan.solver.bounds import (
     TimeBounds,
@@ -31,7 +32,7 @@ from lightning_cephalo.plan.solver.columns import (
     step_parts,
     step_seconds,
 )
-from lightning_cephalo.plan.solver.milp import Budget, Maximum, Needs, choose
+from lightning_cephalo.plan.solver.milp import Maximum, Needs, choose
 from lightning_cephalo.plan.solver.room import Room
 from lightning_cephalo.plan.solver.unbeaten import unbeaten
 from lightning_cephalo.plan.windows import backward_collectives_s
@@ -116,21 +117,18 @@ class Search:
         return _FEW_WHERE_COLLECTIVES_PACE if is_paced else _FEW_COLUMNS
 
     def run(self) -> Found | None:
-        """Return the shortest step, or the shortest found in time; None when there is no plan.
+        """Return the roomiest of the fastest plans found in time; None when there is no plan.
 
-        Among the plans within a thousandth of that step, the result is one with the most room.
         Raises SolverError when time is up without any plan.
         """
         found = self.fastest()
-        if found is None or self._left_s() <= 0:
-            return found
-        return self.roomiest(found)
+        return found if found is None or self._left_s() <= 0 else self.roomiest(found)
 
     def fastest(self) -> Found | None:
-        """Return the fastest choice of columns, found under a rising limit on the step.
+        """Return the fastest choice of columns.
 
-        The limit starts just above the bound and is raised until the optimum lies within it. So
-        everything that it cuts off is provably slower.
+        A limit on the step rises from just above the bound until the optimum lies within it: what
+        it cuts off is provably slower.
         """
         bounds = self._bounds
         if math.isinf(bounds.step_s):
@@ -163,10 +161,9 @@ class Search:
                 limit_s = bounds.step_s * slack if math.isfinite(slack) else math.inf
 
     def _fastest_within(self, bounds: TimeBounds, limit_s: float) -> Found | None:
-        """Return the fastest choice of the columns that fit into a step of ``limit_s``.
+        """Return the fastest choice of the columns that fit into a step of ``limit_s`` each.
 
-        The step of that choice may be longer than ``limit_s``. Returns None when the columns hold
-        no plan.
+        None when they hold no plan. The step of that choice may be longer than ``limit_s``.
         """
         columns = self._columns(bounds, limit_s)
         if len(np.unique(columns.kind)) < len(self.types):
@@ -207,10 +204,9 @@ class Search:
         return dataclasses.replace(known, bound_s=bound_s)
 
     def _first_plan(self, columns: Columns, needs: Needs, floors_s: np.ndarray) -> Found | None:
-        """Return a plan whose three parts of a step exceed their floors by at most one factor.
+        """Return a plan whose parts of a step exceed their floors by one small factor at most.
 
-        A few tries make the factor small. Returns None when the columns hold no plan. A plan close
-        to the best saves the next program far more time than it costs.
+        None when the columns hold no plan. It saves the next program far more time than it costs.
         """
         floors = step_parts(self.problem, floors_s)
         parts_s = step_parts(self.problem, np.maximum(columns.times_s, floors_s))
@@ -246,11 +242,9 @@ class Search:
     def roomiest(self, fastest: Found) -> Found:
         """Return the plan with the most room among those within a thousandth of the fastest.
 
-        It offloads the least, and of those plans leaves the fullest rank the most room. The slowest
-        times share the thousandth, in small parts.
-
-        Suppose that the state filled all ranks to one level. Then the fullest rank is as full as
-        all ranks together, or as its samples alone make it. The price is the larger of the two.
+        The slowest times share the thousandth, in small parts. If the state filled all ranks to one
+        level, the fullest rank would be as full as all ranks together, or as its samples alone make
+        it: the larger of the two is the price.
         """
         limit_s = fastest.step_s * (1 + EQUAL)
         bounds = self._covering(self._bounds, limit_s)
@@ -273,9 +267,10 @@ class Search:
         outcome = choose(
             columns,
             needs,
-            maxima=[Maximum(self._fullness(columns), together, 1.0, ROOMIER)],
+            maxima=[Maximum(self._fullness(columns), together, ROOMIER)],
             cost=self._price(columns),
-            budget=Budget([Maximum(each, 0.0, 1.0) for each in parts.T], _PARTS),
+            limited=[Maximum(each) for each in parts.T],
+            most=_PARTS,
             gap=max(_ROOM_GAP, self._gap),
             time_limit_s=self._left_s(),
         )
@@ -329,7 +324,7 @@ class Search:
         closest_s = self._gap / 2 / 3 * float(floors.sum()) if self._gap > _EXACT else 0.0
         parts_s = step_parts(self.problem, np.maximum(columns.times_s, floors_s))
         return [
-            Maximum(own_s, floor_s, 1.0, closest_s)
+            Maximum(own_s, floor_s, closest_s)
             for own_s, floor_s in zip(parts_s.T, floors.tolist(), strict=True)
         ]
 
@@ -340,12 +335,8 @@ class Search:
         groups = self.problem.groups
         if len(groups) == 1:
             return (float(used[DEVICE]) + shared) / self._capacity
-        capacities = [
-            math.fsum(self.problem.ranks[rank].capacity_bytes for rank in members)
-            for members in groups
-        ]
-        fullest = zip(used[-len(groups) :], capacities, strict=True)
-        return max((float(own) + shared) / capacity for own, capacity in fullest)
+        fullest = zip(used[-len(groups) :], groups, strict=True)
+        return max((float(own) + shared) / self._capacity_of(members) for own, members in fullest)
 
     def _fullness(self, columns: Columns) -> np.ndarray:
         """Return the fraction of a rank's capacity that each column fills, without state."""
@@ -365,16 +356,18 @@ class Search:
     @property
     def _capacities(self) -> np.ndarray:
         """Capacity of a rank of each type, in bytes."""
-        if self.room is not None:
-            return np.array([self.room.capacity(kind.profile) for kind in self.types])
-        return np.array([kind.profile.capacity_bytes for kind in self.types])
+        return np.array([self._capacity_of(kind.members[:1]) for kind in self.types])
 
     @property
     def _capacity(self) -> float:
         """Capacity of all ranks together, in bytes."""
+        return self._capacity_of(range(len(self.problem.ranks)))
+
+    def _capacity_of(self, members: Sequence[int]) -> float:
+        ranks = [self.problem.ranks[rank] for rank in members]
         if self.room is not None:
-            return math.fsum(map(self.room.capacity, self.problem.ranks))
-        return math.fsum(rank.capacity_bytes for rank in self.problem.ranks)
+            return math.fsum(map(self.room.capacity, ranks))
+        return math.fsum(rank.capacity_bytes for rank in ranks)
 
     def _covering(self, bounds: TimeBounds, step_s: float) -> TimeBounds:
         """Return bounds over every batch of a rank that may be part of a step of ``step_s``."""
@@ -388,6 +381,24 @@ class Search:
 
     def _left_s(self, grace_s: float = 0.0) -> float:
         return max(self.deadline + grace_s - time.perf_counter(), 0.0)
+
+
+def variants(problem: Problem, *, has_even_state: bool) -> Iterator[tuple[Problem, bool]]:
+    """Yield a problem for each choice for all ranks together, and whether shares are even in it.
+
+    Even shares count if they travel faster, as bytes of every rank or as state that is shared.
+    """
+    has_even_state |= problem.has_even_state
+    for reshard in problem.reshard_choices:
+        asked = problem.resharding(reshard)
+        even = asked.with_even_shares()
+        found = [(asked, False)]
+        if even.collectives_s != asked.collectives_s:
+            found.append((dataclasses.replace(even, has_even_state=has_even_state), True))
+        for variant, is_even in found:
+            # a rank without samples holds these bytes too, and no column says so
+            if min(rank.capacity_bytes for rank in variant.ranks) >= idle_bytes(variant):
+                yield variant, is_even
 
 
 def _shared(columns: Columns, needs: Needs) -> list[np.ndarray]:

@@ -13,12 +13,7 @@ thousandth of the step allows, ranks with slow updates get less. If memory does 
 plans are searched whose shares take so much time (``offload``).
 
 Where optimizer state may live in host memory, plans that move it are searched, too (``offload``).
-They count if nothing fits without, or if the step is shorter.
-
-If even shares travel faster than uneven ones, all of this runs a second time, with an equal share
-of the state on every rank. The better plan is taken. Likewise, if units may stay gathered from the
-forward to the backward, all of this runs once with resharding and once without. If each group of
-ranks may hold the whole state (hybrid sharding), it runs once with and once without that.
+All of this runs once for each choice for all ranks together (``search.variants``).
 """
 
 from __future__ import annotations
@@ -38,7 +33,6 @@ from lightning_cephalo.plan.cost import (
     PLAIN,
     Mode,
     fixed_time,
-    idle_bytes,
     modes,
     predict,
     rank_plan,
@@ -52,7 +46,7 @@ from lightning_cephalo.plan.solver.offload import (
     least_step_s,
     with_moved_state,
 )
-from lightning_cephalo.plan.solver.search import EQUAL, ROOMIER, Found, Search
+from lightning_cephalo.plan.solver.search import EQUAL, ROOMIER, Found, Search, variants
 from lightning_cephalo.plan.solver.state import quickest_update_s, with_state
 from lightning_cephalo.plan.state_groups import even_shares
 from lightning_cephalo.plan.updates import least_update_s, with_updates
@@ -113,10 +107,7 @@ def _moving_fits(problem: Problem, deadline: float) -> bool:
 
 
 def solve_if_possible(problem: Problem, *, time_limit_s: float = 60.0) -> Plan | None:
-    """Return the plan of :func:`solve`, or None where there is none.
-
-    Why there is none takes longer to find out, and is of no use to whoever tries many problems.
-    """
+    """Return the plan of :func:`solve`, or None where there is none: the reason takes longer."""
     if not isinstance(problem, Problem):
         raise PlanError(f"solve: expected a Problem, but got {records.shortened(problem)}.")
     plan = _solved(problem, time_limit_s)
@@ -189,8 +180,7 @@ def _proven(plan: Plan, bound_s: float) -> Plan:
 class _Variant:
     """A problem to search, in which all choices for all ranks together are made.
 
-    All ranks take the least time for updates that any plan takes on its slowest one. With ``even``,
-    every rank holds an equal share of the state.
+    All ranks take the least time for updates that any plan takes on its slowest one.
     """
 
     search: Search
@@ -217,8 +207,7 @@ _Candidates = list[tuple[_Variant, Found]]
 def _searched(problem: Problem, deadline: float) -> tuple[_Candidates, float]:
     """Search the variants and return their results and a lower bound of all plans' steps.
 
-    Variants that cannot be as fast as the best one are skipped. Raises SolverError when time is up
-    without any plan.
+    Raises SolverError when time is up without any plan.
     """
     found: _Candidates = []
     bound_s, least_s, failure = math.inf, math.inf, None
@@ -245,20 +234,12 @@ def _searched(problem: Problem, deadline: float) -> tuple[_Candidates, float]:
 
 
 def _variants(problem: Problem, deadline: float) -> Iterator[_Variant]:
-    for reshard in problem.reshard_choices:
-        asked = problem.resharding(reshard)
-        # a rank without samples holds these bytes too, and no column says so
-        if min(rank.capacity_bytes for rank in problem.ranks) < idle_bytes(asked):
-            continue
-        for variant, even in ((asked, False), (_with_even_state(asked), True)):
-            if variant is None:
-                continue
-            variant = with_updates(variant, least_update_s(variant))
-            search = Search(variant, group_types(variant), deadline)
-            # if every plan's backward hides the gathers too, keeping units gathered gains nothing
-            is_second = reshard != problem.reshard_choices[0]
-            if is_second and search.floors_s[1] >= _longest_with_gathers_s(variant):
-                continue
+    for variant, even in variants(problem, has_even_state=True):
+        variant = with_updates(variant, least_update_s(variant))
+        search = Search(variant, group_types(variant), deadline)
+        # if every plan's backward hides the gathers too, keeping units gathered gains nothing
+        is_second = variant.reshard_after_forward != problem.reshard_choices[0]
+        if not is_second or search.floors_s[1] < _longest_with_gathers_s(variant):
             yield _Variant(search, even)
 
 
@@ -270,23 +251,8 @@ def _longest_with_gathers_s(problem: Problem) -> float:
     return max(longer, default=0.0)
 
 
-def _with_even_state(problem: Problem) -> Problem | None:
-    """Return the problem when every rank holds an equal share of the state.
-
-    Returns None if that does not fit, or if even shares do not travel faster.
-    """
-    even = dataclasses.replace(problem.with_even_shares(), has_even_state=True)
-    fits = idle_bytes(even) <= min(rank.capacity_bytes for rank in even.ranks)
-    if not fits or even.collectives_s == problem.collectives_s:
-        return None
-    return even
-
-
 def _best_plan(problem: Problem, found: _Candidates, bound_s: float) -> Plan:
-    """Return the best of the plans within a thousandth of the fastest.
-
-    It is one that offloads the least, and has the most headroom of those.
-    """
+    """Return what offloads least within a thousandth of the fastest, and of that the roomiest."""
     fastest_s = min(own.step_s + variant.fixed_s for variant, own in found)
     plans = [_as_plan(problem, variant, own, fastest_s) for variant, own in found]
     if problem.shares_take_time:  # they may all have less room than the fastest updates need
@@ -371,17 +337,13 @@ def priced(
 ) -> Plan:
     """Return a plan of these parts, with every prediction filled in.
 
-    The plan's ``reshard_after_forward`` is the one that the predictions assume.
+    If the problem leaves resharding open, units are resharded after the forward.
 
     Args:
-        problem: ranks and work of the step. If it leaves resharding open, units are resharded after
-            the forward.
+        problem: ranks and work of the step.
         ranks: microbatches, fractions and modes, in rank order.
         backend: name of what chose the parts.
         padded: the plan's choice.
-
-    Raises:
-        PlanError: as :func:`~lightning_cephalo.plan.predict` and :class:`Plan` do.
     """
     reshard = problem.reshard_after_forward is not False
     plan = Plan(
