@@ -11,7 +11,6 @@ import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -22,6 +21,7 @@ from lightning_cephalo.common.texts import printable
 from lightning_cephalo.observe import report
 from lightning_cephalo.observe.trace import write_trace
 from lightning_cephalo.offline import answers, figures, scenario
+from lightning_cephalo.offline.options import add_options
 from lightning_cephalo.offline.pipeline.figure import pipeline_figure
 from lightning_cephalo.offline.pipeline.text import advice_lines, pipeline_table
 from lightning_cephalo.offline.run_report import RunFolder, page
@@ -113,7 +113,7 @@ def _plan(options: argparse.Namespace, notes: Console) -> None:
             more["ways"] = [answers.row_as_dict(row) for row in chosen.rows]
         _print_json({**plan.to_dict(), "sources": asked.sources_as_dicts(), **more})
         return
-    _print_scenario(asked)
+    print(*asked.lines(), sep="\n")
     report.show(report.plan_table(plan, units=asked.problem.units))
     if chosen.rows:
         rows = [*([] if found is None else [answers.pipeline_row(found)]), *chosen.rows]
@@ -135,18 +135,17 @@ def _simulate(options: argparse.Namespace, notes: Console) -> None:
     if options.trace is not None:
         write_trace(simulation, asked.problem, options.trace)
         notes.print(f"Wrote {options.trace}: open it in https://ui.perfetto.dev.")
-    if options.figure is not None or options.memory_figure is not None:
-        if options.figure is not None:
-            figures.timeline_figure(simulation, asked.problem, options.figure)
-            notes.print(f"Wrote {options.figure}.")
-        if options.memory_figure is not None:
-            figures.memory_figure(simulation, asked.problem, plan, options.memory_figure)
-            notes.print(f"Wrote {options.memory_figure}.")
+    if options.figure is not None:
+        figures.timeline_figure(simulation, asked.problem, options.figure)
+        notes.print(f"Wrote {options.figure}.")
+    if options.memory_figure is not None:
+        figures.memory_figure(simulation, asked.problem, plan, options.memory_figure)
+        notes.print(f"Wrote {options.memory_figure}.")
     summary = answers.summarise(asked.problem, plan, simulation)
     if options.json:
         _print_json(summary.to_dict())
         return
-    _print_scenario(asked)
+    print(*asked.lines(), sep="\n")
     report.show(answers.simulation_table(summary))
 
 
@@ -178,30 +177,13 @@ def _compare(options: argparse.Namespace, notes: Console) -> None:
     if options.json:
         _print_json([answers.row_as_dict(row) for row in rows])
         return
-    _print_scenario(asked)
+    print(*asked.lines(), sep="\n")
     report.show(answers.comparison_table(rows))
 
 
 def _scenario(options: argparse.Namespace, notes: Console) -> Scenario:
     with _status(notes, "counting what the model asks of a device"), _current_folder_first():
-        asked = scenario.read(
-            scenario.Question(
-                problem=options.problem,
-                cluster=options.cluster,
-                devices=options.devices,
-                model=options.model,
-                model_options=tuple(options.model_option),
-                global_batch_size=options.batch_size,
-                sequence_length=options.sequence_length,
-                dtype=options.dtype,
-                tables=tuple(options.table),
-                recompute=options.recompute,
-                offload=options.offload,
-                optimizer_offload=options.optimizer_offload,
-                early_update=options.early_update,
-                clip_by_norm=options.clip_by_norm,
-            )
-        )
+        asked = scenario.read(options)
     for line in asked.left_out:
         notes.print(printable(f"Left out: {line}"), markup=False, soft_wrap=True)
     if options.save_problem is not None:
@@ -224,11 +206,6 @@ def _current_folder_first() -> Iterator[None]:
         sys.path.remove("")
 
 
-def _print_scenario(asked: Scenario) -> None:
-    for line in asked.lines():
-        print(line)
-
-
 def _print_json(data: Any) -> None:
     print(json.dumps(data, indent=2, allow_nan=False))
 
@@ -247,191 +224,33 @@ def _status(notes: Console, doing: str) -> Iterator[Any]:
 
 
 def _parser() -> argparse.ArgumentParser:
+    layout: dict[str, Any] = {
+        "epilog": _EPILOG,
+        "formatter_class": argparse.RawDescriptionHelpFormatter,
+    }
     parser = argparse.ArgumentParser(
         prog="cephalo",
         description="Plan training on mixed GPUs, also on a cluster that is not here.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        **layout,
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    plan = _command(commands, "plan", _plan, "who does what, proven to be the fastest")
-    plan.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="write the plan (.yaml or .json): CephaloStrategy(plan=FILE) trains with it",
-    )
-    plan.add_argument(
-        "--pipeline",
-        action="store_true",
-        help="also say whether a pipeline of node groups would be faster, and below which "
-        "bandwidth between nodes; advice only: training does not run pipelines",
-    )
-    plan.add_argument(
-        "--hybrid-sharding",
-        choices=("auto", "on", "off"),
-        default="off",
-        help="hold the whole state on each node of --cluster: where that is faster, or always; "
-        "training does so over gloo (default: off, and the table says its price)",
-    )
-    plan.add_argument(
-        "--figure",
-        type=Path,
-        metavar="FILE",
-        help="with --pipeline: draw its stages, and the step over the bandwidth (.png or .svg)",
-    )
-    simulate = _command(commands, "simulate", _simulate, "play one step of a plan, event by event")
-    simulate.add_argument(
-        "--plan", type=Path, metavar="FILE", help="the plan to play (default: solve for one)"
-    )
-    simulate.add_argument(
-        "--steps", type=int, default=1, metavar="N", help="how many steps (default: %(default)s)"
-    )
-    simulate.add_argument(
-        "--trace", type=Path, metavar="FILE.json", help="write a trace for Perfetto or Chrome"
-    )
-    simulate.add_argument(
-        "--figure", type=Path, metavar="FILE", help="draw the timeline (.png or .svg)"
-    )
-    simulate.add_argument(
-        "--memory-figure", type=Path, metavar="FILE", help="draw every rank's memory"
-    )
-    _report_command(commands)
-    compare = _command(
-        commands, "compare", _compare, "this plan against what people do without a planner"
-    )
-    compare.add_argument(
-        "--add",
-        action="append",
-        default=[],
-        metavar="DEVICE",
-        help="also with one more of this device, in the first node; may be repeated",
-    )
-    compare.add_argument("--figure", type=Path, metavar="FILE", help="draw it (.png or .svg)")
+    for name, (run, summary) in _COMMANDS.items():
+        description = f"{summary[0].upper()}{summary[1:]}."
+        command = commands.add_parser(name, help=summary, description=description, **layout)
+        command.set_defaults(run=run)
+        add_options(command, name)
     return parser
 
 
-def _report_command(commands: Any) -> None:
-    summary = "where a run's time and memory went: one HTML file, without outside resources"
-    command = commands.add_parser(
-        "report",
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    command.set_defaults(run=_report)
-    command.add_argument(
-        "run_folder",
-        type=Path,
-        metavar="RUN_FOLDER",
-        help="the folder of a run with CephaloStrategy(record=RUN_FOLDER)",
-    )
-    command.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help="where to write it (default: RUN_FOLDER/report.html)",
-    )
-
-
-def _command(commands: Any, name: str, run: Any, summary: str) -> argparse.ArgumentParser:
-    command: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=summary,
-        description=f"{summary[0].upper()}{summary[1:]}.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    command.set_defaults(run=run)
-    where = command.add_argument_group("the cluster")
-    where.add_argument("--cluster", type=Path, metavar="FILE", help="cluster.yaml")
-    where.add_argument(
-        "--devices", metavar="LIST", help='one node in place of a file: "2x RTX 4090, RTX 3090"'
-    )
-    what = command.add_argument_group("the model and its batch")
-    what.add_argument(
-        "--model",
-        metavar="MODEL",
-        help="config.json of Hugging Face or a folder with one, a type such as gpt2, or "
-        "package.module:Class of a LightningModule",
-    )
-    what.add_argument(
-        "--model-option",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="change the config, or an argument of the class; may be repeated",
-    )
-    what.add_argument("--batch-size", type=int, metavar="N", help="samples of a step, all ranks")
-    what.add_argument(
-        "--sequence-length",
-        type=int,
-        metavar="N",
-        help="tokens of a sample (default: the model's maximum)",
-    )
-    what.add_argument(
-        "--dtype",
-        choices=("fp32", "tf32", "fp16", "bf16"),
-        help="what is computed in; weights stay fp32 (default: fp32)",
-    )
-    what.add_argument(
-        "--recompute",
-        choices=("on", "off", "choose"),
-        help="activations inside units: again in the backward, kept, or as the plan chooses for "
-        "each rank (default: on)",
-    )
-    what.add_argument(
-        "--offload",
-        action="store_true",
-        help="let the plan move boundary activations to the host_memory of a cluster file",
-    )
-    what.add_argument(
-        "--optimizer-offload",
-        choices=("auto", "on", "off"),
-        help="optimizer state in the host_memory of a cluster file: what has no room on devices, "
-        "all of it, or none (default: off)",
-    )
-    what.add_argument(
-        "--early-update",
-        action="store_true",
-        help="update units inside the backward, as training does unless it clips by norm or the "
-        "like: less memory, and moves of optimizer state hide",
-    )
-    what.add_argument(
-        "--clip-by-norm",
-        action="store_true",
-        help="gradients are clipped by norm: updates follow the backward",
-    )
-    times = command.add_argument_group("times")
-    times.add_argument(
-        "--table",
-        action="append",
-        default=[],
-        type=Path,
-        metavar="FILE",
-        help="measured curves of devices (.yaml or .json), before any estimate; may be repeated",
-    )
-    times.add_argument(
-        "--problem",
-        type=Path,
-        metavar="FILE",
-        help="a saved problem, in place of cluster, model and batch",
-    )
-    times.add_argument(
-        "--save-problem", type=Path, metavar="FILE", help="write the problem (.yaml or .json)"
-    )
-    command.add_argument(
-        "--time-limit",
-        type=float,
-        default=60.0,
-        metavar="SECONDS",
-        help="after this long the best plan so far is taken, with its gap (default: %(default)s)",
-    )
-    command.add_argument("--json", action="store_true", help="print JSON")
-    return command
+_COMMANDS = {
+    "plan": (_plan, "who does what, proven to be the fastest"),
+    "simulate": (_simulate, "play one step of a plan, event by event"),
+    "report": (
+        _report,
+        "where a run's time and memory went: one HTML file, without outside resources",
+    ),
+    "compare": (_compare, "this plan against what people do without a planner"),
+}
 
 
 if __name__ == "__main__":

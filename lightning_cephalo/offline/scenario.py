@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.offline.estimate.build import RankSource
 from lightning_cephalo.offline.estimate.cluster import Cluster, NodeGroup
 from lightning_cephalo.offline.estimate.devices import Device, find_device, lookup
+from lightning_cephalo.offline.options import beside_problem
 from lightning_cephalo.offline.pipeline.build import pipeline_problem
 from lightning_cephalo.offline.pipeline.problem import PipelineProblem
 from lightning_cephalo.plan import Plan, Problem
@@ -24,8 +26,6 @@ from lightning_cephalo.plan.curves import CurveTable, cached_tables
 if TYPE_CHECKING:
     from lightning_cephalo.offline.estimate.work import ModelWork
 
-# Fields of a question that have another name on the command line.
-_OPTIONS = {"global_batch_size": "batch_size", "tables": "table", "model_options": "model_option"}
 _MOVES: dict[str | None, bool | Literal["auto"]] = {
     None: False,
     "off": False,
@@ -39,29 +39,6 @@ _NOT_MODEL_OPTIONS = {
     "model": "--model",
     "name": "--model, which names it",
 }
-
-
-@dataclass(frozen=True)
-class Question:
-    """The options of the command line: a saved problem, or a cluster, a model and a batch.
-
-    None and empty values mean that the option was not given.
-    """
-
-    problem: Path | None = None
-    cluster: Path | None = None
-    devices: str | None = None
-    model: str | None = None
-    model_options: tuple[str, ...] = ()
-    global_batch_size: int | None = None
-    sequence_length: int | None = None
-    dtype: str | None = None
-    tables: tuple[Path, ...] = ()
-    recompute: str | None = None
-    offload: bool = False
-    optimizer_offload: str | None = None
-    early_update: bool = False
-    clip_by_norm: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,53 +81,52 @@ class Scenario:
         return [dataclasses.asdict(source) for source in self.sources]
 
 
-def read(question: Question) -> Scenario:
-    """Read or build the problem of a question."""
-    if question.problem is not None:
-        return _saved(question, question.problem)
+def read(options: Namespace) -> Scenario:
+    """Read or build the problem that the options ask for."""
+    if options.problem is not None:
+        return _saved(options, options.problem)
     from lightning_cephalo.offline.estimate.build import build_problem
     from lightning_cephalo.offline.estimate.models import names_class, work_of
 
-    cluster = cluster_of(question)
-    if question.model is None:
+    cluster = cluster_of(options)
+    if options.model is None:
         raise PlanError("Expected --model (or --problem), but got neither. See --help.")
-    global_batch_size = question.global_batch_size
-    if global_batch_size is None:
+    if options.batch_size is None:
         raise PlanError("Expected --batch-size, the samples of a step over all ranks.")
-    if question.sequence_length is not None:
-        records.whole("--sequence-length", question.sequence_length, minimum=1)
-    _check_hosts(question, cluster)
-    if question.offload and question.recompute == "off":
+    if options.sequence_length is not None:
+        records.whole("--sequence-length", options.sequence_length, minimum=1)
+    _check_hosts(options, cluster)
+    if options.offload and options.recompute == "off":
         raise PlanError(
             "--offload: expected --recompute on or choose, but got off. Activations that are kept "
             "inside units hold what enters them: there is nothing to move."
         )
-    if question.clip_by_norm and question.early_update:
+    if options.clip_by_norm and options.early_update:
         raise PlanError(
             "--clip-by-norm: expected updates behind the backward, which know the norm of all "
             "gradients, but got --early-update. Leave one of the two out."
         )
-    options = dict(_model_option(option) for option in question.model_options)
+    changes = dict(_model_option(option) for option in options.model_option)
     work = work_of(
-        question.model,
-        sequence_length=question.sequence_length,
-        dtype=question.dtype or "fp32",
-        **options,
+        options.model,
+        sequence_length=options.sequence_length,
+        dtype=options.dtype or "fp32",
+        **changes,
     )
-    tables = [CurveTable.load(path) for path in question.tables]
+    tables = [CurveTable.load(path) for path in options.table]
 
     def estimate_of(where: Cluster, hybrid_sharding: bool = False) -> Any:
         return build_problem(
             where,
             work,
-            global_batch_size=global_batch_size,
+            global_batch_size=options.batch_size,
             tables=tables,
-            recompute=question.recompute in (None, "on"),
-            choose_recompute=question.recompute == "choose",
-            allow_offload=question.offload,
-            optimizer_offload=_MOVES[question.optimizer_offload],
-            early_update=question.early_update,
-            clip_by_norm=question.clip_by_norm,
+            recompute=options.recompute in (None, "on"),
+            choose_recompute=options.recompute == "choose",
+            allow_offload=options.offload,
+            optimizer_offload=_MOVES[options.optimizer_offload],
+            early_update=options.early_update,
+            clip_by_norm=options.clip_by_norm,
             hybrid_sharding=hybrid_sharding,
         )
 
@@ -160,15 +136,15 @@ def read(question: Question) -> Scenario:
             work,
             estimate_of(where).problem,
             tables=tables,
-            recompute=question.recompute in (None, "on"),
-            choose_recompute=question.recompute == "choose",
+            recompute=options.recompute in (None, "on"),
+            choose_recompute=options.recompute == "choose",
         )
 
     estimate = estimate_of(cluster)
     _refuse_unused(tables, work)
     return Scenario(
         estimate.problem,
-        _subject(question, work.model, work.sequence_length, is_class=names_class(question.model)),
+        _subject(options, work.model, work.sequence_length, is_class=names_class(options.model)),
         estimate.sources,
         (*estimate.broken_files, *_near_misses(work)),
         cluster,
@@ -178,28 +154,28 @@ def read(question: Question) -> Scenario:
     )
 
 
-def _check_hosts(question: Question, cluster: Cluster) -> None:
+def _check_hosts(options: Namespace, cluster: Cluster) -> None:
     if any(group.host_memory_bytes for group in cluster.nodes):
         return
-    moves_state = question.optimizer_offload in ("auto", "on")
+    moves_state = options.optimizer_offload in ("auto", "on")
     for option, what, is_given in (
-        ("--offload", "activations", question.offload),
+        ("--offload", "activations", options.offload),
         ("--optimizer-offload", "optimizer state", moves_state),
     ):
         if is_given:
             raise PlanError(
                 f"{option}: expected nodes with host memory to move {what} to, but "
-                f"{question.cluster or '--devices'} gives none. Use --cluster with a file that has "
+                f"{options.cluster or '--devices'} gives none. Use --cluster with a file that has "
                 f"a line such as 'host_memory: 256 GiB' in its nodes."
             )
 
 
-def _saved(question: Question, path: Path) -> Scenario:
-    for field in dataclasses.fields(question):
-        if field.name != "problem" and getattr(question, field.name) != field.default:
-            option = _OPTIONS.get(field.name, field.name).replace("_", "-")
+def _saved(options: Namespace, path: Path) -> Scenario:
+    for flag, name in beside_problem():
+        value = getattr(options, name)
+        if value is not False and value not in (None, []):
             raise PlanError(
-                f"--problem says all there is to plan for, but --{option} was given as well. "
+                f"--problem says all there is to plan for, but {flag} was given as well. "
                 f"Leave one of them out."
             )
     problem = Problem.load(path)
@@ -209,18 +185,18 @@ def _saved(question: Question, path: Path) -> Scenario:
 
 
 def _subject(
-    question: Question, model: str, sequence_length: int, *, is_class: bool = False
+    options: Namespace, model: str, sequence_length: int, *, is_class: bool = False
 ) -> str:
     """Describe the job, such as ``gpt2, fp32, 1024 tokens (default), global batch 48``."""
     tokens = f"{sequence_length} tokens"
-    if question.sequence_length is None:
+    if options.sequence_length is None:
         tokens += " (default)"
-    elif sequence_length != question.sequence_length:
-        tokens += f" (its own, not {question.sequence_length})"
+    elif sequence_length != options.sequence_length:
+        tokens += f" (its own, not {options.sequence_length})"
     if is_class:
         tokens += " unless its example_input_array has others"
-    dtype = question.dtype or "fp32"
-    return f"{model}, {dtype}, {tokens}, global batch {question.global_batch_size}"
+    dtype = options.dtype or "fp32"
+    return f"{model}, {dtype}, {tokens}, global batch {options.batch_size}"
 
 
 def _near_misses(work: ModelWork) -> list[str]:
@@ -250,21 +226,21 @@ def _refuse_unused(tables: Sequence[CurveTable], work: ModelWork) -> None:
             )
 
 
-def cluster_of(question: Question) -> Cluster:
-    """Return the cluster of a question, from its file or from a list of devices."""
-    if (question.cluster is None) == (question.devices is None):
+def cluster_of(options: Namespace) -> Cluster:
+    """Return the cluster of the options, from its file or from a list of devices."""
+    if (options.cluster is None) == (options.devices is None):
         raise PlanError(
             'Expected one of --cluster cluster.yaml and --devices "2x RTX 4090, RTX 3090", but '
-            f"got {'neither' if question.cluster is None else 'both'}."
+            f"got {'neither' if options.cluster is None else 'both'}."
         )
-    if question.cluster is not None:
-        return Cluster.load(question.cluster)
-    assert question.devices is not None
-    parts = [part.strip() for part in question.devices.split(",")]
+    if options.cluster is not None:
+        return Cluster.load(options.cluster)
+    assert options.devices is not None
+    parts = [part.strip() for part in options.devices.split(",")]
     if not all(parts):
         raise PlanError(
             f'--devices: expected a list such as "2x RTX 4090, RTX 3090", but got '
-            f"{question.devices!r}."
+            f"{options.devices!r}."
         )
     return Cluster((NodeGroup(tuple(_counted_device(part) for part in parts)),))
 

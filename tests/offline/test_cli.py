@@ -8,6 +8,7 @@ import json
 import os
 import runpy
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -382,7 +383,7 @@ DEVICES = {
 
 @pytest.mark.parametrize("words", DEVICES)
 def test_devices_are_counted_however_they_are_written(words):
-    (node,) = scenario.cluster_of(scenario.Question(devices=words)).nodes
+    (node,) = scenario.cluster_of(Namespace(cluster=None, devices=words)).nodes
     assert {device.name: count for device, count in node.devices} == DEVICES[words]
 
 
