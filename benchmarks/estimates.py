@@ -2,7 +2,7 @@
 
     python benchmarks/estimates.py [folder with model_latencies.json]
 
-Prints the rows of lightning_cephalo/offline/estimate/efficiencies.py. Also prints the errors of
+Prints the rows of lightning_cephalo/offline/estimate/efficiencies.yaml. Also prints the errors of
 estimates on devices and on models that the fit did not see.
 """
 
@@ -149,14 +149,12 @@ def main() -> None:
         print(f"{entry.device or 'all devices':15} {entry.kind:11} compute {entry.compute:5.2f} "
               f"bandwidth {entry.bandwidth:5.2f}; unseen device: {unseen}; unseen model: "
               f"{error_of([v for key in keys for v in by_model[key]])}")  # fmt: skip
-    print("\nFITTED = (")
+    print()
     for row in rows:
-        error = f"Error({row.error.median}, {row.error.most})" if row.error else "None"
         print(
-            f'    Efficiency("{row.device}", "{row.kind}", {row.compute}, {row.bandwidth}, '
-            f"{error}),"
+            f'- {{device: "{row.device}", kind: {row.kind}, compute: {row.compute}, '
+            f"bandwidth: {row.bandwidth}, error: [{row.error.median}, {row.error.most}]}}"
         )
-    print(")")
 
 
 if __name__ == "__main__":

@@ -9,12 +9,15 @@ the error of such estimates on devices that the fit had not seen.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated
 
+from lightning_cephalo.common import records
 from lightning_cephalo.common.errors import PlanError
-from lightning_cephalo.offline.estimate.devices import Device
+from lightning_cephalo.common.records import Amount, Checked, OneOf, Positive, Text
+from lightning_cephalo.offline.estimate.devices import Device, read_data
 from lightning_cephalo.plan.curves import Curves
 
 if TYPE_CHECKING:
@@ -26,35 +29,43 @@ KINDS = ("fp32", "fp32 shared", "half")
 
 
 @dataclass(frozen=True)
-class Error:
+class Error(Checked):
     """The error of estimates against measurements: ``|estimate / measured - 1|``."""
 
-    median: float
-    most: float
+    median: Amount
+    most: Amount
 
     def __str__(self) -> str:
         return f"typically {self.median:.0%} off, 9 in 10 within {self.most:.0%}"
 
 
 @dataclass(frozen=True)
-class Efficiency:
+class Efficiency(Checked):
     """Fractions of a device's peak rates that models reach."""
 
-    device: str
-    kind: str
-    compute: float
-    bandwidth: float
+    device: Text
+    kind: Annotated[str, OneOf(KINDS, f"one of {KINDS}")]
+    compute: Positive
+    bandwidth: Positive
     error: Error | None = None
+
+
+@functools.cache
+def fitted() -> tuple[Efficiency, ...]:
+    """Return what ``efficiencies.yaml`` holds."""
+    keys = [field.name for field in fields(Efficiency)]
+    rows = [
+        records.mapping(f"efficiencies.yaml[{index}]", row, known=keys, required=keys)
+        for index, row in enumerate(read_data("efficiencies.yaml"))
+    ]
+    return tuple(Efficiency(**row | {"error": Error(*row["error"])}) for row in rows)
 
 
 def find_efficiency(
     device: Device, dtype: str, efficiencies: Sequence[Efficiency] | None = None
 ) -> Efficiency:
     """Return the efficiency of the device, else of one with its chip, else of the pool."""
-    if efficiencies is None:
-        from lightning_cephalo.offline.estimate.efficiencies import FITTED
-
-        efficiencies = FITTED
+    efficiencies = fitted() if efficiencies is None else efficiencies
     kind = kind_of(device, dtype)
     for wanted in dict.fromkeys((device.name, device.like, "")):
         for entry in efficiencies:

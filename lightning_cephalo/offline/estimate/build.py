@@ -72,7 +72,6 @@ def build_problem(
     cache_folder: str | PathLike[str] | None = None,
     recompute: bool = True,
     choose_recompute: bool = False,
-    choose_resharding: bool = True,
     allow_offload: bool = False,
     optimizer_offload: bool | Literal["auto"] = False,
     early_update: bool = False,
@@ -94,13 +93,7 @@ def build_problem(
     longest = max(1, min(global_batch_size, largest_microbatch_size))
     known: dict[Device, Curves] = {}
     for device in dict.fromkeys(rank.device for rank in cluster.ranks):
-        known[device] = curves_of(
-            device,
-            work,
-            longest,
-            measured=cached.tables,
-            tables=tables,
-        )
+        known[device] = curves_of(device, work, longest, measured=cached.tables, tables=tables)
     ranks = cluster.ranks  # made anew
     # equal ranks have one profile: checking thousands takes seconds
     profile_of = {
@@ -150,7 +143,7 @@ def build_problem(
         boundary_bytes=kept_always,
         kept_bytes=work.kept_bytes if choose_recompute else 0.0,
         gathered_bytes=gathered,
-        reshard_after_forward="auto" if choose_resharding else True,
+        reshard_after_forward="auto",
         unresharded_bytes=unresharded_bytes(work),
         # the gradient of the last layers waits for the root unit's update, with its own reduce
         early_state_bytes=EARLY_STATE_BYTES_PER_PARAMETER * work.parameters

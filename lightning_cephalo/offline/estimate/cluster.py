@@ -35,13 +35,11 @@ from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.common.quantities import (
     BYTES,
     BYTES_PER_S,
-    FLOPS_PER_S,
     SECONDS,
     USABLE_SHARE,
-    Dimension,
 )
 from lightning_cephalo.common.records import Amount, Checked, Count, FileRecord, Positive
-from lightning_cephalo.offline.estimate.devices import Device, find_device, lookup
+from lightning_cephalo.offline.estimate.devices import KEYS, Device, described, find_device, lookup
 from lightning_cephalo.offline.estimate.network import (
     NETWORK_LATENCY_S,
     NO_OWN_LINK,
@@ -53,17 +51,6 @@ from lightning_cephalo.offline.estimate.network import (
     uniform,
 )
 
-# key in YAML -> field of Device, dimension
-_DEVICE_KEYS: dict[str, tuple[str, Dimension]] = {
-    "memory": ("memory_bytes", BYTES),
-    "fp32": ("fp32_flops_per_s", FLOPS_PER_S),
-    "tf32": ("tf32_flops_per_s", FLOPS_PER_S),
-    "fp16": ("fp16_flops_per_s", FLOPS_PER_S),
-    "bf16": ("bf16_flops_per_s", FLOPS_PER_S),
-    "bandwidth": ("bandwidth_bytes_per_s", BYTES_PER_S),
-    "pcie": ("pcie_bytes_per_s", BYTES_PER_S),
-}
-_PCIE_BYTES_PER_S = 15.75e9  # third generation, sixteen lanes
 # Of a node's memory: what updates by hosts of A100s reached in published logs, four ranks a node.
 # Hosts of H100s reached three times as much.
 HOST_BYTES_PER_S = 100e9
@@ -212,8 +199,10 @@ class Cluster(FileRecord):
 def _cluster(cls: type[Cluster], data: Any) -> Cluster:
     known = ("nodes", "between_nodes", "devices", "reserve")
     values = records.mapping("cluster", data, known=known, required=("nodes",))
-    described = _named(values.get("devices", {}), "devices", "devices by name")
-    own = tuple(_own_device(name, entry) for name, entry in described.items())
+    own = tuple(
+        described(name, entry, where=f"devices: {name}", base=lookup(name))
+        for name, entry in _named(values.get("devices", {}), "devices", "devices by name").items()
+    )
     groups = records.items("nodes", values["nodes"], of="nodes")
     between = values.get("between_nodes")
     return cls(
@@ -287,26 +276,6 @@ def _link(where: str, data: Any, latency_s: float) -> Link:
     return Link(BYTES_PER_S.parse(f"{where}: bandwidth", values["bandwidth"]), latency_s)
 
 
-def _own_device(name: str, data: Any) -> Device:
-    where = f"devices: {name}"
-    base = lookup(name)
-    required = () if base else ("memory", "fp32", "bandwidth")
-    values = records.mapping(where, data, known=list(_DEVICE_KEYS), required=required)
-    given: dict[str, Any] = {
-        _DEVICE_KEYS[key][0]: _DEVICE_KEYS[key][1].parse(f"{where}: {key}", value)
-        for key, value in values.items()
-    }
-    if base is not None:
-        return dataclasses.replace(base, **given, source="cluster.yaml")
-    rest: dict[str, Any] = {
-        "tf32_flops_per_s": None,
-        "fp16_flops_per_s": given["fp32_flops_per_s"],
-        "bf16_flops_per_s": None,
-        "pcie_bytes_per_s": _PCIE_BYTES_PER_S,
-    }
-    return Device(name=name, source="cluster.yaml", **(rest | given))
-
-
 def _named(data: Any, where: str, what: str) -> dict[str, Any]:
     if not isinstance(data, Mapping):
         raise PlanError(
@@ -335,5 +304,5 @@ def _link_value(link: Link, usual_latency_s: float) -> Any:
 
 
 def _device_dict(device: Device) -> dict[str, str]:
-    values = {key: (getattr(device, field), unit) for key, (field, unit) in _DEVICE_KEYS.items()}
+    values = {key: (getattr(device, field), unit) for key, (field, unit) in KEYS.items()}
     return {key: unit.text(value) for key, (value, unit) in values.items() if value is not None}

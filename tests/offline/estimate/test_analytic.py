@@ -10,10 +10,10 @@ from lightning_cephalo.offline.estimate.analytic import (
     KINDS,
     estimate,
     find_efficiency,
+    fitted,
     kind_of,
 )
 from lightning_cephalo.offline.estimate.devices import CATALOGUE, find_device
-from lightning_cephalo.offline.estimate.efficiencies import FITTED
 from lightning_cephalo.offline.estimate.work import Linear, ModelWork, Pass
 from lightning_cephalo.plan import PlanError
 
@@ -67,9 +67,9 @@ def test_a_small_pass_is_bound_by_launches():
 
 
 def test_default_efficiencies_cover_every_kind_and_are_sane():
-    pools = {entry.kind for entry in FITTED if not entry.device}
+    pools = {entry.kind for entry in fitted() if not entry.device}
     assert pools == set(KINDS)
-    for entry in FITTED:
+    for entry in fitted():
         assert 0.2 < entry.compute < 1.1
         assert 0.2 < entry.bandwidth < 2
         assert entry.error is not None

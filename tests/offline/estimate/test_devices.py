@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -70,3 +74,27 @@ def test_a_dtype_that_a_device_lacks_is_refused():
         find_device("V100").peak_flops_per_s("bf16")
     with pytest.raises(PlanError, match=r"dtype: expected one of fp32.*'int8'"):
         find_device("V100").peak_flops_per_s("int8")
+
+
+def test_the_installed_package_has_its_data_files(tmp_path):
+    root = Path(__file__).parents[3]
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(root / name, tmp_path)
+    package = shutil.copytree(root / "lightning_cephalo", tmp_path / "lightning_cephalo")
+    build = [
+        "-c",
+        "from setuptools import setup; setup()",
+        "-q",
+        "build_py",
+        "--build-lib",
+        "built",
+    ]
+    subprocess.run([sys.executable, *build], cwd=tmp_path, check=True)
+    data = {
+        path.relative_to(package)
+        for path in package.rglob("*")
+        if path.is_file() and path.suffix not in (".py", ".pyc")
+    }
+    assert {"devices.yaml", "efficiencies.yaml", "page.html"} <= {path.name for path in data}
+    installed = tmp_path / "built" / "lightning_cephalo"
+    assert all((installed / path).is_file() for path in data)
