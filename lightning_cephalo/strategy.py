@@ -48,6 +48,7 @@ from lightning_cephalo.adapters.resuming import KEY, Resumption, saved_order
 from lightning_cephalo.adapters.sampler_takeover import SamplerTakeover
 from lightning_cephalo.adapters.skipped_steps import SkippedSteps, no_loss, without_loss
 from lightning_cephalo.adapters.step_notes import StepNotes
+from lightning_cephalo.adapters.step_outputs import outputs_everywhere
 from lightning_cephalo.adapters.user_backward import UserBackward
 from lightning_cephalo.adapters.user_gathers import require_equal_shapes
 from lightning_cephalo.common.errors import UnsupportedError
@@ -282,7 +283,7 @@ class CephaloStrategy(ParallelStrategy):
         self._recovering = Recovering(self._wish)
         self._watch = Watch(trace, record)
         self._skipped_steps = SkippedSteps()
-        self._hook_logs = HookLogs()
+        self._hook_logs = HookLogs(self._hook_lacks_samples)
         # from setup_environment() until the process ends, or until this rank fails alone on a
         # backend that must be aborted
         self._ranks: Ranks | None = None
@@ -495,7 +496,7 @@ class CephaloStrategy(ParallelStrategy):
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        self._precision_plugin = precision.adapt(precision_plugin, self._before_norm)
+        self._precision_plugin = precision.adapt(precision_plugin, self._before_norm, self._shown)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -725,7 +726,8 @@ class CephaloStrategy(ParallelStrategy):
             return no_loss()
         self._batch_weight = math.fsum(outcome.weights)
         joined = joined_result(outcome.results, outcome.weights, counts)
-        return session.outputs.of_step(joined, self._batch_weight, trained, outcome.losses)
+        control, device = session.control, session.model.device
+        return outputs_everywhere(joined, trained, outcome.losses, control, device)
 
     def _forward(
         self,
@@ -827,6 +829,16 @@ class CephaloStrategy(ParallelStrategy):
 
             return super().optimizer_step(optimizer, whole_closure, model, **kwargs)
 
+    def _shown(self, batch: Any) -> Any:
+        """Return what hooks see of a batch that has come from the loaders."""
+        if self._session is None:
+            return batch
+        return self._session.shown(batch, self._module.trainer.training)
+
+    def _hook_lacks_samples(self) -> bool:
+        session = self._session
+        return session is not None and session.lacks_samples and not session.logs.are_combining
+
     def _before_norm(self) -> bool:
         """Let all ranks come before gradients are clipped; return whether to clip at all."""
         manual = None if self._session is None else self._session.manual
@@ -884,7 +896,7 @@ class CephaloStrategy(ParallelStrategy):
     ) -> tuple[Any, int]:
         """Run a step without gradients; return its result and this rank's samples in it."""
         session, batch, user_step = self.session, args[0], getattr(self._module, name)
-        samples = evaluation_samples(batch)
+        samples = 0 if session.lacks_samples else evaluation_samples(batch)
         log = session.logs.of_step([samples])
 
         def step() -> Any:
@@ -915,10 +927,14 @@ class CephaloStrategy(ParallelStrategy):
     @override
     def on_validation_start(self) -> None:
         self._ending.begin_validation()
-        self._warn_of_combined_evaluation()
+        self._begin_evaluation()
 
     @override
     def on_test_start(self) -> None:
+        self._begin_evaluation()
+
+    def _begin_evaluation(self) -> None:
+        self._hook_logs.watch(evaluation_loop(self._module.trainer)._results)
         self._warn_of_combined_evaluation()
 
     def _warn_of_combined_evaluation(self) -> None:
@@ -928,12 +944,14 @@ class CephaloStrategy(ParallelStrategy):
 
     @override
     def on_validation_end(self) -> None:
+        self._hook_logs.unwatch(evaluation_loop(self._module.trainer)._results)
         self._ending.stop_together()
         self.session.model.executor.reshard()
         self._recovering.after_validation()
 
     @override
     def on_test_end(self) -> None:
+        self._hook_logs.unwatch(evaluation_loop(self._module.trainer)._results)
         self._ending.stop_together()
         self.session.model.executor.reshard()
 

@@ -27,16 +27,20 @@ class HookLogs:
     Attributes:
         samples: While a mean for a step is being logged, this rank's samples: the ``batch_size`` of
             ``self.log``, or those of its batch. Else None.
+
+    Args:
+        lacks_samples: Returns whether a hook sees a repeated sample, which counts in no mean.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lacks_samples: Callable[[], bool] = lambda: False) -> None:
         self.samples: float | None = None
+        self._lacks_samples = lacks_samples
 
     def watch(self, results: Any) -> None:
         """Watch what is logged outside of microbatches.
 
         Args:
-            results: Lightning's result collection of the training loop.
+            results: Lightning's result collection of the running loop.
         """
         results.update_metrics = partial(self._update, results)  # on the instance
 
@@ -51,6 +55,8 @@ class HookLogs:
         if is_of_step and not meta.on_epoch and results.batch_size is None and batch_size == 1:
             # before the step, for values of steps alone, Lightning does not look at the batch
             batch_size = evaluation_samples(results.batch)
+        if results.batch is not None and self._lacks_samples():
+            batch_size = 0
         self.samples = float(batch_size) if is_of_step else None
         if is_averaged and meta.sync.should and not batch_size:
             value = torch.zeros_like(value)  # a mean over nothing may be NaN, and counts nothing

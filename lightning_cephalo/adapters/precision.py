@@ -53,9 +53,19 @@ class RanksGradScaler(torch.amp.GradScaler):
 
 
 class _OverRows(lightning.Precision):
-    """Clips gradients without DTensors."""
+    """Clips gradients without DTensors.
+
+    Attributes:
+        before_norm: Called before ranks communicate for a norm; returns whether to clip at all.
+        shown: Returns what hooks see of a batch.
+    """
 
     before_norm: Callable[[], bool] = staticmethod(lambda: True)
+    shown: Callable[[Any], Any] = staticmethod(lambda batch: batch)
+
+    def convert_input(self, data: Any) -> Any:
+        # the first that Lightning does with a batch
+        return super().convert_input(self.shown(data))
 
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         clip_by_value(self.main_params(optimizer), clip_val)
@@ -91,7 +101,9 @@ _PLUGINS: dict[type[lightning.Precision], type[lightning.Precision]] = {
 
 
 def adapt(
-    plugin: lightning.Precision | None, before_norm: Callable[[], bool]
+    plugin: lightning.Precision | None,
+    before_norm: Callable[[], bool],
+    shown: Callable[[Any], Any],
 ) -> lightning.Precision | None:
     """Adapt a precision plugin to sharded gradients.
 
@@ -105,7 +117,10 @@ def adapt(
         plugin = own.__new__(own)
         plugin.__dict__ = attributes
     if isinstance(plugin, _OverRows):
-        plugin.before_norm = before_norm
+        plugin.before_norm, plugin.shown = before_norm, shown
+    elif plugin is not None:
+        kind: Any = plugin
+        kind.convert_input = _Shown(type(plugin).convert_input, plugin, shown)
     scaler = getattr(plugin, "scaler", None)
     if not isinstance(plugin, lightning.MixedPrecision) or scaler is None:
         return plugin
@@ -119,6 +134,18 @@ def adapt(
             enabled=scaler.is_enabled(),
         )
     return plugin
+
+
+class _Shown:
+    """The ``convert_input`` of a plugin of the user's own class, for what hooks see of a batch."""
+
+    def __init__(
+        self, convert: Callable[..., Any], plugin: lightning.Precision, shown: Callable[[Any], Any]
+    ) -> None:
+        self._convert, self._plugin, self._shown = convert, plugin, shown
+
+    def __call__(self, data: Any) -> Any:
+        return self._convert(self._plugin, self._shown(data))
 
 
 def is_adapted(plugin: lightning.Precision) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
@@ -84,6 +84,16 @@ class MicrobatchList(list[Any]):
 @cache
 def _with_sizes(sizes: tuple[int, ...]) -> type[MicrobatchList]:
     return type(MicrobatchList.__name__, (MicrobatchList,), {"sizes": sizes})
+
+
+class NoSamples(NamedTuple):
+    """The batch of a rank without samples in a step; a tuple, as torch pins the memory of those.
+
+    Attributes:
+        shown: a repeated sample, as a batch, which hooks see and which counts nowhere.
+    """
+
+    shown: Any
 
 
 @dataclass(frozen=True)
@@ -251,7 +261,7 @@ class BatchLayout:
 
 
 def zero_rows(batch: Any, layout: BatchLayout | None = None) -> Any:
-    """Returns a batch like ``batch`` without samples, for a rank that has none in a step."""
+    """Returns a batch like ``batch`` without samples."""
     if isinstance(batch, MicrobatchList):
         return MicrobatchList((), ())
     return (layout or BatchLayout()).take(batch, 0, 0)

@@ -1,4 +1,4 @@
-"""Collates a rank's samples into a batch, an empty batch, or a list of batches."""
+"""Collates a rank's samples into a batch, or a list of batches."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from lightning_cephalo.common.errors import BatchSplitError
-from lightning_cephalo.data.batch_layout import BatchLayout, MicrobatchList, zero_rows
+from lightning_cephalo.data.batch_layout import MicrobatchList, NoSamples
 from lightning_cephalo.data.randomness import preserved_randomness
 from lightning_cephalo.data.shares import split_sizes
+
+# Samples that are tried for one that the collate function does not drop.
+_TRIED = 64
 
 
 def fetch(dataset: Any, keys: Sequence[Any]) -> Any:
@@ -53,11 +55,16 @@ def rank_collate(dataset: Any, microbatch_sizes: Sequence[int] | None) -> Callab
 class RankCollate:
     """The user's ``collate_fn``, extended to accept zero samples.
 
-    Most collate functions fail on an empty list. But a rank without samples in a step needs a batch
-    too, so that hooks and callbacks see the same keys and dimensions on every rank. The empty batch
-    is made from ``dataset[0]``, once per process, and cut to zero rows. Random augmentation of that
-    sample does not change the global generators. A function that drops samples may return None for
-    all of them. That is an empty batch too: Lightning would skip the step on this rank alone.
+    Most collate functions fail on an empty list. A rank without samples in a step gets `NoSamples`,
+    which shows a sample of the dataset. Reading that does not change the global generators. A
+    function that drops samples may return None for all of them. That counts as no samples too:
+    Lightning would skip the step on this rank alone.
+
+    Args:
+        collate_fn: the user's function.
+        dataset: the loader's map-style dataset, or samples of a stream.
+        microbatch_sizes: if given, the samples are cut by `split_sizes`, and each part is collated
+            separately into a `MicrobatchList`.
     """
 
     def __init__(
@@ -69,55 +76,44 @@ class RankCollate:
         self.collate_fn = collate_fn
         self.dataset = dataset
         self.microbatch_sizes = None if microbatch_sizes is None else tuple(microbatch_sizes)
-        self._template: tuple[Any, BatchLayout] | None = None
 
     def __call__(self, samples: Any) -> Any:
+        # a dataset's __getitems__ may return something without a length
+        if hasattr(samples, "__len__") and len(samples) == 0:
+            return self._shown()
         if self.microbatch_sizes is None:
-            return self._collate(samples)
-        sizes = split_sizes(len(samples), self.microbatch_sizes) if len(samples) else ()
+            batch = self.collate_fn(samples)
+            return self._shown() if batch is None else batch
         batches, start = [], 0
+        sizes = split_sizes(len(samples), self.microbatch_sizes)
         for size in sizes:
             batches.append(self.collate_fn(samples[start : start + size]))
             start += size
         kept = [pair for pair in zip(batches, sizes, strict=True) if pair[0] is not None]
+        if not kept:
+            return self._shown()
         return MicrobatchList([batch for batch, _ in kept], [size for _, size in kept])
 
-    def _collate(self, samples: Any) -> Any:
-        # A dataset's __getitems__ may return something without a length.
-        if hasattr(samples, "__len__") and len(samples) == 0:
-            return self._empty_batch()
-        batch = self.collate_fn(samples)
-        return self._empty_batch() if batch is None else batch
-
-    def _empty_batch(self) -> Any:
-        if self._template is None:
-            self._template = self._learn_template()
-        template, layout = self._template
-        if isinstance(template, MicrobatchList):
-            return MicrobatchList((), ())
-        # Cut again each time: a hook may change the containers that it gets.
-        return zero_rows(template, layout)
-
-    def _learn_template(self) -> tuple[Any, BatchLayout]:
+    def _shown(self) -> NoSamples:
+        """Returns the first sample that the user's function does not drop; it is read anew."""
         with preserved_randomness():
             try:
-                one = self.collate_fn(copied(fetch(self.dataset, [0])))
-                two = self.collate_fn(copied(fetch(self.dataset, [0, 0])))
-                if one is None or two is None:
-                    return MicrobatchList((), ()), BatchLayout()
+                for key in range(min(len(self.dataset), _TRIED)):
+                    batch = self.collate_fn(copied(fetch(self.dataset, [key])))
+                    if batch is not None:
+                        apart = self.microbatch_sizes is not None
+                        return NoSamples(MicrobatchList([batch], [1]) if apart else batch)
             except Exception as error:
                 raise RuntimeError(
-                    "A rank has no samples in a step, and the shape of its empty batch could not "
-                    f"be read from dataset[0] ({error!r}). Use DataLoader(drop_last=True) if it is "
-                    "the last step, or a plan that gives every rank samples."
+                    "A rank has no samples in a step, and dataset[0], which hooks would see there,"
+                    f" could not be read ({error!r}). Use DataLoader(drop_last=True) if it is the"
+                    " last step, or a plan that gives every rank samples."
                 ) from error
-        try:
-            layout = BatchLayout.learn(two, one, sizes=(2, 1))
-            return zero_rows(one, layout), layout
-        except BatchSplitError:
-            # Such batches are collated per microbatch, or cut by the user's function. Both read an
-            # empty list as "no microbatches".
-            return MicrobatchList((), ()), BatchLayout()
+        raise RuntimeError(
+            "A rank has no samples in a step, and the collate function drops the first"
+            " samples of the dataset, so that hooks have none to see. Leave out samples"
+            " that cannot be used in the dataset, or give them a weight of 0."
+        )
 
 
 def collating_apart(loader: Any) -> RankCollate | None:

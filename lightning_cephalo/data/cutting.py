@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 
 from lightning_cephalo.common.errors import BatchSplitError, CephaloError
 from lightning_cephalo.data import BatchLayout, MicrobatchList, deal, split_sizes, zero_rows
-from lightning_cephalo.data.batch_layout import not_splittable
-from lightning_cephalo.data.containers import children_of
+from lightning_cephalo.data.batch_layout import NoSamples, not_splittable
+from lightning_cephalo.data.containers import children_of, rebuild
 
 
 class StepResultError(CephaloError, TypeError, MisconfigurationException):
@@ -42,8 +42,24 @@ class BatchCutter:
     microbatch_sizes: tuple[int, ...]
     leaves_whole: bool = False
 
-    def cut(self, batch: Any) -> list[tuple[Any, int]]:
-        """Return the microbatches and their numbers of samples; none for an empty batch.
+    def shown(self, batch: Any) -> tuple[Any, tuple[bool, ...]]:
+        """Return what hooks see of a batch, and for each loader whether it counts nowhere.
+
+        Args:
+            batch: What the training loaders yield on this rank.
+        """
+        if self.spec is None or batch is None:
+            return shown(batch)
+        parts = [shown(part) for part in self.spec.flatten_up_to(batch)]
+        seen = pytree.tree_unflatten([part for part, _ in parts], self.spec)
+        return seen, tuple(flags[0] for _, flags in parts)
+
+    def cut(self, batch: Any, lacks: Sequence[bool] = ()) -> list[tuple[Any, int]]:
+        """Return the microbatches and their numbers of samples; none without samples.
+
+        Args:
+            batch: The batch of this rank, as hooks have left it.
+            lacks: For each loader, whether this rank has no samples of it; empty: it has of all.
 
         With several loaders a microbatch holds a part of each loader's batch, and its sample count
         is the sum over all loaders. If a loader has fewer samples than there are microbatches, its
@@ -51,17 +67,21 @@ class BatchCutter:
         """
         if self.leaves_whole:
             return [(batch, evaluation_samples(batch))]
+        if all(lacks) and lacks:
+            return []
         if self.spec is None:
             return self._cut_one(batch, self.layouts[0])
+        flags = lacks or [False] * len(self.layouts)
+        found = zip(self.spec.flatten_up_to(batch), self.layouts, flags, strict=True)
         parts = [
-            None if part is None else (part, layout, _rows_of(part, layout))
-            for part, layout in zip(self.spec.flatten_up_to(batch), self.layouts, strict=True)
+            None if part is None else (part, layout, 0 if lacking else _rows_of(part, layout))
+            for part, layout, lacking in found
         ]
         present = [part for part in parts if part is not None]
         leading, layout, _ = max(present, key=lambda part: part[2])  # the first of the longest
         shares = [count for _, count in self._cut_one(leading, layout)]
         columns = [
-            [(None, 0)] * len(shares) if part is None else _cut_alike(part[0], part[1], shares)
+            [(None, 0)] * len(shares) if part is None else _cut_alike(*part, shares)
             for part in parts
         ]
         return [
@@ -117,8 +137,25 @@ def _collated_apart(batch: MicrobatchList, layout: BatchLayout) -> list[tuple[An
     return [(piece, n) for piece, n in zip(batch, counts, strict=True) if n > 0]
 
 
-def _cut_alike(batch: Any, layout: BatchLayout, shares: Sequence[int]) -> list[tuple[Any, int]]:
+def shown(batch: Any) -> tuple[Any, tuple[bool, ...]]:
+    """Return what hooks see of a batch, and whether it counts nowhere; of several loaders, each."""
+    if isinstance(batch, NoSamples):
+        return batch.shown, (True,)
+    children = children_of(batch)
+    if not children or not any(isinstance(child, NoSamples) for _, child in children):
+        return batch, (False,)
+    parts = [child.shown if isinstance(child, NoSamples) else child for _, child in children]
+    flags = tuple(child is None or isinstance(child, NoSamples) for _, child in children)
+    return rebuild(batch, parts), flags
+
+
+def _cut_alike(
+    batch: Any, layout: BatchLayout, rows: int, shares: Sequence[int]
+) -> list[tuple[Any, int]]:
     """Cut a loader's batch into one piece for each of ``shares``; pieces may have no rows."""
+    if not rows:
+        first = next(iter(batch), batch) if isinstance(batch, MicrobatchList) else batch
+        return [(zero_rows(first, layout), 0)] * len(shares)
     if isinstance(batch, MicrobatchList):
         pieces = _collated_apart(batch, layout)
         if len(pieces) > len(shares):
@@ -130,12 +167,9 @@ def _cut_alike(batch: Any, layout: BatchLayout, shares: Sequence[int]) -> list[t
         while len(pieces) < len(shares):
             pieces.append((None if template is None else zero_rows(template), 0))
         return pieces
-    count = layout.batch_size(batch)
-    if count == 0:
-        return [(batch, 0)] * len(shares)
-    sizes = deal(count, shares)
+    sizes = deal(rows, shares)
     if len(sizes) == 1:
-        return [(batch, count)]
+        return [(batch, rows)]
     return list(zip(layout.split(batch, sizes), sizes, strict=True))
 
 

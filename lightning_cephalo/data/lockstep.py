@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from lightning_cephalo.common.errors import BatchSplitError
-from lightning_cephalo.data.batch_layout import BatchLayout, MicrobatchList, zero_rows
-from lightning_cephalo.data.containers import contains_arrays, known_length
+from lightning_cephalo.data.batch_layout import BatchLayout, MicrobatchList, NoSamples
+from lightning_cephalo.data.containers import known_length, own_copy
 from lightning_cephalo.data.randomness import preserved_randomness
 
 AllHaveNext = Callable[[bool], bool]
@@ -24,7 +24,7 @@ Gather = Callable[[list[float]], list[list[float]]]
 class LockStepLoader:
     """Iterates ``loader`` on every rank until the last rank has run out.
 
-    Ranks that have run out continue with empty batches, so that every sample is seen once. With
+    Ranks that have run out continue with `NoSamples`, so that every sample counts once. With
     ``every_rank`` all end with the first rank.
 
     Reads and writes of unknown attributes go to the wrapped loader, so that Lightning and callbacks
@@ -35,9 +35,9 @@ class LockStepLoader:
         loader: this rank's loader.
         all_have_next: lets the ranks agree. It is called once per step, once more at the end, and
             at least once on construction: more often if every rank's ``loader`` has a length.
-        idle: this rank takes no samples. It yields empty batches shaped like the loader's first
-            batch, the only one that it loads.
-        layout: the layout for cutting a batch to zero rows.
+        idle: this rank takes no samples. It shows one of the loader's first batch, the only one
+            that it loads.
+        layout: the layout for cutting a sample out of a batch.
         every_rank: every rank needs samples in each step.
         original: the user's loader if ``loader`` was rebuilt from it.
     """
@@ -51,7 +51,7 @@ class LockStepLoader:
             "_idle",
             "_layout",
             "_length",
-            "_template",
+            "_sample",
         )
     )
 
@@ -71,7 +71,7 @@ class LockStepLoader:
         self._idle = idle
         self._every_rank = every_rank
         self._layout = layout
-        self._template: Any = None
+        self._sample: Any = None
         self._length = self._agree_on_length()
 
     @property  # type: ignore[misc]
@@ -107,12 +107,12 @@ class LockStepLoader:
                 except StopIteration:
                     have = False
                 else:
-                    if self._template is None and batch is not None:
-                        self._template = self._without_rows(batch)
+                    if self._sample is None and batch is not None:
+                        self._sample = self._first_of(batch)
             if not self._some_go_on(have and batches is not None):
                 return
             # Lightning skips a step whose batch is None, and the other ranks would wait for it
-            yield self._empty_batch() if batch is None else batch
+            yield self._shown() if batch is None else batch
 
     def _some_go_on(self, have: bool) -> bool:
         """Returns whether enough ranks have what only this rank knows of itself; collective."""
@@ -121,23 +121,25 @@ class LockStepLoader:
         # some rank has <=> not all ranks have not
         return not self._all_have_next(not have)
 
-    def _empty_batch(self) -> Any:
-        if self._template is None:
+    def _shown(self) -> NoSamples:
+        if self._sample is None:
             with preserved_randomness():
                 first = next(iter(self.loader), None)
-            self._template = self._without_rows(first)
-        template = self._template
-        if isinstance(template, MicrobatchList):
-            return MicrobatchList((), ())
-        return self._without_rows(template)
+            # nothing can be shown of a part of a stream that has nothing at all
+            self._sample = MicrobatchList((), ()) if first is None else self._first_of(first)
+        # a hook may change the containers that it gets
+        return NoSamples(own_copy(self._sample, with_arrays=True))
 
-    def _without_rows(self, batch: Any) -> Any:
-        if not contains_arrays(batch) and self._layout is None:
-            return MicrobatchList((), ())
-        try:
-            return zero_rows(batch, self._layout)
-        except BatchSplitError:
-            return MicrobatchList((), ())
+    def _first_of(self, batch: Any) -> Any:
+        """Returns the first sample of a batch, or a batch that cannot be cut as it is."""
+        if isinstance(batch, MicrobatchList):
+            first: Any = MicrobatchList(batch[:1], batch.sizes and batch.sizes[:1])
+        else:
+            try:
+                first = (self._layout or BatchLayout()).take(batch, 0, 1)
+            except BatchSplitError:
+                first = batch
+        return own_copy(first, with_arrays=True)
 
     def _agree_on_length(self) -> int | None:
         """Returns the number of steps of all ranks, found by asking "at least this many?"."""

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from lightning_cephalo.common.errors import BatchSplitError, UnsupportedError
 from lightning_cephalo.data import reading
-from lightning_cephalo.data.batch_layout import BatchLayout, MicrobatchList
+from lightning_cephalo.data.batch_layout import BatchLayout, NoSamples
 from lightning_cephalo.data.collate import RankCollate, rank_collate
 from lightning_cephalo.data.fingerprints import fingerprint
 from lightning_cephalo.data.lockstep import (
@@ -158,7 +158,7 @@ class StreamCollate:
         if dealt is None:
             return GlobalStep(None, float(checksum or 0), len(samples))
         start = sum(dealt[: self.rank])
-        self.own.dataset = samples  # shows the shape of an empty batch
+        self.own.dataset = samples  # to show one of them without samples
         if self._randomness is None:  # in the process, and the pass, of a worker
             self._randomness = SwappedRandomness((torch.initial_seed() % 2**64, self.rank))
         with self._randomness:
@@ -191,7 +191,7 @@ class ReadyCutter:
             if not self.leaves_whole:
                 raise
         turn, self._turn = self._turn % len(self.sizes), self._turn + 1
-        mine = batch if turn == self.rank else MicrobatchList((), ())
+        mine = batch if turn == self.rank else NoSamples(batch)
         return GlobalStep(mine, float(fingerprint(batch) or 0), 1)
 
 
@@ -553,11 +553,13 @@ def _part_of(
     if dealt[rank] == count:
         return GlobalStep(batch, checksum, count)
     if layout.splitter is None:
-        start = sum(dealt[:rank])
-        return GlobalStep(layout.take(batch, start, start + dealt[rank]), checksum, count)
-    parts = iter(layout.split(batch, [size for size in dealt if size]))
-    mine = [next(parts) if size else MicrobatchList((), ()) for size in dealt]
-    return GlobalStep(mine[rank], checksum, count)
+        start = min(sum(dealt[:rank]), count - 1)
+        own = layout.take(batch, start, start + max(dealt[rank], 1))
+    else:
+        before = sum(size > 0 for size in dealt[:rank])
+        parts = layout.split(batch, [size for size in dealt if size])
+        own = parts[min(before, len(parts) - 1)]
+    return GlobalStep(own if dealt[rank] else NoSamples(own), checksum, count)
 
 
 def _name_of(loader: Any) -> str:

@@ -28,7 +28,6 @@ from lightning_cephalo.adapters.logging import StepLogs
 from lightning_cephalo.adapters.module_copies import ModuleCopies
 from lightning_cephalo.adapters.moved_state import MovedState, StateAway
 from lightning_cephalo.adapters.rows_of_state import RowsOfState
-from lightning_cephalo.adapters.step_outputs import StepOutputs
 from lightning_cephalo.adapters.torchmetrics import synchronise_lists
 from lightning_cephalo.adapters.updates import OptimizerUpdates
 from lightning_cephalo.adapters.user_gathers import UserGathers
@@ -45,7 +44,12 @@ from lightning_cephalo.data import (
     rebuild_train_loader,
 )
 from lightning_cephalo.data.collate import collating_apart
-from lightning_cephalo.data.cutting import BatchCutter, EmptyPredictions, refuse_plain_lists
+from lightning_cephalo.data.cutting import (
+    BatchCutter,
+    EmptyPredictions,
+    refuse_plain_lists,
+    shown,
+)
 from lightning_cephalo.data.lockstep import lock_step
 from lightning_cephalo.data.reading import original_of
 from lightning_cephalo.execution.manual_step import ManualSteps
@@ -105,7 +109,7 @@ class Session:
         dealt_plan: The plan whose sizes dataloaders deal that are made from now on.
         cutter: Cuts this rank's batches into microbatches.
         logs: Combines the values that steps log.
-        outputs: Completes the outputs of steps in which a rank has no samples.
+        lacks: Of each loader, whether this rank has no samples of it in the present step.
         user_gathers: Rejects collectives of the user's step that would hang.
         predictions: Serves prediction steps in which this rank has no samples.
         optimizers: The optimizers that hold the model's parameters, once they exist.
@@ -164,7 +168,6 @@ class Session:
             executor = self.model.executor
             end = synchronise_lists(groups.control, lambda: executor.inside_microbatch)
             self._at_end.callback(end)
-        self.outputs = StepOutputs(self.logs.ranks, self.model.device)
         self.user_gathers = UserGathers(groups.control, options.single_microbatch)
         self.manual: ManualSteps | None = None
         if job.trains and not module.automatic_optimization:
@@ -174,6 +177,7 @@ class Session:
             self._at_end.callback(collectives.close)
             self.model.executor.user_collectives = collectives
         self.predictions = EmptyPredictions()
+        self.lacks: tuple[bool, ...] = (False,)
         self.optimizers: list[Optimizer] = []
         self.updates = OptimizerUpdates(self.model, options.optimizer_scope)
         self.predicted_memory: tuple[RankMemory, ...] = ()
@@ -486,12 +490,27 @@ class Session:
         """
         self._averages = AveragedWeights(self.model.module, callbacks)
 
+    def shown(self, batch: Any, trains: bool) -> Any:
+        """Return what hooks see of a batch; without samples a repeated one, which counts nowhere.
+
+        Args:
+            batch: What the loaders yield on this rank.
+            trains: Whether it is one of training.
+        """
+        seen, self.lacks = self.cutter.shown(batch) if trains else shown(batch)
+        return seen
+
+    @property
+    def lacks_samples(self) -> bool:
+        """Whether this rank has no samples in the present step, of any loader."""
+        return all(self.lacks)
+
     def cut(self, batch: Any) -> tuple[list[tuple[Any, int]], Exception | None]:
         """Return the microbatches of a batch with their samples, or none and the error."""
         try:
             if self._all_apart:
                 refuse_plain_lists(batch, self.cutter.spec)
-            return self.cutter.cut(batch), None
+            return self.cutter.cut(batch, self.lacks), None
         except Exception as failure:
             return [], failure
 

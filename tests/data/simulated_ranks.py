@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_cephalo.data import rebuild_eval_loader, rebuild_train_loader
+from lightning_cephalo.data.batch_layout import NoSamples
 
 
 class Numbers(Dataset):
@@ -70,6 +71,11 @@ def rebuilt_for_ranks(make_loader, batch_sizes, *, seed=7, evaluate=False, **opt
     return loaders
 
 
+def numbers_of(batch: Any) -> list[Any]:
+    """The samples of a batch; none of what only hooks see."""
+    return [] if isinstance(batch, NoSamples) else batch.tolist()
+
+
 def steps_of(loaders, epoch=None) -> list[list[list[int]]]:
     """Samples by step and rank; checks that all ranks take the announced number of steps."""
     by_rank = []
@@ -77,7 +83,7 @@ def steps_of(loaders, epoch=None) -> list[list[list[int]]]:
         torch.rand(rank * 5 + 2)
         if epoch is not None:
             loader.batch_sampler.sampler.set_epoch(epoch)
-        by_rank.append([batch.tolist() for batch in loader])
+        by_rank.append([numbers_of(batch) for batch in loader])
     assert len({len(steps) for steps in by_rank}) == 1
     return [list(step) for step in zip(*by_rank, strict=True)]
 

@@ -1,4 +1,4 @@
-"""A rank without samples gets a batch of the usual shape; microbatches can be collated apart."""
+"""A rank without samples shows a repeated one; microbatches can be collated apart."""
 
 import pickle
 import random
@@ -10,6 +10,7 @@ from simulated_ranks import Numbers, rebuilt_for_ranks
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from lightning_cephalo.data import MicrobatchList, RankCollate
+from lightning_cephalo.data.batch_layout import NoSamples
 from lightning_cephalo.data.collate import EmptyFetchDataset, tolerates_empty_fetch
 
 
@@ -59,28 +60,18 @@ def popping_collate(samples):
     return {**default_collate(samples), "names": names}
 
 
-def test_an_empty_batch_has_the_keys_and_dimensions_of_a_full_one():
-    collate = RankCollate(popping_collate, Augmented())
-
-    assert collate([Augmented()[0]])["x"].shape == (1, 3)
-    empty = collate([])
-    assert empty["x"].shape == (0, 3)
-    assert empty["x"].dtype is torch.float32
-    assert empty["names"] == []
-
-
-def test_the_template_is_read_once_and_not_spoilt_by_a_hook():
+def test_a_rank_without_samples_shows_one_of_the_dataset_read_anew():
     dataset = Augmented()
-    collate = RankCollate(default_collate, dataset)
-    first = collate([])
-    reads = dataset.reads
-    del first["x"]
+    collate = RankCollate(popping_collate, dataset)
 
-    assert collate([])["x"].shape == (0, 3)
-    assert dataset.reads == reads
+    for _ in range(2):  # a hook may spoil what it gets
+        shown = collate([])
+        assert isinstance(shown, NoSamples)
+        assert shown.shown["x"].shape == (1, 3) and shown.shown.pop("names") == ["sample 0"]
+    assert dataset.reads == 2
 
 
-def test_an_empty_batch_leaves_the_global_generators_alone():
+def test_what_is_shown_leaves_the_global_generators_alone():
     collate = RankCollate(default_collate, Augmented())
     before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
     collate([])
@@ -90,8 +81,14 @@ def test_an_empty_batch_leaves_the_global_generators_alone():
     assert random.getstate() == before[2]
 
 
-def test_an_empty_batch_that_cannot_be_cut_has_no_microbatches():
-    assert RankCollate(Opaque, Numbers(3))([]) == MicrobatchList()
+def test_samples_that_are_all_dropped_count_as_none_and_a_kept_one_is_shown():
+    def above_one(samples):
+        return default_collate([each for each in samples if each > 1]) if max(samples) > 1 else None
+
+    shown = RankCollate(above_one, Numbers(4))([torch.tensor(0), torch.tensor(1)])
+    assert isinstance(shown, NoSamples) and shown.shown.tolist() == [2]
+    with pytest.raises(RuntimeError, match="drops the first"):
+        RankCollate(lambda samples: None, Numbers(4))([torch.tensor(0)])
 
 
 def test_a_dataset_that_cannot_show_a_sample_is_named():
@@ -107,7 +104,7 @@ def test_samples_are_collated_per_microbatch_by_the_planned_sizes():
     assert isinstance(batch, MicrobatchList)
     assert batch.sizes == (4, 3)
     assert [part.tolist() for part in batch] == [[0, 1, 2, 3], [4, 5, 6]]
-    assert collate([]) == [] and collate([]).sizes == ()
+    assert collate([]).shown == [torch.tensor([0])] and collate([]).shown.sizes == (1,)
 
 
 def test_the_collate_pickles():
@@ -121,6 +118,8 @@ def test_the_collate_pickles():
 @pytest.mark.parametrize("workers", [0, 1])
 def test_idle_ranks_and_ragged_steps_work_with_every_way_of_fetching(dataset, workers):
     def rows(batch):
+        if isinstance(batch, NoSamples):
+            return 0
         return len(batch["x"] if isinstance(batch, dict) else batch)
 
     loaders = rebuilt_for_ranks(

@@ -12,17 +12,25 @@ import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
-from simulated_ranks import ThreadGroup, alone, gathered_alone, joined, same, single_device
+from simulated_ranks import (
+    ThreadGroup,
+    alone,
+    gathered_alone,
+    joined,
+    numbers_of,
+    same,
+    single_device,
+)
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_cephalo.common.errors import BatchSplitError, UnsupportedError
 from lightning_cephalo.data import (
     BatchLayout,
-    MicrobatchList,
     rebuild_eval_loader,
     rebuild_train_loader,
     sample_batches,
 )
+from lightning_cephalo.data.batch_layout import NoSamples
 from lightning_cephalo.data.cutting import evaluation_samples
 from lightning_cephalo.data.fingerprints import fingerprint
 from lightning_cephalo.data.streams import Start, start_of
@@ -71,7 +79,7 @@ def of_ranks(make, sizes, *, epochs=1, evaluate=False, **options):
         else:
             loader = rebuild_train_loader(make(rank), batch_sizes=sizes, **common)
         try:
-            return [batch.tolist() for _ in range(epochs) for batch in loader]
+            return [numbers_of(batch) for _ in range(epochs) for batch in loader]
         except UnsupportedError as error:
             return str(error)
 
@@ -116,11 +124,11 @@ def test_ready_batches_that_cannot_be_cut_are_evaluated_whole_by_one_rank_each()
             all_have_next=group.all_have_next(rank),
             gather=group.gather(rank),
         )
-        return [(batch, evaluation_samples(batch)) for batch in loader]
+        return list(loader)
 
     first, second = group.run(rank_main)
-    assert first == [(7, 1), ([], 0), (9, 1)]
-    assert second == [([], 0), (8, 1), ([], 0)]
+    assert first == [7, NoSamples(8), 9]
+    assert second == [NoSamples(7), 8, NoSamples(9)]
 
 
 def test_evaluation_deals_a_whole_stream_evenly_and_repeats_no_sample():
@@ -219,7 +227,7 @@ def test_a_collate_function_that_changes_its_samples_collates_those_of_a_stream(
 
     busy, idle = one_after_another(make, (4, 0), passes=1)
     assert [batch.tolist() for batch in busy] == [[0, 1, 2, 3], [4, 5]]
-    assert [batch.shape for batch in idle] == [(0,), (0,)]
+    assert [batch.shown.tolist() for batch in idle] == [[0], [4]]
 
 
 @pytest.mark.parametrize("seeded", [np.random.default_rng, random.Random, "torch"])
@@ -525,9 +533,10 @@ def test_a_ready_batch_that_cephalo_cannot_see_into_is_cut_by_the_users_function
         for rank in range(2)
     ]
     found = [[getattr(batch, "rows", batch) for batch in loader] for loader in loaders]
+    shown = found[1].pop()
     assert found[0] == [[0, 1, 2, 3, 4, 5], [8, 9, 10], [12]]
-    assert found[1] == [[6, 7], [11], []]
-    assert isinstance(found[1][2], MicrobatchList)
+    assert found[1] == [[6, 7], [11]]
+    assert isinstance(shown, NoSamples) and shown.shown.rows == [12]
     layout = BatchLayout(splitter=split)
     read = sample_batches(Seals(8, 4), (8, 3), layout)
     assert [batch.rows for batch in read] == [[0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2]]

@@ -80,7 +80,12 @@ class Recorder(LightningModule):
         return [int(index) for index in self.parts(batch)[0]]
 
     def see(self, hook: str, batch: Any) -> None:
-        self.record.hooks.setdefault(hook, []).append(self.indices(batch))
+        session = getattr(self.trainer.strategy, "_session", None)
+        seen = self.indices(batch)
+        assert seen, "a hook sees an empty batch"
+        # without samples a repeated one, which counts nowhere
+        lacks = session is not None and session.lacks_samples
+        self.record.hooks.setdefault(hook, []).append([] if lacks else seen)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.record.steps.append([])

@@ -199,7 +199,8 @@ class Writer(BasePredictionWriter):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        assert list(batch_indices) == pl_module.indices(batch) == prediction["index"].tolist()
+        assert list(batch_indices) == prediction["index"].tolist()
+        assert pl_module.indices(batch) == (list(batch_indices) or [0])  # a repeated one
 
     def write_on_epoch_end(
         self, trainer: Any, pl_module: Any, predictions: Any, batch_indices: Any
