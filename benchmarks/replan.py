@@ -251,7 +251,7 @@ class CountsWatching(Callback):
         now_s = time.process_time()
         if self._last_s:
             begun_s = time.thread_time()
-            UndoneStep(self._state._places, self._state._known.values())
+            UndoneStep(self._state.places, self._state._known.values())
             self._spend(time.thread_time() - begun_s)
             self.step_s.append(now_s - self._last_s)
             self.watching_s.append(self._of_step_s)

@@ -91,8 +91,6 @@ _ENDS = ("AccumulateGrad", OUTPUT)
 
 @dataclass(slots=True)
 class _Cut:
-    """A user's tensor and the leaf that replaces it."""
-
     source: weakref.ref[Tensor]
     node: Any
     leaf: Tensor
@@ -103,8 +101,6 @@ class _Cut:
 
 @dataclass(slots=True)
 class _Glue:
-    """A leaf and the edge at which its gradient enters the glue's graph."""
-
     edge: GradientEdge
     leaf: Tensor
 
@@ -213,7 +209,6 @@ class Boundaries:
         return cut
 
     def _cut_glue(self, value: Tensor, position: int, *, is_inside: bool) -> _Cut:
-        """Cut the glue's graph at a unit's argument."""
         if not is_inside and self._searches:
             self.refuse_leaks(value)
             self._watch_before(value)
@@ -290,18 +285,13 @@ class Boundaries:
         self._shown.clear()
 
     @contextmanager
-    def refusing_gradients(self, refuses: bool = True) -> Iterator[None]:
-        """Refuse gradients through units in a ``with`` block, which runs the user's code."""
-        before = self.set_refusing(refuses)
+    def own_gradients(self) -> Iterator[None]:
+        """Let this package compute gradients in a ``with`` block, within the user's code."""
+        before, self.owner.runs = self.owner.runs, False
         try:
             yield
         finally:
-            self.set_refusing(before)
-
-    def set_refusing(self, refuses: bool) -> bool:
-        """Refuse gradients through units from now on, or not; return what was set before."""
-        before, self.owner.runs = self.owner.runs, refuses
-        return before
+            self.owner.runs = before
 
     def refuse_leaks(self, tensor: Tensor) -> None:
         """Raise if a graph breaks what :class:`Boundaries` was made to search for."""
@@ -426,7 +416,6 @@ class Boundaries:
     def visits_behind(
         self, roots: Sequence[Tensor], inputs_of: Callable[[int], Sequence[Tensor]]
     ) -> VisitsBehind:
-        """Return the visits that a backward from these tensors passes."""
         entries = {
             id(entry.leaf): (position, entry.edge.node)
             for position, entries in self._glue.items()
@@ -492,7 +481,6 @@ def _gradient_behind_call() -> UnitUseError:
 
 
 def passed_before() -> UnitUseError:
-    """Return the error for a second backward through the same graph."""
     return UnitUseError(
         "A second backward through the same graph: the first one has freed it. Call"
         " self.manual_backward(loss, retain_graph=True) the first time, or sum the losses."
@@ -539,12 +527,10 @@ def without_memory(like: Tensor) -> Tensor:
 
 
 def can_have_gradient(tensor: Tensor) -> bool:
-    """Whether the dtype of a tensor allows gradients."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def refuse_saved_tensor_hooks(what: str, other_remedy: str = "") -> None:
-    """Raise UnitUseError inside a saved-tensor-hooks context."""
     if has_saved_tensor_hooks():
         raise UnitUseError(
             f"A {what} is called inside a saved-tensor-hooks context (torch.utils.checkpoint or"
@@ -591,3 +577,20 @@ def _nodes(roots: Sequence[Any], known: set[Any] | None = None) -> set[Any]:
         if type(node).__name__ not in _ENDS:
             stack.extend(following for following, _ in node.next_functions if following is not None)
     return seen
+
+
+def leaves_behind(roots: Sequence[Tensor]) -> list[Tensor]:
+    """Return the leaves that a backward from these tensors reaches, past the outputs of units."""
+    found: dict[int, Tensor] = {}
+    open_nodes: list[Any] = [get_gradient_edge(t).node for t in roots if t.requires_grad]
+    seen: set[Any] = set()
+    while open_nodes:
+        node = open_nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            found[id(leaf)] = leaf
+        open_nodes.extend(following for following, _ in node.next_functions)
+    return list(found.values())

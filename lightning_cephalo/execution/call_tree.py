@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # private, but torch, Lightning and others build on it
 
+from lightning_cephalo.common.errors import UnitUseError
+
 
 @dataclasses.dataclass(frozen=True)
 class _Fields:
@@ -27,8 +29,6 @@ class _Fields:
 
 @dataclasses.dataclass(frozen=True)
 class Structure:
-    """Rebuilds a tree from its leaves."""
-
     spec: Any
     objects: dict[int, _Fields]
 
@@ -62,12 +62,9 @@ class Structure:
 
 @dataclasses.dataclass(frozen=True)
 class Single:
-    """The structure of a single leaf."""
-
     num_leaves: int = 1
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
-        """Return the leaf."""
         return leaves[0]
 
 
@@ -81,12 +78,10 @@ class CallStructure:
 
     @property
     def num_leaves(self) -> int:
-        """Number of leaves."""
         inside = sum(length - 1 for _, length in self.tuples)
         return self.positional + len(self.names) + inside
 
     def unflatten(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return arguments and keyword arguments."""
         values = leaves
         if self.tuples:
             values = list(leaves)
@@ -100,12 +95,9 @@ class CallStructure:
 
 @dataclasses.dataclass(frozen=True)
 class TupleStructure:
-    """The structure of a tuple of leaves."""
-
     num_leaves: int
 
     def unflatten(self, leaves: Sequence[Any]) -> Any:
-        """Return the tuple."""
         return tuple(leaves)
 
 
@@ -169,3 +161,35 @@ def flatten(tree: Any) -> tuple[list[Any], Structure]:
                 continue
         leaves.append(value)
     return leaves, Structure(spec, objects)
+
+
+def without_empty_caches(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Replace Hugging Face's empty key-value caches by None: recomputation would fill them."""
+
+    def without(value: Any) -> Any:
+        if not (hasattr(value, "get_seq_length") and hasattr(value, "update")):
+            return value
+        if int(value.get_seq_length()) > 0:
+            raise UnitUseError(
+                f"A unit is called with a filled {type(value).__name__} (prefix tuning?); computed"
+                " again in the backward it would append to it twice. Use recompute=False."
+            )
+        return None
+
+    return tuple(without(a) for a in args), {key: without(v) for key, v in kwargs.items()}
+
+
+def refuse_changed_containers(args: Any, kwargs: Any, inputs: Sequence[Any]) -> None:
+    """Raise UnitUseError if a unit has changed a container: it got a copy, so changes are lost."""
+    values = (*args, *kwargs.values())
+    if not any(isinstance(v, (list, dict)) or dataclasses.is_dataclass(v) for v in values):
+        return
+    now = flatten((args, kwargs))[0]
+    same = len(now) == len(inputs) and all(a is b for a, b in zip(now, inputs, strict=True))
+    if not same:
+        raise UnitUseError(
+            "A unit changes a list, dict or dataclass that it is called with. It gets a copy, so"
+            " the change would be lost: return the new values instead."
+        )

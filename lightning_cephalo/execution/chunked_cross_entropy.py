@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lightning_cephalo.common.errors import UnitUseError
+from lightning_cephalo.execution.boundaries import leaves_behind
 from lightning_cephalo.execution.unit_hooks import UnitForward
 
 
@@ -182,7 +183,6 @@ class _Again:
 
     @contextmanager
     def modes(self) -> Iterator[None]:
-        """Show them in a ``with`` block."""
         kind = self._kind
         with self.autocast(), torch.random.fork_rng(self._devices, device_type=kind):
             torch.set_rng_state(self._random)
@@ -244,17 +244,11 @@ class _ChunkedLosses(torch.autograd.Function):
 
 def _refuse_others(losses: Tensor, known: Sequence[Tensor]) -> None:
     """Raise if the graph of a chunk leads to what would get no gradient."""
-    ids, seen, nodes = set(map(id, known)), set(), [losses.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in ids:
+    ids = set(map(id, known))
+    for leaf in leaves_behind([losses]):
+        if id(leaf) not in ids:
             raise UnitUseError(
                 f"The head uses a tensor of shape {tuple(leaf.shape)} that is none of its"
                 " parameters, and would get no gradient. Make it a parameter of the head, or use"
                 " torch.nn.functional.cross_entropy(head(hidden), targets)."
             )
-        nodes += [following for following, _ in node.next_functions]

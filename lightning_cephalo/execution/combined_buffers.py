@@ -75,7 +75,6 @@ class CombinedBuffers:
         self._summed = tuple(patterns)
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """Begin a step with microbatches of these numbers of samples."""
         self._packed = None
         self.of_microbatches.begin(sizes)
 
@@ -137,7 +136,9 @@ class CombinedBuffers:
         self._warn_of_local(new)
         self._agreed = {name for names, _ in rows for name in names} - self._local
         for name in sorted(self._agreed):
-            self._refuse_different_integers(name, [names.get(name) for names, _ in rows])
+            digests = [names.get(name) for names, _ in rows]
+            if len({digest for row in digests for digest in row or ()}) > 1:
+                raise UnitUseError(_different(name))
         buffers.also_written(self._agreed)
 
     def _warn_of_local(self, names: set[str]) -> None:
@@ -158,10 +159,6 @@ class CombinedBuffers:
         if not _is_integer(entry) or self._is_summed(entry.name):
             return None
         return [zlib.crc32(value.cpu().numpy().tobytes()) for value in entry.values]
-
-    def _refuse_different_integers(self, name: str, digests: Sequence[list[int] | None]) -> None:
-        if len({digest for row in digests for digest in row or ()}) > 1:
-            raise UnitUseError(_different(name))
 
     # -- values -------------------------------------------------------------------------------
 
@@ -196,7 +193,6 @@ class CombinedBuffers:
         return torch.cat([torch.zeros(0, dtype=torch.float64, device=where), *rows])
 
     def _take(self, packed: _Packed, total: Tensor) -> None:
-        """Write the combined values into the module's tensors."""
         split = 1 + sum(map(_numel, packed.means))
         means = total[1:split] / total[0]
         integers = [entry for entry in packed.means if _is_integer(entry)]

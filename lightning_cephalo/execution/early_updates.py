@@ -42,8 +42,6 @@ class Updater(Protocol):
 
 
 class EarlyUpdates:
-    """The early updates of a model's units; see [Note: early updates]."""
-
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = list(units)
         self._updated = 0

@@ -25,15 +25,12 @@ _CHANGED = "modified by an inplace operation"
 
 
 class EndsPolicy:
-    """Whether steps gather ends apart; see [Note: ends that are used elsewhere]."""
-
     def __init__(self, root: Unit) -> None:
         self._root = root
         self.is_on = bool(root.ends)
         self._repeats = False
 
     def of_step(self) -> Ends:
-        """Return which ends the step that begins gathers apart."""
         if not self.is_on:
             return WHOLE_ROOT
         ends = self._root.ends
@@ -83,13 +80,11 @@ def root_gathers_without(ends: Ends) -> frozenset[int]:
 
 
 def root_arms_without(ends: Ends) -> frozenset[int]:
-    """Return the ends that are not armed with the root unit."""
     first = frozenset({FIRST_LAYERS}) if ends.first else _NONE
     return first | root_gathers_without(ends)
 
 
 def used_elsewhere(names: frozenset[str]) -> ShardedUseError:
-    """Return the error for a use of parameters of an end while it is away."""
     shown = ", ".join(sorted(names)[:3])
     return ShardedUseError(
         f"training_step uses parameters at the beginning or the end of the model ({shown}) where"

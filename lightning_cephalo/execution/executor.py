@@ -26,7 +26,6 @@ from lightning_cephalo.execution.ends_policy import (
     used_elsewhere,
 )
 from lightning_cephalo.execution.failure import Failure
-from lightning_cephalo.execution.gradient_parts import GradientParts
 from lightning_cephalo.execution.loss_weights import LossWeights, loss_scale
 from lightning_cephalo.execution.meetings import Meetings
 from lightning_cephalo.execution.microbatch import (
@@ -44,6 +43,7 @@ from lightning_cephalo.execution.over_batch import exchange_rows, refuse_own_wei
 from lightning_cephalo.execution.state_moves import StateMoves
 from lightning_cephalo.execution.step import ForwardOutcome, MicrobatchCall, Step
 from lightning_cephalo.execution.stored_outputs import StoredOutputs
+from lightning_cephalo.execution.tensor_hooks import GradientParts
 from lightning_cephalo.execution.unit_hooks import Meet, UnitHooks
 from lightning_cephalo.execution.user_collectives import UserCollectives
 from lightning_cephalo.execution.user_writes import UserWrites, explained
@@ -145,10 +145,10 @@ class Executor:
             Operation.ARM: Executor._arm,
             Operation.REDUCE: Executor._reduce,
             Operation.UPDATE: Executor._update,
-            Operation.FETCH_STATE: Executor._fetch_state,
+            Operation.FETCH_STATE: Executor._move_state,
             Operation.SEND_GRADIENT: Executor._send_gradient,
             Operation.HOST_UPDATE: Executor._update,
-            Operation.STORE_STATE: Executor._store_state,
+            Operation.STORE_STATE: Executor._move_state,
             Operation.FREE: Executor._free,
             Operation.MEET: Executor._meet,
             Operation.AGREE: Executor._agree,
@@ -208,8 +208,7 @@ class Executor:
 
     @property
     def inside_microbatch(self) -> bool:
-        """Whether a microbatch's step is running right now."""
-        return self.hooks.inside_microbatch
+        return self.hooks.running is not None
 
     def reshard(self) -> None:
         """Free all gathered units; call it before code reads or changes the shards."""
@@ -217,15 +216,12 @@ class Executor:
             unit.free()
 
     def attach(self, observer: Observer) -> None:
-        """Call an observer for every instruction from now on."""
         self._observers = (*self._observers, observer)
 
     def detach(self, observer: Observer) -> None:
-        """Stop calling an observer; nothing happens if it is not attached."""
         self._observers = tuple(other for other in self._observers if other is not observer)
 
     def is_observed_by(self, observer: Observer) -> bool:
-        """Whether an observer is attached."""
         return any(other is observer for other in self._observers)
 
     @contextmanager
@@ -239,7 +235,6 @@ class Executor:
 
     @contextmanager
     def observed_by(self, observer: Observer) -> Iterator[None]:
-        """Attach an observer in a ``with`` block."""
         self.attach(observer)
         try:
             yield
@@ -345,7 +340,7 @@ class Executor:
             reshard_after_forward=self._reshard_after_forward,
             offload_boundaries=self.arena is not None,
             updates_early=self.early.is_on or self.drops_gradients,
-            homes=() if self.drops_gradients else self.state_moves.homes,
+            homes=() if self.drops_gradients else tuple(self.state_moves.homes),
             sends_gradients=self._sends_gradients and not self.early.is_on,
             ends=step.ends,
         )
@@ -367,21 +362,10 @@ class Executor:
         return step
 
     def end_phases(self, visits: Sequence[Visit]) -> None:
-        """End such a step, and drop all that its microbatches hold."""
         self._visits.last = tuple(visits)
         self._step.microbatches.clear()
         self._step = self._new_step((), [])
         self._throttle.end_step()
-
-    @property
-    def parked(self) -> list[Visit | None]:
-        """The places of the microbatches of the running step."""
-        return self._step.parked
-
-    @property
-    def microbatches(self) -> list[Microbatch]:
-        """The microbatches of the running step."""
-        return self._step.microbatches
 
     def show_held_gradients(self) -> None:
         """Show hooks the gradients of earlier steps, and pass on what they have assigned."""
@@ -492,12 +476,10 @@ class Executor:
     # -- running instructions -----------------------------------------------------------------
 
     def run(self, instructions: Iterable[Instruction]) -> None:
-        """Run instructions in their order."""
         for instruction in instructions:
             self.execute(instruction)
 
     def execute(self, instruction: Instruction) -> None:
-        """Run one instruction."""
         self._now = self.failure.place = instruction
         operation = instruction.operation
         handler = self._compute_handlers.get(operation)
@@ -533,12 +515,13 @@ class Executor:
         """Return a unit, or an end of the root unit, by its number in programs."""
         return self.units[ROOT].ends[index] if index < ROOT else self.units[index]
 
+    def _apart(self, part: Unit | FlatGroup) -> Sequence[frozenset[int]]:
+        """Return the argument by which a unit leaves out the ends that the step has apart."""
+        return (root_gathers_without(self._step.ends),) if isinstance(part, Unit) else ()
+
     def _wait(self, work: Any) -> None:
-        for observer in self._observers:
-            observer.before_wait(self._now)
-        work.wait()
-        for observer in self._observers:
-            observer.after_wait(self._now)
+        with self._waiting():
+            work.wait()
 
     def exchange(self, numbers: Sequence[float]) -> list[list[float]]:
         """Return the numbers of every rank; each gives equally many."""
@@ -555,15 +538,13 @@ class Executor:
 
     def _gather(self, instruction: Instruction) -> None:
         part = self._part(instruction.unit)
-        start = part.start_gather
+        apart = self._apart(part)
         if isinstance(part, Unit):
-            apart = root_gathers_without(self._step.ends) if part.ends else ()
-            for end in apart:  # evaluation has gathered all
+            for end in {*part.ends}.intersection(*apart):  # evaluation has gathered all
                 part.ends[end].free(self._wait)
-            start = partial(part.start_gather, apart)
         if part.state is not UnitState.SHARDED:
             return
-        self.failure.with_memory(start)
+        self.failure.with_memory(partial(part.start_gather, *apart))
         for observer in self._observers:
             observer.issued(instruction, part.works[0])
 
@@ -698,13 +679,9 @@ class Executor:
     def _reduce(self, instruction: Instruction) -> None:
         part, step = self._part(instruction.unit), self._step
         in_place = instruction.unit in step.program.updated_in_backward
-        start = partial(part.start_reduce, step.gradient_scale, in_place=in_place)
-        if isinstance(part, Unit) and part.ends:
-            apart = root_gathers_without(step.ends)
-            step.used[instruction.unit] = part.used(apart)
-            start = partial(start, apart=apart)
-        else:
-            step.used[instruction.unit] = part.used()
+        apart = self._apart(part)
+        start = partial(part.start_reduce, step.gradient_scale, *apart, in_place=in_place)
+        step.used[instruction.unit] = part.used(*apart)
         self._finish_reduce(part)
         self.failure.with_memory(start)
         for observer in self._observers:
@@ -741,15 +718,10 @@ class Executor:
         used, has_samples = step.used[instruction.unit], bool(step.calls)
         self.failure.guarded(self.state_moves.send_gradient, unit, used, has_samples)
 
-    def _fetch_state(self, instruction: Instruction) -> None:
-        assert self.state_moves.mover is not None
-        self._move_state(self.state_moves.mover.fetch, instruction)
-
-    def _store_state(self, instruction: Instruction) -> None:
-        assert self.state_moves.mover is not None
-        self._move_state(self.state_moves.mover.store, instruction)
-
-    def _move_state(self, move: Callable[[int], None], instruction: Instruction) -> None:
+    def _move_state(self, instruction: Instruction) -> None:
+        mover = self.state_moves.mover
+        assert mover is not None
+        move = mover.fetch if instruction.operation is Operation.FETCH_STATE else mover.store
         if self.state_moves.is_late:  # behind the last exchange: an error ends the step at once
             move(instruction.unit)
         else:
@@ -860,21 +832,15 @@ class Executor:
         flags = [self.failure.error is not None]
         for used in step.used.values():
             flags.extend(used)
-        for observer in self._observers:
-            observer.before_wait(self._now)
-        agreed = self.control.any(flags)
-        for observer in self._observers:
-            observer.after_wait(self._now)
+        with self._waiting():
+            agreed = self.control.any(flags)
         if agreed[0]:
             self.give_up("running the backward")
         start = 1
         for index, used in step.used.items():
             end = start + len(used)
             part = self._part(index)
-            if isinstance(part, Unit) and part.ends:
-                part.publish(agreed[start:end], root_gathers_without(step.ends))
-            else:
-                part.publish(agreed[start:end])
+            part.publish(agreed[start:end], *self._apart(part))
             start = end
 
     def _refuse_late_gradients(self) -> None:
@@ -918,7 +884,7 @@ class Executor:
     def _answer(self, others_returned: bool) -> None:
         """Give all microbatches the rows of the whole batch, and go on with them; collective."""
         step, doing = self._step, "computing a loss over the batch"
-        asked = [microbatch.asking.question for microbatch in step.microbatches]
+        asked = [microbatch.asking.tensors for microbatch in step.microbatches]
         if others_returned or None in asked:
             self.failure.note(
                 UnitUseError(

@@ -47,7 +47,6 @@ class Failure:
         self.planned_memory = ""
 
     def begin(self, microbatches: list[Microbatch], place: str) -> None:
-        """Begin a step with these microbatches; a failure empties the list."""
         self._microbatches, self._count = microbatches, len(microbatches)
         self.error, self.place = None, place
 
@@ -88,7 +87,6 @@ class Failure:
                 raise (error if is_out_of_memory(again) else again) from failure
 
     def abandon(self) -> None:
-        """Stop this rank's microbatches and drop all that they hold."""
         for microbatch in self._microbatches:
             try:
                 microbatch.abandon()

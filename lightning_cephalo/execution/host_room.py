@@ -18,8 +18,6 @@ _LEAST_CHUNK_BYTES = 2**16
 
 @dataclass
 class _Part:
-    """A part of a chunk that is one owner's."""
-
     chunk: int
     start: int
     end: int
@@ -40,11 +38,9 @@ class HostRoom:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes taken from the host."""
         return sum(chunk.numel() for chunk in self._chunks)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Return whether a tensor lies in the room."""
         own = tensor.untyped_storage()._cdata
         return any(chunk.untyped_storage()._cdata == own for chunk in self._chunks)
 
@@ -87,7 +83,7 @@ class HostRoom:
             size = max(needed, _LEAST_CHUNK_BYTES)
             free = int(min(self._capacity_bytes - self.held_bytes, 2**62))
             if self._accelerator.pins_host_memory:
-                size = _power_from(needed if _power_from(size) > free else size)
+                size = power_from(needed if power_from(size) > free else size)
                 needs = size
             else:
                 size, needs = max(needed, min(size, free)), needed
@@ -141,7 +137,7 @@ def _placed(needed: Sequence[int], pins: bool) -> list[tuple[int, list[int]]]:
         return []
     if not pins:
         return [(sum(sizes), owners)]
-    most, found = _power_from(sizes[owners[0]]), []
+    most, found = power_from(sizes[owners[0]]), []
     while True:
         chunks: list[list[int]] = []
         free: list[int] = []
@@ -153,12 +149,12 @@ def _placed(needed: Sequence[int], pins: bool) -> list[tuple[int, list[int]]]:
             chunks[index].append(owner)
             free[index] -= sizes[owner]
         pairs = zip(chunks, free, strict=True)
-        found.append([(_power_from(most - left), own) for own, left in pairs])
+        found.append([(power_from(most - left), own) for own, left in pairs])
         if len(chunks) == 1:
             return min(found, key=lambda placed: sum(size for size, _ in placed))
         most *= 2
 
 
-def _power_from(nbytes: int) -> int:
+def power_from(nbytes: int) -> int:
     """Return the smallest power of two that is at least ``nbytes``."""
     return int(2 ** max(0, nbytes - 1).bit_length())

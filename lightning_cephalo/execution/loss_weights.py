@@ -32,8 +32,6 @@ def checked_weight(weight: float) -> float:
 
 
 class LossWeights:
-    """The weights of this rank's microbatches in one step; see [Note: weights]."""
-
     def __init__(self, microbatches: int, scale: float, readback: Readback) -> None:
         self.values = [0.0] * microbatches
         self.scale = scale

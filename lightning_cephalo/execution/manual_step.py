@@ -2,12 +2,9 @@
 
 [Note: phases]
 ``training_step`` runs once on each rank, as one microbatch. Each backward ends a phase of the step:
-all ranks meet there. It passes, in the layered order, the units that the loss depends on. A unit is
-gathered once and reduced once per backward. Gradients add up until the code sets them to None.
-
-Between its uses a parameter is its shard: a DTensor. The root unit is gathered when the code first
-computes with it. A backward and an optimizer's step free it. All ranks also meet before gradients
-are clipped and before an optimizer's step, so that a failed rank leaves nobody in a collective.
+all ranks meet there. A unit is gathered once and reduced once per backward. Gradients add up until
+the code sets them to None. Between its uses a parameter is its shard. The root unit is gathered
+when the code first computes with it, and freed by a backward and by an optimizer's step.
 
 Before each gather all ranks exchange their places, as code may take another way at any time. The
 next unit of the step before is gathered ahead.
@@ -129,21 +126,20 @@ class ManualSteps:
         samples = [each.samples for each in calls]
         executor.failure.guarded(executor.buffers.begin, samples)
         executor.failure.guarded(executor.state.begin, samples)
-        self._advance()
+        self._advance(step)
         while (place := self._next_place(step)) is not None:
             if place == AT_BACKWARD:
                 self._backward(step)
             elif place == AT_UPDATE:
                 self.reshard()
-                self._advance()
+                self._advance(step)
             else:
-                self._visit(place)
+                self._visit(step, place)
             self._places.append(place)
         return self._finish(step, note)
 
     @contextmanager
     def measuring(self, *, calls_hooks: bool = True) -> Iterator[None]:
-        """Run steps that are measured in a ``with`` block."""
         self.is_measured, self.losses = True, []
         self.calls_hooks = calls_hooks
         try:
@@ -162,12 +158,12 @@ class ManualSteps:
 
         return step
 
-    def _advance(self, unit: int = NONE, position: int = NONE) -> None:
+    def _advance(self, step: Step, unit: int = NONE, position: int = NONE) -> None:
         """Run the step's code until it parks, and take over what it does to parameters."""
         self._executor.execute(Instruction(Operation.FORWARD, unit, position, microbatch=0))
-        self._executor.failure.guarded(self._look)
+        self._executor.failure.guarded(self._look, step)
 
-    def _look(self) -> None:
+    def _look(self, step: Step) -> None:
         stale: list[str] = []
         for unit in self._gathered():
             unit.adopt()
@@ -178,7 +174,7 @@ class ManualSteps:
                 " next backward or update: the forward's copy would keep the old values. Write"
                 " before the forward, or after the update."
             )
-        for microbatch in self._executor.microbatches:
+        for microbatch in step.microbatches:
             microbatch.refuse_other_backwards()
 
     def _gathered(self) -> list[Unit]:
@@ -209,13 +205,12 @@ class ManualSteps:
             executor.failure.abandon()  # the exchange at the end of the step reports the failure
         return place
 
-    def _visit(self, place: Visit) -> None:
-        """Gather a unit, and run the code until its next place."""
+    def _visit(self, step: Step, place: Visit) -> None:
         units = self._executor.units
         if place.unit == ROOT:
             self._gather(ROOT)
-            if place in self._executor.parked:  # other ranks may wait elsewhere
-                self._advance(ROOT)
+            if place in step.parked:  # other ranks may wait elsewhere
+                self._advance(step, ROOT)
             return
         position = len(self._order)
         self._order.append(place)  # which is also `step.visits`
@@ -227,7 +222,7 @@ class ManualSteps:
         self._gather_ahead(place, position)
         unit = units[place.unit]
         self._seen.append((unit.flags, unit.versions))
-        self._advance(place.unit, position)
+        self._advance(step, place.unit, position)
 
     def _gather(self, unit: int, position: int = NONE) -> None:
         if self._executor.units[unit].state is UnitState.SHARDED:
@@ -294,7 +289,6 @@ class ManualSteps:
         self.running.need_backward(loss, bool(retain_graph))
 
     def check_is_running(self) -> None:
-        """Raise UnsupportedError outside of a step: no backward can run there."""
         if self.running is None:
             raise UnsupportedError(
                 "manual_backward() outside of training_step: all ranks run the backward together,"
@@ -303,14 +297,19 @@ class ManualSteps:
 
     @property
     def running(self) -> Microbatch | None:
-        """The step whose code is running right now."""
         return self._executor.hooks.running
 
     def _backward(self, step: Step) -> None:
-        """Run one backward of the step on all ranks, and let the code go on."""
         executor, units = self._executor, self._executor.units
         reached = [False] * len(self._order)
-        executor.failure.guarded(self._find_visits, step, reached)
+
+        def find_visits() -> None:
+            for microbatch in step.microbatches:
+                behind = microbatch.visits_behind([microbatch.result])
+                for position in behind.positions | behind.glue:
+                    reached[position] = True
+
+        executor.failure.guarded(find_visits)
         executor.failure.guarded(executor.writes.check, "training_step")
         failed = executor.failure.error is not None
         samples = math.fsum(call.samples for call in step.calls)
@@ -341,7 +340,7 @@ class ManualSteps:
                 units[instruction.unit].show_flags(self._seen[instruction.visit][0])
             executor.execute(instruction)
         self.reshard()
-        self._advance()
+        self._advance(step)
 
     def _held(self) -> int:
         """Return the unit of the last visit if it is still gathered; free all others."""
@@ -351,12 +350,6 @@ class ManualSteps:
                 unit.free()
         is_gathered = held != NONE and self._executor.units[held].state is UnitState.GATHERED
         return held if is_gathered else NONE
-
-    def _find_visits(self, step: Step, reached: list[bool]) -> None:
-        for microbatch in step.microbatches:
-            behind = microbatch.visits_behind([microbatch.result])
-            for position in behind.positions | behind.glue:
-                reached[position] = True
 
     def _check_unchanged(self, visits: Sequence[Visit]) -> None:
         """Raise if a backward would find other parameters than its forward."""
@@ -436,13 +429,11 @@ class ManualSteps:
             self.running.need_root()
 
     def warn_of_own_gradient(self) -> None:
-        """Warn, once, of a gradient of a parameter that the step computes itself."""
         if self._executor.control.world_size > 1 and not self._told_of_gradient:
             self._told_of_gradient = True
             warn_of_own_gradient()
 
     def refuse_gradients_through_units(self, outputs: Sequence[Tensor], inputs: Any) -> None:
-        """Raise if ``torch.autograd.grad`` would have to pass units."""
         assert self.running is not None
         behind = self.running.visits_behind(outputs)
         wanted = [torch.autograd.graph.get_gradient_edge(each).node for each in inputs]

@@ -1,14 +1,10 @@
 """Runs one microbatch in a greenlet and records its unit visits for the backward.
 
 [Note: cuts]
-The user's step runs in a greenlet, which parks at a unit until the unit is gathered. The autograd
-graph is cut there: a unit receives detached *leaves*, and its outputs become leaves for the code
-after it (the *glue*: residuals, embeddings, masks between units). The backward goes unit by unit:
-
-1. The leaves of a unit's outputs hold the gradients from later code.
-2. The unit's own graph carries them to the leaves of its inputs.
-3. The glue before the unit carries them on, once per tensor and summed over all uses of the tensor,
-   after the backward of the visit that used the tensor first.
+The autograd graph is cut at units: they receive detached *leaves*, and their outputs become leaves
+for the code after them (the *glue*). The backward of a visit goes from the leaves of its outputs to
+those of its inputs. The glue before it follows, once per tensor and summed over all uses, at the
+visit that used the tensor first. See docs/design/step.md.
 """
 
 from __future__ import annotations
@@ -18,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import greenlet
 import torch
@@ -27,8 +23,6 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.common.errors import UnitUseError
-from lightning_cephalo.execution.arguments import refuse_changed_containers, without_empty_caches
-from lightning_cephalo.execution.attendance import Attendance
 from lightning_cephalo.execution.boundaries import (
     Boundaries,
     VisitsBehind,
@@ -44,21 +38,24 @@ from lightning_cephalo.execution.call_tree import (
     CallStructure,
     flatten_call,
     flatten_result,
+    refuse_changed_containers,
+    without_empty_caches,
 )
-from lightning_cephalo.execution.captures import Captures
+from lightning_cephalo.execution.captures import Captures, UnitRecord, VisitRecords
 from lightning_cephalo.execution.ends_policy import used_elsewhere
-from lightning_cephalo.execution.gradient_parts import GradientParts
+from lightning_cephalo.execution.meetings import Attendance
 from lightning_cephalo.execution.module_buffers import ModuleBuffers
 from lightning_cephalo.execution.module_state import ModuleState
 from lightning_cephalo.execution.normalisation import Meeting
 from lightning_cephalo.execution.offload import HostArena
 from lightning_cephalo.execution.over_batch import Asking, StepGreenlet, refuse_manual
-from lightning_cephalo.execution.replay import ChangingBuffers, ThreadState
+from lightning_cephalo.execution.replay import ChangingBuffers, Modes, ThreadState
 from lightning_cephalo.execution.stored_outputs import StoredOutputs
-from lightning_cephalo.execution.tensor_hooks import refuse_hooks_inside
-from lightning_cephalo.execution.training_modes import Modes
-from lightning_cephalo.execution.visit_records import UnitRecord, VisitRecords
+from lightning_cephalo.execution.tensor_hooks import GradientParts, refuse_hooks_inside
 from lightning_cephalo.plan.program import NONE, ROOT, Visit, visit_of
+
+if TYPE_CHECKING:
+    from lightning_cephalo.execution.unit_hooks import UnitForward
 
 BEHIND_THE_LAST = Visit(NONE)
 """The place of a microbatch that has passed the last unit; only its loss is left."""
@@ -87,16 +84,6 @@ def _needs_gradient(values: Sequence[Any]) -> bool:
         if isinstance(value, Tensor) and value.requires_grad:
             return True
     return False
-
-
-class Forward(Protocol):
-    """The forward of a unit."""
-
-    body: Callable[..., Any]
-    buffers: ChangingBuffers
-
-    def again(self, modes_of_all: Modes | None) -> Callable[..., Any]:
-        """Return the body for calling it later, in the modes that the modules have now."""
 
 
 class Microbatch:
@@ -134,15 +121,15 @@ class Microbatch:
         self._accelerator = accelerator
         self._device_types = accelerator.autocast_types
         self._recompute = recompute
-        self.asking = Asking(partial(self._park, AT_BATCH))
-        ask = refuse_manual if outside is not None else self.asking.ask if meets else None
-        self._greenlet = StepGreenlet(step, ask, self._own_gradients)
-        # a greenlet starts with no context variables of its own
-        self._greenlet.gr_context = contextvars.copy_context()
-        self._records = VisitRecords()
         self._boundaries = Boundaries(
             inside, outside is not None, lets_go=arena is not None, first_layers=first_layers
         )
+        self.asking = Asking(partial(self._park, AT_BATCH))
+        ask = refuse_manual if outside is not None else self.asking.ask if meets else None
+        self._greenlet = StepGreenlet(step, ask, self._boundaries.own_gradients)
+        # a greenlet starts with no context variables of its own
+        self._greenlet.gr_context = contextvars.copy_context()
+        self._records = VisitRecords()
         self.captures = Captures(self._records, self._boundaries, recompute, is_on=outside is None)
         self.attendance = Attendance(
             self._records,
@@ -208,7 +195,6 @@ class Microbatch:
     # -- steps that call their backwards themselves, inside the greenlet ------------------------
 
     def need_root(self) -> None:
-        """Park until the root unit is gathered."""
         with self.outside():
             self._park(Visit(ROOT))
 
@@ -225,7 +211,6 @@ class Microbatch:
             self._park(AT_LAST_LAYERS)
 
     def need_backward(self, loss: Tensor, retain: bool) -> None:
-        """Park until the backward of a loss has run."""
         self.result, self._retains = loss, retain
         with self.outside():
             self._park(AT_BACKWARD)
@@ -236,17 +221,12 @@ class Microbatch:
         with self.outside():
             self._park(AT_UPDATE)
 
-    def _own_gradients(self) -> AbstractContextManager[None]:
-        return self._boundaries.refusing_gradients(False)
-
     @property
     def made(self) -> list[int]:
-        """Positions of its visits in the order."""
         return self._records.made
 
     @property
     def was_over_batch(self) -> bool:
-        """Whether the step has computed a loss over the whole batch."""
         return self._greenlet.was_asked
 
     def outside(self) -> AbstractContextManager[Any]:
@@ -259,7 +239,6 @@ class Microbatch:
         return self.finished or self.parked is AT_BACKWARD
 
     def visits_behind(self, roots: Sequence[Tensor]) -> VisitsBehind:
-        """Return the visits that a backward from these tensors passes."""
         return self._boundaries.visits_behind(roots, self._inputs_of)
 
     def _inputs_of(self, position: int) -> list[Tensor]:
@@ -282,7 +261,7 @@ class Microbatch:
         self,
         unit: int,
         trainable: bool,
-        forward: Forward,
+        forward: UnitForward,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
@@ -342,7 +321,7 @@ class Microbatch:
         return modes
 
     def _differentiable(
-        self, unit: int, record: UnitRecord, forward: Forward, modes: ThreadState
+        self, unit: int, record: UnitRecord, forward: UnitForward, modes: ThreadState
     ) -> Any:
         args, kwargs = record.structure.unflatten(record.inputs)
         searches, found = self._inside is not None, None
@@ -402,7 +381,7 @@ class Microbatch:
     def _without_graph(
         self,
         record: UnitRecord,
-        forward: Forward,
+        forward: UnitForward,
         modes: ThreadState,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -430,7 +409,6 @@ class Microbatch:
         return result
 
     def normalise(self, index: int, norm: nn.SyncBatchNorm, value: Tensor) -> Tensor:
-        """Meet all microbatches of all ranks at a layer, then return its output."""
         output = self.attendance.normalise(index, norm, value)
         self._park_behind_the_last()
         return output
@@ -465,7 +443,6 @@ class Microbatch:
         record.away = (*record.away, *(away for away in moved if away is not None))
 
     def fetch(self, position: int) -> None:
-        """Begin to copy the inputs of a visit back to the device."""
         record = self._records.unit_at(position)
         if self._arena is not None and record is not None and not record.is_passed:
             for away in record.away:

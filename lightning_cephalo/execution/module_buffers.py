@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cephalo.common.errors import UnitUseError
-from lightning_cephalo.execution.queues import refuse_queue
+from lightning_cephalo.execution.boundaries import is_plain
 
 # a larger buffer has a copy in the first step only, if that step does not write it
 COPIED_BYTES = 2**20
@@ -27,8 +27,6 @@ _WITHOUT_VERSION = ("running_mean", "running_var")
 
 @dataclass(frozen=True)
 class Place:
-    """An entry of a module's dictionary of buffers."""
-
     module: nn.Module
     key: str
 
@@ -41,8 +39,6 @@ class Place:
 
 @dataclass(eq=False)
 class StepBuffer:
-    """A buffer of the model."""
-
     name: str
     places: list[Place]
     own: Tensor
@@ -80,8 +76,6 @@ Shown = Sequence[tuple[StepBuffer, Tensor | None]]
 
 
 class ModuleBuffers:
-    """The buffers of a model in a step."""
-
     def __init__(
         self, module: nn.Module, on_local: Callable[[Place, Any, list[Any]], None]
     ) -> None:
@@ -91,17 +85,12 @@ class ModuleBuffers:
         self._of_module: dict[int, list[StepBuffer]] = {}
         self._local: set[tuple[int, str]] = set()
         self._empty: list[tuple[str, Place]] = []
-        self._sizes: tuple[int, ...] = ()
+        self.sizes: tuple[int, ...] = ()
         self._is_first = True
         self._shown: int | None = None
         self.is_open = False
         self.localised: list[str] = []
         self.found: list[str] = []
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Samples of this rank's microbatches."""
-        return self._sizes
 
     @property
     def written(self) -> list[StepBuffer]:
@@ -111,7 +100,6 @@ class ModuleBuffers:
 
     @property
     def names(self) -> list[str]:
-        """Full names of all buffers."""
         return [
             f"{prefix}.{key}" if prefix else key
             for prefix, inner in self._modules
@@ -128,8 +116,7 @@ class ModuleBuffers:
     # -- a step -------------------------------------------------------------------------------
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """Begin a step with microbatches of these numbers of samples."""
-        self._sizes, self._shown = tuple(sizes), None
+        self.sizes, self._shown = tuple(sizes), None
         self.localised, self.found = [], []
         self._read_places()
         self.forget_values()
@@ -164,7 +151,7 @@ class ModuleBuffers:
                 named = (f"{prefix}.{key}" if prefix else key, Place(inner, key))
                 if tensor is None:
                     self._empty.append(named)
-                elif _is_plain(tensor):
+                elif is_plain(tensor) and not tensor.is_inference():
                     tensors[id(tensor)] = tensor
                     places.setdefault(id(tensor), []).append(named)
         known = {entry.name: entry for entry in self._entries.values()}
@@ -217,13 +204,15 @@ class ModuleBuffers:
         entry.is_written = True
         self.found.append(entry.name)
         entry.start = entry.own.clone()
-        entry.make_values(len(self._sizes))
+        entry.make_values(len(self.sizes))
         self._replace(entry, microbatch, now)
 
     def _replace(self, entry: StepBuffer, microbatch: int, now: Any) -> None:
         """Take a tensor that a microbatch shows in place of the one that it was given."""
         if not _is_like(now, entry.own):
-            self._localise(entry, microbatch, now)
+            values: list[Any] = [*entry.values]
+            values[microbatch] = now
+            self.make_local(entry, values)
             return
         if any(place.read() is not now for place in entry.places[1:]):
             raise UnitUseError(
@@ -232,11 +221,6 @@ class ModuleBuffers:
             )
         entry.values[microbatch] = now
         entry.versions[microbatch] = -1  # another tensor counts as a write
-
-    def _localise(self, entry: StepBuffer, microbatch: int, now: Any) -> None:
-        values: list[Any] = [*entry.values]
-        values[microbatch] = now
-        self.make_local(entry, values)
 
     def make_local(self, entry: StepBuffer, values: list[Any]) -> None:
         """Leave a buffer to the microbatches: it has other shapes in each of them."""
@@ -251,7 +235,7 @@ class ModuleBuffers:
 
     def finish(self, adds_rows: Callable[[str], bool] = lambda name: False) -> None:
         """Show the module's own tensors again, and check what was written."""
-        if self._sizes:
+        if self.sizes:
             self._is_first = False
         if not self.is_open:
             return
@@ -266,7 +250,7 @@ class ModuleBuffers:
             if not entry.is_written and entry.own.numel() * entry.own.element_size() > COPIED_BYTES:
                 entry.start = None
             if entry.name in self.found and not adds_rows(entry.name):
-                refuse_queue(entry.name, entry.own, entry.values, self._sizes)
+                _refuse_queue(entry.name, entry.own, entry.values, self.sizes)
 
     def abandon(self) -> None:
         """Show the module's own tensors again after a failure."""
@@ -307,10 +291,9 @@ class ModuleBuffers:
             if entry.name in names and not entry.is_written:
                 entry.is_written = True
                 entry.start = entry.own.clone()
-                entry.make_values(len(self._sizes))
+                entry.make_values(len(self.sizes))
 
     def is_persistent(self, name: str) -> bool:
-        """Whether a buffer is part of the state dict."""
         owner, _, key = name.rpartition(".")
         found = [inner for prefix, inner in self._modules if prefix == owner]
         return any(key not in inner._non_persistent_buffers_set for inner in found)
@@ -362,20 +345,39 @@ def _is_quiet(place: Place) -> bool:
     return place.key in _WITHOUT_VERSION
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    return (
-        type(tensor) is Tensor
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-        and not tensor.is_inference()
-    )
-
-
 def _is_like(value: Any, own: Tensor) -> bool:
     return (
         isinstance(value, Tensor)
-        and _is_plain(value)
+        and is_plain(value)
+        and not value.is_inference()
         and value.shape == own.shape
         and value.dtype == own.dtype
         and value.device == own.device
+    )
+
+
+def _refuse_queue(
+    name: str, before: Tensor, values: Sequence[Tensor], sizes: Sequence[int]
+) -> None:
+    """Raise if each microbatch has changed one row, or column, per sample of a buffer."""
+    if before.ndim < 2:
+        return
+    if all(_has_new_rows(now, before, n) for now, n in zip(values, sizes, strict=True)):
+        raise UnitUseError(
+            f"training_step writes {sum(sizes)} rows, one for each sample, into the buffer"
+            f" {name!r} of shape {tuple(before.shape)}. On one device it holds"
+            " those of the whole batch; here microbatches and ranks would hold different"
+            " ones. Return the rows from training_step, and write them in"
+            " on_train_batch_end(outputs), where they are those of this rank's whole"
+            " batch; get those of other ranks by torch.distributed.all_gather_object()."
+        )
+
+
+def _has_new_rows(now: Tensor, before: Tensor, samples: int) -> bool:
+    """Return whether along some dimension exactly one row per sample differs."""
+    differs = now != before
+    return samples > 0 and any(
+        int(differs.movedim(dim, 0).flatten(1).any(1).sum()) == samples
+        for dim in range(now.ndim)
+        if now.shape[dim] > samples
     )

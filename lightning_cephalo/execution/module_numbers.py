@@ -27,8 +27,6 @@ Row = tuple[Any, float]
 
 
 class ModuleNumbers:
-    """Combines the numbers of a step over the ranks."""
-
     def __init__(self, state: ModuleState, control: ControlGroup, accelerator: Accelerator) -> None:
         self._state, self._control, self._accelerator = state, control, accelerator
         self._told: set[str] = set()
@@ -121,7 +119,6 @@ def mean_tensors(
 
 
 def warn_of_integers(names: Sequence[str]) -> None:
-    """Warn of integers that differ between microbatches or ranks."""
     warnings.warn(
         f"Microbatches leave different values in {', '.join(map(repr, sorted(names)))}, which"
         " training_step stores on the module. On one device it does so once a step, from the whole"

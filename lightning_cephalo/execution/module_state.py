@@ -1,9 +1,7 @@
 """Gives each microbatch its own values of the tensors that the user's code stores on modules.
 
-The microbatches of a step run in turns, so that one would read what another has stored. Here each
-finds what it has stored itself, in this step or in the last one. Between steps the module shows the
-values of all samples of this rank, joined along the dimension that follows the number of samples.
-
+Each finds what it has stored itself, in this step or in the last one. Between steps the module
+shows the values of all samples of this rank, joined along the dimension that follows their number.
 Numbers become those of the whole step, on all ranks: ``module_numbers.py``. Any other value is the
 last microbatch's. Values that are changed in place are shared: ``shared_values.py`` warns of rows.
 """
@@ -13,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence, ValuesView
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import is_
 from typing import Any
 
@@ -21,45 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # private, but torch, Lightning and others build on it
 
-from lightning_cephalo.execution.module_numbers import Row, is_number, is_scalar, mean_number
+from lightning_cephalo.execution.module_numbers import Row, is_number, mean_number
 from lightning_cephalo.execution.shared_values import SharedValues
 from lightning_cephalo.execution.undone_step import MISSING as _MISSING
-from lightning_cephalo.execution.undone_step import OF_TORCH, UndoneStep
+from lightning_cephalo.execution.undone_step import OF_TORCH, StoredAttribute, UndoneStep
 
 # their modules store no tensors of a batch, or keep account of what microbatches add
 _SKIPPED = ("torch.", "torchmetrics.", "lightning.")
-
-
-@dataclass
-class _Attribute:
-    """An attribute of a module that holds tensors of the user's code."""
-
-    names: dict[str, Any]
-    name: str
-    first: Any = _MISSING
-    firsts: list[Any] = field(default_factory=list)
-    values: list[Any] = field(default_factory=list)
-    begun: Any = _MISSING
-    sizes: tuple[int, ...] = ()
-    shown: Any = _MISSING
-    versions: tuple[int, ...] = ()
-    found: list[Any] = field(default_factory=list)
-
-    @property
-    def is_number(self) -> bool:
-        """Whether all microbatches have left numbers, of which one is new."""
-        return all(is_number(value) or is_scalar(value) for value in self.values) and any(
-            value is not self.begun for value in self.values
-        )
-
-    def read(self) -> Any:
-        return self.names.get(self.name, _MISSING)
-
-    def write(self, value: Any) -> None:
-        if value is _MISSING:
-            self.names.pop(self.name, None)
-        else:
-            self.names[self.name] = value
 
 
 @dataclass(frozen=True)
@@ -88,8 +54,6 @@ class Stored:
 
 @dataclass(frozen=True)
 class _Before:
-    """What a module held at the beginning of a step."""
-
     names: dict[str, Any]
     values: dict[str, Any]
     in_order: list[Any]
@@ -105,17 +69,15 @@ class _Before:
 
 
 class ModuleState:
-    """The tensors that microbatches store on the modules of a model."""
-
     def __init__(self, module: nn.Module, several_ranks: bool = False) -> None:
         self.keeps_start = self.is_used = False
         self._undo: UndoneStep | None = None
         self._paths = {id(vars(inner)): path for path, inner in module.named_modules()}
         # the top module comes first
-        self._places: list[dict[str, Any]] = [
+        self.places: list[dict[str, Any]] = [
             vars(inner) for inner in module.modules() if inner is module or may_store(inner)
         ]
-        self._known: dict[tuple[int, str], _Attribute] = {}
+        self._known: dict[tuple[int, str], StoredAttribute] = {}
         self._before: list[_Before] = []
         self._looked_at: list[_Before] = []
         self._sizes: tuple[int, ...] = ()
@@ -130,25 +92,23 @@ class ModuleState:
     # -- a step -------------------------------------------------------------------------------
 
     def begin(self, sizes: Sequence[int], finds_numbers: bool = False) -> None:
-        """Begin a step with microbatches of these numbers of samples."""
         self._sizes = tuple(sizes)
         self.differing, self._retained = [], []
         self._undo, self._is_behind = None, False
         if not sizes:  # this rank's values stay as they are
             return
         if self.keeps_start:
-            self._undo = UndoneStep(self._places, self._known.values())
-        self._before = [_Before.of(names) for names in self._places]
+            self._undo = UndoneStep(self.places, self._known.values())
+        self._before = [_Before.of(names) for names in self.places]
         self._looked_at = self._before if self._looks_everywhere else self._before[:1]
         self._nothing = [Stored(index, {}) for index in range(len(sizes))]
-        self._in_places.begin(self._places, self._paths, len(sizes), finds_numbers)
+        self._in_places.begin(self.places, self._paths, len(sizes), finds_numbers)
         for attribute in self._known.values():
             attribute.begun = attribute.read()
             attribute.values = self._first_values(attribute)
             attribute.firsts = []  # of the step that found it, with its number of microbatches
 
-    def _first_values(self, attribute: _Attribute) -> list[Any]:
-        """Return what each microbatch finds at the beginning of a step."""
+    def _first_values(self, attribute: StoredAttribute) -> list[Any]:
         now, sizes = attribute.read(), self._sizes
         is_untouched = now is attribute.shown and _versions(now) == attribute.versions
         if is_untouched and attribute.sizes == sizes:
@@ -199,9 +159,9 @@ class ModuleState:
                 attribute.values = [attribute.read()] * len(self._sizes)
         return True
 
-    def _learn(self, names: dict[str, Any], name: str, first: Any) -> _Attribute:
+    def _learn(self, names: dict[str, Any], name: str, first: Any) -> StoredAttribute:
         firsts = [_cut(first, self._sizes, index) for index in range(len(self._sizes))]
-        attribute = _Attribute(names, name, first, firsts, list(firsts), begun=first)
+        attribute = StoredAttribute(names, name, first, firsts, list(firsts), begun=first)
         self._known[id(names), name] = attribute
         self.is_used = True
         return attribute
@@ -213,7 +173,6 @@ class ModuleState:
             attribute.values = list(values)
 
     def finish(self) -> None:
-        """Show the values of all samples of this rank's microbatches."""
         if not self._sizes:
             return
         # one of an inner module may appear in a later step; the next step looks for more
@@ -230,7 +189,7 @@ class ModuleState:
         if self._undo is not None:
             self._undo.finish()
 
-    def _show(self, attribute: _Attribute) -> None:
+    def _show(self, attribute: StoredAttribute) -> None:
         values = [_detached(value) for value in attribute.values]
         attribute.shown = _joined(values, self._sizes)
         attribute.values, attribute.sizes = values, self._sizes
@@ -241,7 +200,7 @@ class ModuleState:
         """Let microbatches find their own values again, for hooks that run in the backward."""
         if not self._sizes:
             return
-        self._before = [_Before.of(names) for names in self._places]
+        self._before = [_Before.of(names) for names in self.places]
         self._looked_at = self._before if self._looks_everywhere_behind else self._before[:1]
         self._is_behind = True
         for attribute in self._known.values():
@@ -275,17 +234,16 @@ class ModuleState:
             self._undo.put_back(self._known.values())
 
     def forget_start(self) -> None:
-        """Let go of what :meth:`put_back` needs."""
         self._undo = None
 
     # -- numbers of whole steps ---------------------------------------------------------------
 
-    def _name_of(self, attribute: _Attribute) -> str:
+    def _name_of(self, attribute: StoredAttribute) -> str:
         path = self._paths.get(id(attribute.names), "")
         return f"{path}.{attribute.name}" if path else attribute.name
 
     @property
-    def _new_numbers(self) -> dict[str, _Attribute]:
+    def _new_numbers(self) -> dict[str, StoredAttribute]:
         if not self._sizes:
             return {}
         return {
@@ -295,7 +253,6 @@ class ModuleState:
         }
 
     def has_numbers(self) -> bool:
-        """Whether the step, which has finished, has stored numbers."""
         return bool(self._new_numbers)
 
     def numbers(self) -> tuple[dict[str, Row], dict[str, Tensor]]:
@@ -313,7 +270,7 @@ class ModuleState:
         """Show the numbers of the whole step: of all ranks."""
         own = {self._name_of(one): one for one in self._known.values()}
         names_of = {path: key for key, path in self._paths.items()}
-        by_id = {id(names): names for names in self._places}
+        by_id = {id(names): names for names in self.places}
         for full, value in values.items():
             attribute = own.get(full)
             if attribute is None:
@@ -329,11 +286,6 @@ class ModuleState:
             attribute.values = [value] * len(self._sizes)
             attribute.shown, attribute.versions = value, _versions(value)
             attribute.write(value)
-
-    @property
-    def places(self) -> Sequence[dict[str, Any]]:
-        """The attributes of the modules whose values it exchanges."""
-        return self._places
 
     # -- recomputation ------------------------------------------------------------------------
 
@@ -475,28 +427,22 @@ def _unfit(value: Any, rows: int, sizes: Sequence[int]) -> Any:
     copies = next(n for n in range(1, len(sizes) + 2) if n * rows not in sizes)
 
     def repeated(leaf: Any) -> Any:
-        dimensions = (
-            [dim for dim in range(leaf.ndim) if leaf.shape[dim] == rows]
-            if (_is_plain(leaf) and copies > 1)
-            else []
-        )
-        return torch.cat([leaf] * copies, dimensions[0]) if dimensions else leaf
+        if not _is_plain(leaf) or rows not in leaf.shape:
+            return leaf
+        return torch.cat([leaf] * copies, leaf.shape.index(rows))
 
-    return pytree.tree_map(repeated, value)
+    return pytree.tree_map(repeated, value) if copies > 1 else value
 
 
 def _cut(value: Any, sizes: Sequence[int], index: int) -> Any:
     """Return a microbatch's samples of a value that was set for all samples of this rank."""
     if len(sizes) < 2 or not sum(sizes) or not _holds_tensors(value):
         return value
-    start = sum(sizes[:index])
-    return pytree.tree_map(lambda leaf: _cut_leaf(leaf, sizes, start, sizes[index]), value)
+    start, rows = sum(sizes[:index]), sum(sizes)
 
+    def cut(leaf: Any) -> Any:
+        if not _is_plain(leaf) or rows not in leaf.shape:
+            return leaf
+        return leaf.narrow(leaf.shape.index(rows), start, sizes[index])
 
-def _cut_leaf(leaf: Any, sizes: Sequence[int], start: int, size: int) -> Any:
-    if not _is_plain(leaf):
-        return leaf
-    dimensions = [dim for dim, length in enumerate(leaf.shape) if length == sum(sizes)]
-    if dimensions:
-        return leaf.narrow(dimensions[0], start, size)
-    return leaf
+    return pytree.tree_map(cut, value)

@@ -6,10 +6,8 @@ At a layer of synchronised batch normalisation all microbatches of all ranks sto
     forward    each: count, mean, squared deviations of its samples  ->  mean, variance of all
     backward   each: sum of g, sum of g x normalised values          ->  sums of all
 
-Autograd's graph is cut there. The layer then is an affine function of its input: its gradients of
-weight and bias are the two sums. The gradient of the input has a part that goes straight through,
-and one that goes through the statistics to all samples, also those without weight in the loss.
-
+The layer then is an affine function of its input. The input's gradient has a part that goes
+straight through, and one that goes through the statistics to all samples, even without weight.
 Statistics travel in double precision, as the mean of unequal parts is a difference of sums.
 """
 
@@ -22,27 +20,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_cephalo.execution.replay import RandomState
-
 
 @dataclass(frozen=True)
 class Statistics:
-    """Mean and variance per channel over the global batch."""
-
     count: Tensor
     mean: Tensor
     variance: Tensor
 
     @classmethod
     def of_moments(cls, moments: Tensor) -> Statistics:
-        """Return the statistics that :func:`moments_of` and :func:`joined` describe."""
         count = moments[0].clamp(min=1.0)
         mean, deviations = moments[1:].chunk(2)
         return cls(count, mean, deviations / count)
 
 
 def no_moments(norm: nn.SyncBatchNorm, device: torch.device) -> Tensor:
-    """Return the moments of no samples."""
     return torch.zeros(1 + 2 * norm.num_features, dtype=torch.float64, device=device)
 
 
@@ -55,7 +47,7 @@ def moments_of(norm: nn.SyncBatchNorm, value: Tensor) -> Tensor:
     row = no_moments(norm, value.device)
     if count:
         over = [dim for dim in range(value.ndim) if dim != 1]
-        variance, mean = torch.var_mean(value.to(_wide(value.dtype)), over, correction=0)
+        variance, mean = torch.var_mean(value.to(at_least_float32(value.dtype)), over, correction=0)
         row[0] = count
         row[1:] = torch.cat([mean, variance * count])
     return row
@@ -107,7 +99,7 @@ class Meeting:
     position: int
     statistics: Statistics
     record: Any = None
-    random: RandomState | None = None
+    random: tuple[Tensor, ...] | None = None
     source: Tensor | None = None
     own: tuple[Tensor, Tensor, Tensor] | None = None
     parameters: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -131,7 +123,7 @@ class Meeting:
         return self._apply(own, weight, bias)
 
     def _affine(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        wide, norm = _wide(value.dtype), self.norm
+        wide, norm = at_least_float32(value.dtype), self.norm
         if norm.affine:
             return norm.weight.to(wide), norm.bias.to(wide)
         ones = torch.ones(norm.num_features, dtype=wide, device=value.device)
@@ -152,7 +144,6 @@ class Meeting:
         return torch.cat([self.own[2].grad, self.own[1].grad]).to(torch.float64)
 
     def finish(self, sums: Tensor) -> None:
-        """Pass the gradient on to the input and the parameters."""
         if self.own is None or self.source is None:
             return
         own, weight, _ = self.own
@@ -190,5 +181,6 @@ def refuse_single_value(moments: Tensor, own_count: float) -> None:
         )
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """Return float32, or a dtype that is wider."""
     return torch.promote_types(dtype, torch.float32)

@@ -11,14 +11,7 @@ from lightning_cephalo.plan.program import Instruction
 class Observer:
     """Receives a call for every instruction that an :class:`~.executor.Executor` runs.
 
-    The executor, the units and the collectives depend on no particular observer, and need none.
-    Every method does nothing unless it is overridden::
-
-        class Counter(Observer):
-            def after(self, instruction):
-                self.count += instruction.operation is Operation.GATHER
-
-        executor.attach(counter)
+    Every method does nothing unless it is overridden.
     """
 
     def before(self, instruction: Instruction) -> None:

@@ -1,8 +1,7 @@
 """Holds boundary activations in host memory from a unit's forward to its backward.
 
-An input is copied out when its microbatch has gone on to the next unit. It is prefetched after the
-backward of the unit two visits later, so that the device holds the inputs of two visits. Host
-memory is allocated once, and reused from its beginning in every step.
+The device holds the inputs of two visits. Host memory is allocated once, and reused from its
+beginning in every step.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from lightning_cephalo.accelerator.transfers import told
 from lightning_cephalo.common.errors import HostMemoryError
 from lightning_cephalo.common.quantities import format_mib
 from lightning_cephalo.execution.boundaries import is_plain, take_memory
+from lightning_cephalo.execution.host_room import power_from
 
 _ALIGNMENT_BYTES = 256
 _LEAST_CHUNK_BYTES = 2**24
@@ -32,15 +32,8 @@ def powers_of_two(nbytes: int) -> list[int]:
     return pieces
 
 
-def _power_from(nbytes: int) -> int:
-    """Return the smallest power of two that is at least ``nbytes``."""
-    return int(2 ** max(0, nbytes - 1).bit_length())
-
-
 @dataclass
 class OffloadedTensor:
-    """A leaf whose values are in host memory."""
-
     leaf: Tensor
     host: Tensor
     returning: Tensor | None = None
@@ -68,7 +61,6 @@ class HostArena:
 
     @property
     def held_bytes(self) -> int:
-        """Allocated bytes of host memory."""
         return sum(chunk.numel() for chunk in self._chunks)
 
     def reserve(self, nbytes: int) -> None:
@@ -80,7 +72,6 @@ class HostArena:
         self.start()
 
     def start(self) -> None:
-        """Begin a step and drop the contents of the last one."""
         # a step that failed may have left copies under way
         self._let_go_of_copied(but=0)
         self._used_bytes = self._chunk = self._offset = 0
@@ -108,7 +99,6 @@ class HostArena:
         return OffloadedTensor(leaf, host)
 
     def prefetch(self, away: OffloadedTensor) -> None:
-        """Begin to copy the values back."""
         if away.returning is not None:
             return
         away.returning = torch.empty_strided(
@@ -117,7 +107,6 @@ class HostArena:
         away.arrival = self._copies.start(away.returning, away.host)
 
     def restore(self, away: OffloadedTensor) -> None:
-        """Put the values back into the leaf."""
         self.prefetch(away)
         self._copies.wait(away.arrival)
         assert away.returning is not None
@@ -160,7 +149,7 @@ class HostArena:
             return max(nbytes, _LEAST_CHUNK_BYTES)
         # grow by at least half of the held bytes: few pieces, each of which wastes less than a
         # leaf at its end
-        return max(_power_from(nbytes), _LEAST_CHUNK_BYTES, _power_from(self.held_bytes) // 2)
+        return max(power_from(nbytes), _LEAST_CHUNK_BYTES, power_from(self.held_bytes) // 2)
 
     def _new_chunk(self, nbytes: int, least_bytes: int | None = None) -> Tensor:
         free = self.capacity_bytes - self.held_bytes

@@ -43,16 +43,13 @@ class Choice:
 
     def _place(self, visit: Visit) -> tuple[int, bool, int, bool, int]:
         """Return the key by which visits are sorted; equal on all ranks."""
-        for position in range(self._passed, len(self._known)):
-            if self._known[position] == visit:
-                return position, True, visit.unit, visit.differentiable, visit.meeting
-        later = (
-            position
-            for position in range(self._passed, len(self._known))
-            if self._known[position].unit > visit.unit
-        )
-        place = next(later, len(self._known))
-        return place, False, visit.unit, visit.differentiable, visit.meeting
+        key = visit.unit, visit.differentiable, visit.meeting
+        left = [*enumerate(self._known)][self._passed :]
+        for position, known in left:
+            if known == visit:
+                return position, True, *key
+        later = (position for position, known in left if known.unit > visit.unit)
+        return next(later, len(self._known)), False, *key
 
 
 def merged(orders: Iterable[Sequence[Visit]]) -> tuple[Visit, ...]:
@@ -68,7 +65,6 @@ def merged(orders: Iterable[Sequence[Visit]]) -> tuple[Visit, ...]:
 
 
 def is_within(order: Sequence[Visit], whole: Sequence[Visit]) -> bool:
-    """Whether an order is contained in another one, with gaps."""
     rest = iter(whole)
     return all(visit in rest for visit in order)
 

@@ -1,15 +1,12 @@
 """Losses over the whole global batch, such as contrastive ones, which are no mean over samples.
 
 [Note: losses over the batch]
-Each microbatch parks where it calls :func:`loss_over_batch`. Then the ranks exchange the rows of
-their tensors. Every rank computes the loss of all rows and its gradients, without the graphs of the
-rows. Each microbatch goes on with a loss whose graph carries the gradients of its own rows.
+Ranks exchange rows and compute the loss of all rows; see docs/design/step.md. A step divides each
+microbatch's gradients by the total weight and multiplies them by its own. So a microbatch carries
+its rows' gradients times ``total / own``. Gradients of parameters that the function uses are equal
+on all ranks: the first microbatch of each rank carries its part of them.
 
-A step divides each microbatch's gradients by the total weight and multiplies them by its own. So a
-microbatch carries its rows' gradients times ``total / own``. Gradients of parameters that the
-function uses are equal on all ranks: the first microbatch of each rank carries its part of them.
-
-This is the gradient cache of Gao et al. 2021 (arXiv 2101.06983), without its second forward.
+Source: the gradient cache of Gao et al. 2021 (arXiv 2101.06983).
 """
 
 from __future__ import annotations
@@ -25,6 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cephalo.common.errors import UnitUseError, UnsupportedError
+from lightning_cephalo.execution.boundaries import leaves_behind
+from lightning_cephalo.execution.normalisation import at_least_float32
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.collectives import all_gather_rows
 
@@ -62,13 +61,15 @@ def loss_over_batch(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor
     return function(*tensors)
 
 
-class StepGreenlet(greenlet.greenlet):
-    """A greenlet that runs the user's step."""
+Tensors = tuple[Any, ...]
+"""The rows of one microbatch."""
 
+
+class StepGreenlet(greenlet.greenlet):
     def __init__(
         self,
         step: Callable[[], Any],
-        ask: Callable[[Question], Answer] | None,
+        ask: Callable[[Tensors], Answer] | None,
         own_gradients: Callable[[], AbstractContextManager[None]],
     ) -> None:
         super().__init__(step)
@@ -80,34 +81,15 @@ class StepGreenlet(greenlet.greenlet):
         self.was_asked = True
         if self._ask is None:
             return function(*tensors)
-        answer = self._ask(Question(tensors))
+        answer = self._ask(tensors)
         with self._own_gradients():
             answer.share.compute(function)
         return answer.loss_of(tensors)
 
 
 def was_asked() -> bool:
-    """Whether the running step has called :func:`loss_over_batch`."""
     current = greenlet.getcurrent()
     return isinstance(current, StepGreenlet) and current.was_asked
-
-
-@dataclass(frozen=True)
-class Question:
-    """The rows of one microbatch."""
-
-    tensors: tuple[Any, ...]
-
-    def kinds(self) -> list[tuple[int, tuple[int, ...], torch.dtype, bool]]:
-        """Return rows, shape of a row, dtype, and whether it needs a gradient, of each tensor."""
-        for value in self.tensors:
-            if not isinstance(value, Tensor) or not value.ndim:
-                raise UnitUseError(
-                    f"loss_over_batch got {type(value).__name__}; expected tensors whose first"
-                    " dimension is that of the samples. Give other values to the function itself,"
-                    " by functools.partial."
-                )
-        return [(len(t), tuple(t.shape[1:]), t.dtype, t.requires_grad) for t in self.tensors]
 
 
 class Asking:
@@ -115,12 +97,11 @@ class Asking:
 
     def __init__(self, park: Callable[[], object]) -> None:
         self._park = park
-        self.question: Question | None = None
+        self.tensors: Tensors | None = None
         self._answer: Answer | None = None
 
-    def ask(self, question: Question) -> Answer:
-        """Park until the rows of the whole batch are there."""
-        self.question = question
+    def ask(self, tensors: Tensors) -> Answer:
+        self.tensors = tensors
         self._park()
         answer, self._answer = self._answer, None
         assert answer is not None
@@ -128,7 +109,7 @@ class Asking:
 
     def answer(self, answer: Answer) -> None:
         """Give the step the rows of the whole batch; it goes on when it is next advanced."""
-        self.question, self._answer = None, answer
+        self.tensors, self._answer = None, answer
 
     @property
     def is_answered(self) -> bool:
@@ -138,8 +119,6 @@ class Asking:
 
 @dataclass
 class WholeBatch:
-    """The loss of all rows, on one rank."""
-
     rows: list[Tensor]
     ranks: int
     scale: Callable[[Tensor], Tensor] | None
@@ -158,7 +137,7 @@ class WholeBatch:
                 f"The function of loss_over_batch returned {_spelled(loss)}; expected a loss, a"
                 " tensor of one element."
             )
-        used = _leaves_behind([loss])
+        used = leaves_behind([loss])
         own = {id(row): place for place, row in enumerate(self.rows)}
         others = [leaf for leaf in used if id(leaf) not in own]
         if any(id(leaf) not in self.parameters for leaf in others):
@@ -173,7 +152,7 @@ class WholeBatch:
             factor = factor if self.scale is None else self.scale(factor)
             found = torch.autograd.grad(loss, used, factor.to(loss.dtype).expand_as(loss))
             for leaf, gradient in zip(used, found, strict=True):
-                exact = gradient.to(_wide(gradient.dtype)) / factor
+                exact = gradient.to(at_least_float32(gradient.dtype)) / factor
                 if id(leaf) in own:
                     self.gradients[own[id(leaf)]] = exact
                 else:
@@ -209,7 +188,7 @@ class Answer:
 
 
 def exchange_rows(
-    questions: Sequence[Question],
+    asked: Sequence[Tensors],
     samples: Sequence[int],
     control: ControlGroup,
     scale: Callable[[Tensor], Tensor] | None,
@@ -218,7 +197,7 @@ def exchange_rows(
 ) -> list[Answer]:
     """Return the answer for each microbatch of this rank; collective."""
     kinds = control.together(
-        "reading the arguments of loss_over_batch", lambda: [each.kinds() for each in questions]
+        "reading the arguments of loss_over_batch", lambda: [_kinds(tensors) for tensors in asked]
     )
     rows = control.gather((kinds, list(samples)))
     every = [kind for kinds_of_rank, _ in rows for kind in kinds_of_rank]
@@ -232,7 +211,7 @@ def exchange_rows(
     total = float(sum(sum(own) for _, own in rows))
     found, starts = [], []
     for place, (shape, dtype) in enumerate(next(iter(like))):
-        own_rows = [question.tensors[place].detach() for question in questions]
+        own_rows = [tensors[place].detach() for tensors in asked]
         sent = torch.uint8 if dtype is torch.bool else dtype
         empty = torch.zeros((0, *shape), dtype=sent, device=device)
         local = torch.cat([empty, *(each.to(sent) for each in own_rows)])
@@ -263,7 +242,7 @@ def refuse_own_weight(weight: float | Tensor | None, samples: int) -> None:
         )
 
 
-def refuse_manual(question: Question) -> Answer:
+def refuse_manual(tensors: Tensors) -> Answer:
     """Raise UnsupportedError: the steps of manual optimization have no place to meet."""
     raise UnsupportedError(
         "loss_over_batch with manual optimization: ranks meet at backwards and updates only. Use"
@@ -271,27 +250,16 @@ def refuse_manual(question: Question) -> Answer:
     )
 
 
-def _leaves_behind(roots: Sequence[Tensor]) -> list[Tensor]:
-    """Return the leaves that a backward from these tensors reaches."""
-    found: dict[int, Tensor] = {}
-    open_nodes: list[Any] = [
-        torch.autograd.graph.get_gradient_edge(t).node for t in roots if t.requires_grad
-    ]
-    seen: set[Any] = set()
-    while open_nodes:
-        node = open_nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            found[id(leaf)] = leaf
-        open_nodes.extend(following for following, _ in node.next_functions)
-    return list(found.values())
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+def _kinds(tensors: Tensors) -> list[tuple[int, tuple[int, ...], torch.dtype, bool]]:
+    """Return rows, shape of a row, dtype, and whether it needs a gradient, of each tensor."""
+    for value in tensors:
+        if not isinstance(value, Tensor) or not value.ndim:
+            raise UnitUseError(
+                f"loss_over_batch got {type(value).__name__}; expected tensors whose first"
+                " dimension is that of the samples. Give other values to the function itself,"
+                " by functools.partial."
+            )
+    return [(len(t), tuple(t.shape[1:]), t.dtype, t.requires_grad) for t in tensors]
 
 
 def _spelled(value: Any) -> str:

@@ -1,6 +1,6 @@
 """Saves and restores the state around greenlet switches and recomputation.
 
-The state is torch's modes per thread, the random number generators, and buffers.
+The state is torch's modes per thread, modes of modules, and buffers.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.attention import ATTENTION_KERNELS
 
 _ATTENTION_ALLOWED = tuple(allowed for allowed, _ in ATTENTION_KERNELS)
@@ -51,7 +51,6 @@ class ThreadState:
 
     @classmethod
     def capture(cls, device_types: tuple[str, ...]) -> ThreadState:
-        """Read the modes of this thread."""
         return cls(device_types, [read() for read in _readers(device_types)])
 
     def now(self) -> ThreadState:
@@ -65,7 +64,6 @@ class ThreadState:
     __hash__ = None  # type: ignore[assignment]
 
     def restore(self) -> None:
-        """Set the modes of this thread."""
         # private: the public function is a context manager, which costs several times as much
         torch._C._set_grad_enabled(self._values[0])
         torch.set_autocast_cache_enabled(self.autocast_cache)
@@ -87,34 +85,8 @@ class ThreadState:
                 allow(value)
 
 
-class RandomState:
-    """Captures the random number generators of the CPU and of this rank's device."""
-
-    __slots__ = ("_accelerator", "_states")
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-        self._states = accelerator.random_states()
-
-    def restore(self) -> None:
-        """Set the generators to the captured states."""
-        self._accelerator.restore_random_states(self._states)
-
-    @contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Draw the same numbers again in a ``with`` block, then restore the current states."""
-        now = RandomState(self._accelerator)
-        self.restore()
-        try:
-            yield
-        finally:
-            now.restore()
-
-
 @dataclass(frozen=True)
 class _SavedBuffer:
-    """A buffer and a copy of an earlier value."""
-
     module: nn.Module
     name: str
     value: Tensor
@@ -133,7 +105,6 @@ class ChangingBuffers:
         self._looked = False
 
     def versions(self) -> list[tuple[int, int]]:
-        """Return the id and version of every buffer."""
         return [
             (id(buffer), buffer._version)
             for inner in self.modules
@@ -195,3 +166,48 @@ def _copies(modules: Iterable[nn.Module]) -> list[_SavedBuffer]:
 
 def _is_in(module: nn.Module, modules: Iterable[nn.Module]) -> bool:
     return any(module is other for other in modules)
+
+
+_TRAINING = "training"
+
+Modes = tuple[bool, ...]
+"""Whether each module is in training mode."""
+
+
+class TrainingModes:
+    """Reads and sets the modes, training or evaluation, of some modules.
+
+    Each microbatch finds modules as it has left them. A unit is computed again in its old modes.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = list(modules)
+        # every visit reads the modes of all modules, where a loop in Python would cost the most; a
+        # scripted module keeps its mode elsewhere than among its attributes
+        holders: list[Any] = [vars(module) for module in self._modules]
+        read: Callable[[Any], bool] = itemgetter(_TRAINING)
+        if any(_TRAINING not in names for names in holders):
+            holders, read = self._modules, attrgetter(_TRAINING)
+        self._read = partial(map, read, holders)
+        self._all_train = (True,) * len(holders)
+
+    def now(self) -> Modes:
+        return self._all_train if all(self._read()) else tuple(self._read())
+
+    def show(self, modes: Modes) -> None:
+        """Set the modes; those that are so already cost no write."""
+        if modes == self.now():
+            return
+        for module, mode in zip(self._modules, modes, strict=True):
+            if module.training != mode:
+                module.training = mode
+
+    @contextmanager
+    def shown(self, modes: Modes) -> Iterator[None]:
+        """Show modes in a ``with`` block, then those of before."""
+        before = self.now()
+        self.show(modes)
+        try:
+            yield
+        finally:
+            self.show(before)

@@ -53,7 +53,6 @@ class PaddedBytes:
 
     @property
     def total(self) -> int:
-        """Bytes of all of them."""
         return self.gathers + self.reduces
 
 
@@ -182,7 +181,6 @@ class ShardedModel:
 
     @property
     def flats(self) -> list[Flat]:
-        """The flats of all units."""
         return [flat for unit in self.units for flat in unit.flats]
 
     def flats_of(self, unit: int) -> list[Flat]:
@@ -196,23 +194,19 @@ class ShardedModel:
 
     @property
     def parameter_count(self) -> int:
-        """Number of elements of all parameters."""
         return sum(flat.numel for flat in self.flats)
 
     @property
     def parameter_pools(self) -> tuple[BufferPool, ...]:
-        """The pools that lend memory to gathered parameters."""
         return tuple({id(f.context.buffers): f.context.buffers for f in self.flats}.values())
 
     @property
     def gradient_pools(self) -> tuple[BufferPool, ...]:
-        """The pools that lend memory to full gradients."""
         pools = [flat.context.gradient_buffers for flat in self.flats]
         return tuple({id(pool): pool for pool in pools}.values())
 
     @property
     def buffer_pools(self) -> tuple[BufferPool, ...]:
-        """The pools of parameters, of gradients and of padded slices."""
         padded = self.padding.gathers, self.padding.reduces
         return (*self.parameter_pools, *self.gradient_pools, *padded)
 

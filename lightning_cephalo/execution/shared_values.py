@@ -28,8 +28,6 @@ _NOT_USERS |= {"logging", "types"}
 
 @dataclass(frozen=True)
 class _Before:
-    """What a module held at the beginning of a step."""
-
     path: str
     names: dict[str, Any]
     values: dict[str, Any]
@@ -44,8 +42,6 @@ class _Before:
 
 
 class SharedValues:
-    """Warns of containers and objects on modules that steps fill with rows or numbers."""
-
     def __init__(self, several_ranks: bool) -> None:
         self._several_ranks, self._finds_numbers = several_ranks, False
         self._left = _STEPS
@@ -59,7 +55,6 @@ class SharedValues:
         microbatches: int,
         finds_numbers: bool = False,
     ) -> None:
-        """Note what the modules hold, in one of the first steps."""
         self._before = []
         is_cut = microbatches > 1 or (microbatches and self._several_ranks)
         self._finds_numbers = finds_numbers and bool(is_cut)
@@ -68,7 +63,6 @@ class SharedValues:
             self._before = [_Before.of(paths.get(id(names), ""), names) for names in places]
 
     def finish(self, sizes: Sequence[int]) -> None:
-        """Warn of what holds new rows of samples."""
         found, self._before = self._before, []
         for before in found:
             for name, value in before.names.items():
@@ -92,7 +86,6 @@ class SharedValues:
 
 
 def _new_items(before: _Before, name: str) -> list[Any]:
-    """Return what a step has put into a container or an object."""
     value = before.names[name]
     inside = _inside(value)
     if inside is None:

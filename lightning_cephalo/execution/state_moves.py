@@ -32,7 +32,7 @@ class StateMover(Protocol):
         """Update a unit's parameters by the gradients that they hold."""
 
     def send_gradients(self, parameters: Sequence[nn.Parameter]) -> list[SentGradient | None]:
-        """Start to copy gradients to the host, which may begin to update; None: there is none."""
+        """Start to copy gradients to the host, which will use them; None: there is none."""
 
     def forget_sent(self) -> None:
         """Forget gradients that have left, in a step that is repeated."""
@@ -48,8 +48,6 @@ class StateMover(Protocol):
 
 
 class StateMoves:
-    """Where the optimizer state of units lives; see [Note: state in host memory]."""
-
     def __init__(self) -> None:
         self.mover: StateMover | None = None
         self.planned: tuple[StateHome, ...] = ()

@@ -57,8 +57,6 @@ class ForwardOutcome:
 
 @dataclass
 class Step:
-    """Progress of this rank in one step."""
-
     calls: Sequence[MicrobatchCall]
     microbatches: list[Microbatch]
     weights: LossWeights
@@ -78,7 +76,6 @@ class Step:
 
     @property
     def samples_with_weight(self) -> int:
-        """Number of samples of this rank's microbatches whose losses have a weight."""
         pairs = zip(self.calls, self.weights.values, strict=True)
         return sum(call.samples for call, weight in pairs if weight)
 
@@ -94,11 +91,9 @@ class Step:
         return [microbatch.parked for microbatch in self.microbatches]
 
     def made(self) -> list[bool]:
-        """Return for each visit whether a microbatch of this rank has made it."""
         positions = {position for microbatch in self.microbatches for position in microbatch.made}
         return [position in positions for position in range(len(self.visits))]
 
     def paths(self) -> tuple[tuple[Visit, ...], ...]:
-        """Return the different sequences of visits of this rank's microbatches."""
         paths = [tuple(self.visits[at] for at in each.made) for each in self.microbatches]
         return tuple(dict.fromkeys(paths))

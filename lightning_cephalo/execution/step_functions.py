@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 
 class StepFunctions(TorchFunctionMode):
-    """Handles torch functions that the code of a step calls between its uses of units."""
-
     def __init__(self, steps: ManualSteps) -> None:
         super().__init__()
         self._steps = steps
@@ -113,7 +111,6 @@ class StepFunctions(TorchFunctionMode):
 
 
 def warn_of_own_gradient() -> None:
-    """Warn of a gradient of a parameter that the step computes itself."""
     warnings.warn(
         "training_step computes the gradient of a parameter itself (torch.autograd.grad, as for"
         " VQ-GAN's adaptive weight). It is that of a microbatch's samples, so that a weight from"

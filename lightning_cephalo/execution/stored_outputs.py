@@ -48,7 +48,6 @@ class Place:
         return values
 
     def show(self, values: list[Any]) -> None:
-        """Replace what :meth:`values` has returned."""
         structure = flatten_result(self.names[self.name])[1]
         self.names[self.name] = structure.unflatten(values)
 
@@ -98,7 +97,6 @@ class _Attributes:
         return [(n, name) for n in self.modules for name in n if name not in OF_TORCH]
 
     def watch_all(self) -> None:
-        """Watch all attributes that there are now."""
         self.watched = _Watched(self.modules, self._all())
 
     def watch_few(self) -> None:
@@ -112,14 +110,11 @@ class _Attributes:
 
 
 class StoredOutputs:
-    """The attributes in which the units of a model store tensors with a graph."""
-
     def __init__(self, units: Iterable[Iterable[nn.Module]]) -> None:
         self._of = [_Attributes([vars(each) for each in of if may_store(each)]) for of in units]
         self._detached: set[tuple[int, str]] = set()
 
     def before(self, unit: int, *, searches: bool) -> Before:
-        """Return what a unit finds on its modules."""
         of = self._of[unit]
         if searches:
             of.watch_all()

@@ -6,8 +6,9 @@ leaf to leaf, so ``boundaries.py`` cuts an output with hooks once more: its grad
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,6 @@ def _hook_too_late() -> UnitUseError:
 
 
 def gradient_through_units() -> UnitUseError:
-    """Return the error for code that computes gradients through units itself."""
     return UnitUseError(
         "Your code computes a gradient through a unit itself (torch.autograd.grad for a gradient"
         " penalty or in evaluation, or a backward). Graphs are cut at units, so that a part of it"
@@ -60,7 +60,6 @@ class HooksOfEntered(dict[Any, Callable[[Tensor], Any]]):
 
 
 def count_of_users(hooks: dict[Any, Any] | None) -> int:
-    """Return the number of hooks that users have registered."""
     return sum(not isinstance(key, Owner) for key in hooks or ())
 
 
@@ -93,7 +92,6 @@ class SeenOnce:
         self._node_has_hooks = node_has_hooks
 
     def __call__(self, gradient: Tensor) -> None:
-        """See a part of the tensor's gradient."""
         self._owner.refuse(gradient)
         before, self._seen_in = self._seen_in, self._owner.backwards
         if before != self._seen_in:
@@ -116,10 +114,64 @@ class RetainedGradient:
         self.before: Tensor | None = None
 
     def __call__(self, leaf: Tensor) -> None:
-        """Take what the leaf has accumulated."""
         source, gradient = self._source(), leaf.grad
         if source is not None and gradient is not None:
             source.grad = gradient if self.before is None else self.before + gradient
+
+
+_LARGER_UNITS = (
+    " Let a unit contain the whole residual: a module whose forward returns `x + f(x)`, or larger"
+    " units with unit_names=."
+)
+
+
+class GradientParts:
+    """Warns once of code between units that sees gradients in parts, not their sum.
+
+    The backward passes the code before a unit when the gradient of that unit's input is there. A
+    residual around the unit adds another part. The parts add up for all operators of torch; hooks
+    and functions of users may clip. torch does not tell which nodes have hooks.
+    """
+
+    def __init__(self) -> None:
+        self._has_said_hooks = self._has_said_functions = False
+
+    def is_due(self, registers_hooks: bool, searches: bool) -> bool:
+        """Whether :meth:`warn` would say something new."""
+        due_hooks = registers_hooks and not searches and not self._has_said_hooks
+        return due_hooks or (searches and not self._has_said_functions)
+
+    def warn(self, nodes: Iterable[Any], registers_hooks: bool, searches: bool) -> None:
+        nodes = [*nodes]
+        functions = sorted({name for node in nodes if (name := _users_function(node))})
+        if functions and not self._has_said_functions:
+            self._has_said_functions = True
+            warnings.warn(
+                f"The backward of {', '.join(functions)} (torch.autograd.Function), between units,"
+                " gets its gradient in parts, as a residual around a unit uses the same tensor. It"
+                " runs once for each part. That is exact if it is linear in the gradient, as a"
+                f" reversal is; clipping is not.{_LARGER_UNITS}",
+                stacklevel=2,
+            )
+        if nodes and registers_hooks and not searches and not self._has_said_hooks:
+            self._has_said_hooks = True
+            names = sorted({type(node).__name__ for node in nodes})[:3]
+            warnings.warn(
+                "training_step registers hooks of tensors, and some tensors between units get"
+                f" their gradients in parts ({', '.join(names)}), as a residual around a unit uses"
+                " them, too. A hook of such a tensor runs once for each part, so that it sees or"
+                " clips less than on one device. Hooks of other tensors are exact, and those of"
+                f" tensors in units.{_LARGER_UNITS}",
+                stacklevel=2,
+            )
+
+
+def _users_function(node: Any) -> str:
+    if not isinstance(node, torch.autograd.function.BackwardCFunction):
+        return ""
+    owner = node._forward_cls  # type: ignore[attr-defined]
+    is_ours = owner.__module__.split(".")[0] in ("torch", "lightning_cephalo")
+    return "" if is_ours else owner.__name__
 
 
 class _OutOfUnit(torch.autograd.Function):

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
+
+from lightning_cephalo.execution.module_numbers import is_number, is_scalar
 
 MISSING = object()
 OF_TORCH = frozenset(vars(nn.Module()))
@@ -19,23 +22,39 @@ CONTAINERS = frozenset((list, dict, set, deque))
 _MOST_ITEMS = 10_000
 
 
-class StoredAttribute(Protocol):
-    """An attribute of which each microbatch has its own value; see ``module_state.py``."""
+@dataclass
+class StoredAttribute:
+    """An attribute of a module that holds tensors of the user's code, one for each microbatch."""
 
-    first: Any
-    firsts: list[Any]
-    values: list[Any]
-    sizes: tuple[int, ...]
-    shown: Any
-    versions: tuple[int, ...]
+    names: dict[str, Any]
+    name: str
+    first: Any = MISSING
+    firsts: list[Any] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
+    begun: Any = MISSING
+    sizes: tuple[int, ...] = ()
+    shown: Any = MISSING
+    versions: tuple[int, ...] = ()
+    found: list[Any] = field(default_factory=list)
 
-    def read(self) -> Any: ...
-    def write(self, value: Any) -> None: ...
+    @property
+    def is_number(self) -> bool:
+        """Whether all microbatches have left numbers, of which one is new."""
+        return all(is_number(value) or is_scalar(value) for value in self.values) and any(
+            value is not self.begun for value in self.values
+        )
+
+    def read(self) -> Any:
+        return self.names.get(self.name, MISSING)
+
+    def write(self, value: Any) -> None:
+        if value is MISSING:
+            self.names.pop(self.name, None)
+        else:
+            self.names[self.name] = value
 
 
 class _Look:
-    """What a module holds at one time."""
-
     def __init__(self, names: dict[str, Any], containers: Iterable[Any]) -> None:
         self.values = dict(names)
         self.items = [(container, copy_of(container)) for container in containers]
@@ -48,8 +67,6 @@ def _containers(names: dict[str, Any]) -> list[Any]:
 
 
 class UndoneStep:
-    """What a step finds on the modules, so that it can be undone."""
-
     def __init__(
         self, places: Sequence[dict[str, Any]], attributes: Iterable[StoredAttribute]
     ) -> None:

@@ -20,8 +20,7 @@ from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.boundaries import refusing_freed, refusing_gradients
 from lightning_cephalo.execution.meetings import NormForward, SynchronisedNorms
 from lightning_cephalo.execution.microbatch import Microbatch
-from lightning_cephalo.execution.replay import ChangingBuffers
-from lightning_cephalo.execution.training_modes import Modes, TrainingModes
+from lightning_cephalo.execution.replay import ChangingBuffers, Modes, TrainingModes
 from lightning_cephalo.execution.user_writes import UserWrites
 from lightning_cephalo.plan.program import LAST_LAYERS, ROOT
 from lightning_cephalo.sharding.flat_group import UnitState
@@ -38,8 +37,6 @@ Meet = Callable[[str, str], None]
 
 
 class UnitHooks:
-    """Handles calls of units, inside of a microbatch's step or outside of one."""
-
     def __init__(self, units: Sequence[Unit], meet: Meet, writes: UserWrites) -> None:
         self._units = list(units)
         self._meet = meet
@@ -74,7 +71,6 @@ class UnitHooks:
             self._hooks.append(module.register_forward_hook(self._after_root, always_call=True))
 
     def uninstall(self) -> None:
-        """Undo :meth:`install`."""
         for forward in self._forwards:
             forward.remove()
         for hook in [*self._hooks, *self._watching.values()]:
@@ -123,14 +119,8 @@ class UnitHooks:
 
     @property
     def compiled_units(self) -> list[str]:
-        """Names of the units that were compiled in place."""
         pairs = zip(self._units[1:], self._forwards, strict=True)
         return [unit.name for unit, forward in pairs if forward.is_compiled]
-
-    @property
-    def inside_microbatch(self) -> bool:
-        """Whether a microbatch's step is running right now."""
-        return self.running is not None
 
     def begin_step(self) -> None:
         """Note what all microbatches of a step find; call it before the first one runs."""
@@ -139,7 +129,6 @@ class UnitHooks:
             forward.begin_step()
 
     def advance(self, microbatch: Microbatch) -> None:
-        """Run a microbatch's step until it parks or returns."""
         self.running = microbatch
         found = microbatch.training_modes or self._first_modes
         if found is not self._left and found != self._left:
@@ -235,8 +224,6 @@ class UnitHooks:
 
 
 class UnitForward:
-    """Replaces the forward of one unit until it is removed."""
-
     def __init__(self, index: int, unit: Unit, hooks: UnitHooks) -> None:
         self._index, self._unit, self._hooks = index, unit, hooks
         module = self._module = unit.module
@@ -251,6 +238,7 @@ class UnitForward:
         self._replaced = module.__dict__.get("forward")
         # `module.compile()` would trace into the scheduler: the cut must be outside of it
         self._compiled = module._compiled_call_impl
+        self.is_compiled = self._compiled is not None
         self.body = module.forward if self._compiled is None else self._compiled_body
         if self._compiled is not None and (module._forward_hooks or module._forward_pre_hooks):
             raise UnitUseError(
@@ -263,11 +251,6 @@ class UnitForward:
     def begin_step(self) -> None:
         """Read the tables of forward hooks anew; in a step no module gets another table."""
         self.tables = [module._forward_hooks for module in self.inner]
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether the module was compiled in place."""
-        return self._compiled is not None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         hooks, unit = self._hooks, self._unit
@@ -323,14 +306,12 @@ class UnitForward:
             self._module.forward = self._replaced
 
     def leave(self, copied: nn.Module) -> None:
-        """Restore the own forward of a copy of the module."""
         if self._replaced is None:
             del copied.forward
         else:
             copied.forward = copy.deepcopy(self._replaced, {id(self._module): copied})
 
     def remove(self) -> None:
-        """Restore the module's own forward."""
         self._again = None  # it refers to this object
         self._restore_forward()
         self._module._compiled_call_impl = self._compiled

@@ -45,15 +45,12 @@ class UserCollectives:
             self._watch.thread = None
 
     def close(self) -> None:
-        """Let torch run collectives as before."""
         self._library._destroy()
         self._watch.report = None
 
 
 @dataclass
 class _Watch:
-    """Whose collectives are reported, and to whom."""
-
     report: Callable[[str, bool], None] | None
     thread: int | None = None
 

@@ -19,8 +19,6 @@ _SHARDED = "while sharded: each rank holds some rows"
 
 
 class UserWrites:
-    """Finds writes to the parameters of a model."""
-
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = list(units)
 

@@ -1,12 +1,4 @@
-"""Traces the order in which microbatches visit units, then replays it.
-
-While a step is traced, all ranks exchange the positions of their microbatches before each visit,
-and gather the unit that comes first among the requested ones. From the next step on the order is
-known, and a program is compiled from it.
-
-While a step is replayed, a microbatch lets visits pass that it does not make. If it has visits left
-at the end of the order, all ranks trace the rest of the step, and the known order takes in what
-every microbatch has visited (``orders.py``). A visit that nobody makes for some steps is dropped.
+"""Traces the order in which microbatches visit units, then replays it; see docs/design/step.md.
 
 Orders are stored per set of trainable units: freezing a unit changes which units are reduced.
 """
@@ -17,18 +9,11 @@ import warnings
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from lightning_cephalo.execution.orders import Choice, is_too_long, merged
 from lightning_cephalo.plan.check import check
-from lightning_cephalo.plan.program import (
-    WHOLE_ROOT,
-    Ends,
-    Program,
-    Visit,
-    compile_step,
-    visit_of,
-)
-from lightning_cephalo.plan.state_homes import StateHome
+from lightning_cephalo.plan.program import Program, Visit, compile_step, visit_of
 
 # sent in place of a unit's index
 NO_DATA, FINISHED, FAILED = -1.0, -2.0, -3.0
@@ -71,16 +56,12 @@ def agree(said: Sequence[Sequence[float]], choice: Choice) -> tuple[Visit | None
 
 @dataclass
 class _Known:
-    """A known order."""
-
     visits: tuple[Visit, ...]
     is_checked: bool
     idle_steps: list[int] = field(default_factory=list)
 
 
 class Visits:
-    """Stores the orders of visits, and the programs compiled from them."""
-
     def __init__(self) -> None:
         self._known: dict[tuple[bool, ...], _Known] = {}
         self._programs: dict[tuple[object, ...], Program] = {}
@@ -107,7 +88,6 @@ class Visits:
         *,
         is_checked: bool,
     ) -> None:
-        """Store the order of a step that has reached its end."""
         self.last = tuple(visit for visit, is_made in zip(visits, made, strict=True) if is_made)
         known = self._known.get(trainable)
         self._count(paths is not None)
@@ -155,42 +135,15 @@ class Visits:
         visits: Sequence[Visit],
         microbatches: int,
         trainable: tuple[bool, ...],
-        *,
-        reshard_after_forward: bool,
-        offload_boundaries: bool,
-        updates_early: bool = False,
-        homes: Sequence[StateHome] = (),
-        sends_gradients: bool = False,
-        ends: Ends = WHOLE_ROOT,
+        **options: Any,
     ) -> Program:
         """Return the checked program of a step; see :func:`~.program.compile_step`."""
-        key = (
-            tuple(visits),
-            microbatches,
-            trainable,
-            reshard_after_forward,
-            offload_boundaries,
-            updates_early,
-            tuple(homes),
-            sends_gradients,
-            ends,
-        )
+        key = (tuple(visits), microbatches, trainable, *sorted(options.items()))
         if key not in self._programs:
             if len(self._programs) >= _PROGRAMS:
                 self._programs.clear()
             program, without_data = (
-                compile_step(
-                    visits,
-                    count,
-                    trainable,
-                    reshard_after_forward=reshard_after_forward,
-                    offload_boundaries=offload_boundaries,
-                    updates_early=updates_early,
-                    homes=homes,
-                    sends_gradients=sends_gradients,
-                    ends=ends,
-                )
-                for count in (microbatches, 0)
+                compile_step(visits, count, trainable, **options) for count in (microbatches, 0)
             )
             # the program without data is the same on all ranks: if each rank's collectives match
             # it, they match one another

@@ -22,7 +22,6 @@ _IN_PLACE = frozenset(f"__i{name}__" for name in _OPERATORS.split())
 
 
 def _writes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a torch function writes values of a tensor."""
     name = getattr(func, "__name__", "").split(".")[0]
     if name in _IN_PLACE or name == "__setitem__" or kwargs.get("out") is not None:
         return True
@@ -38,14 +37,11 @@ def _address(tensor: Tensor) -> int:
 
 
 def _memory_of(tensor: Tensor) -> Tensor:
-    """Return all of the memory of which a tensor may be a part, as bytes."""
     whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return whole.set_(tensor.untyped_storage())
 
 
 class WrittenRows:
-    """Puts back the rows of parameters that torch functions write."""
-
     def __init__(self, units: Sequence[Unit], accelerator: Accelerator) -> None:
         self._units, self._accelerator = units, accelerator
         self._rows: dict[int, Tensor] = {}
@@ -66,7 +62,6 @@ class WrittenRows:
                     self._kept[at] = self._rows[at].to("cpu", copy=True)
 
     def put_back(self) -> None:
-        """Write the kept values, and let go of them."""
         with torch.no_grad():
             for at, kept in self._kept.items():
                 self._rows[at].copy_(kept)

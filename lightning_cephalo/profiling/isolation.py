@@ -42,7 +42,6 @@ from lightning_cephalo.data.randomness import (
     read_states,
     write_states,
 )
-from lightning_cephalo.execution.replay import RandomState
 from lightning_cephalo.sharding.placement import local_part
 
 if TYPE_CHECKING:
@@ -80,7 +79,7 @@ def isolated(
     """
     with ExitStack() as stack:
         stack.enter_context(preserved_randomness())
-        stack.callback(RandomState(accelerator).restore)
+        stack.callback(accelerator.restore_random_states, accelerator.random_states())
         stack.enter_context(preserved_state(module, accelerator))
         stack.enter_context(_muted(trainer, module, accelerator, in_training=in_training))
         if in_training:

@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from lightning_cephalo.common.errors import UnitUseError
-from lightning_cephalo.execution.arguments import refuse_changed_containers, without_empty_caches
-from lightning_cephalo.execution.call_tree import flatten
+from lightning_cephalo.execution.call_tree import (
+    flatten,
+    refuse_changed_containers,
+    without_empty_caches,
+)
 
 
 class Cache:

@@ -97,10 +97,10 @@ def test_gradients_of_what_entered_a_unit_are_refused_while_code_runs_and_its_ho
     hidden.register_hook(first.append)
     boundaries.leaf_of(hidden, 0)
     handle = hidden.register_hook(later.append)
-    boundaries.set_refusing(True)
+    boundaries.owner.runs = True
     with pytest.raises(UnitUseError, match="through a unit itself"):
         torch.autograd.grad((hidden * 2).sum(), hidden)
-    boundaries.set_refusing(False)
+    boundaries.owner.runs = False
     boundaries.end_forward()
     # ours refuses nothing but a gradient in parts
     assert len(hidden._backward_hooks) == 3

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_cephalo.accelerator.cpu import Cpu
-from lightning_cephalo.execution.replay import ChangingBuffers, RandomState, ThreadState
+from lightning_cephalo.execution.replay import ChangingBuffers, ThreadState
 
 
 def modes() -> ThreadState:
@@ -72,12 +72,9 @@ def test_modes_of_several_device_types_are_found_again():
 def test_random_numbers_are_drawn_again_and_the_order_goes_on():
     accelerator = Cpu(torch.device("cpu"))
     torch.manual_seed(3)
-    state = RandomState(accelerator)
-    first = torch.rand(2)
-    with state.replayed():
-        assert torch.equal(torch.rand(2), first)
-    following = torch.rand(2)
-    state.restore()
+    states = accelerator.random_states()
+    first, following = torch.rand(2), torch.rand(2)
+    accelerator.restore_random_states(states)
     assert torch.equal(torch.rand(2), first) and torch.equal(torch.rand(2), following)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_cephalo.execution.training_modes import TrainingModes
+from lightning_cephalo.execution.replay import TrainingModes
 
 
 def plain() -> nn.Module:
