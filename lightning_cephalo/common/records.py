@@ -136,6 +136,12 @@ def items(field: str, value: Any, *, of: str) -> tuple[Any, ...]:
     return tuple(value)
 
 
+def wholes(field: str, value: Any) -> tuple[int, ...]:
+    """Return a list of whole numbers from 0 on as a tuple, or raise PlanError naming ``field``."""
+    found = items(field, value, of="whole numbers")
+    return tuple(whole(f"{field}[{index}]", each, minimum=0) for index, each in enumerate(found))
+
+
 def mapping(what: str, value: Any, *, known: Sequence[str], required: Sequence[str]) -> dict:
     """Return a mapping that has all required keys and no unknown ones, or raise PlanError."""
     if not isinstance(value, Mapping):

@@ -33,9 +33,6 @@ class SolverBeside:
             train_a_step()
         plan = solver.plan            # None if there is none
 
-    Args:
-        problem: The problem.
-
     Raises:
         OSError: If no process can be started, or its files cannot be written.
     """

@@ -39,9 +39,6 @@ def check(programs: Sequence[Program]) -> None:
     - All ranks issue the same collectives in the same order. Otherwise they would wait for each
       other forever.
 
-    Args:
-        programs: One per rank, in rank order.
-
     Raises:
         ProgramError: A check fails. The message names the rank and the first instruction at fault,
             if there is one.

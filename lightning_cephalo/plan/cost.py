@@ -14,35 +14,17 @@ that of both beside each other: G + R, if it was not measured. F is max_i F_i, a
 F_i, B_i and tail_i are sums over rank i's microbatches.
 
 The maxima express overlap: while one unit computes, the next one is gathered and the previous one
-is reduced. The ends of a pass have fewer collectives (``plan/windows.py``). G and R are the times
-for uneven shards, or for even ones if all ranks hold equal shares (``Problem.with_even_shares``).
-If units stay gathered from the forward to the backward (FSDP's ``reshard_after_forward=False``),
-the backward has only R to hide.
-
-A rank's update takes as long as its share of the state takes its device (``plan/updates.py``). An
-early update runs inside of the backward, where it hides behind the same collectives
-(``Problem.early_update``).
+is reduced (``plan/windows.py``). What shares of the state add is in ``plan/updates.py``, and in
+``plan/moving.py`` where optimizer state lives in host memory.
 
 A rank holds its share of the state, the gathered buffers and the largest peak of its microbatches.
 It also holds what each microbatch retains, and one boundary per unit for each sample of its batch.
 A rank that does not recompute also retains the activations inside its units.
 
-There are three such sums, and a rank needs the largest one. The first is that of a step up to the
-first reduce: all boundaries are held, and the peak is often that of the loss. The second is that of
-the backward from there on: the last unit's boundaries are gone, and the share of the state is
-larger, by what reduces receive into. The third is that of an early update: nothing computes, but
-the optimizer makes tensors of its own, and the root unit's gradient is held.
-
-A rank that offloads holds the boundaries of only three units: the values of the unit in use, the
-values of the unit being copied, and the gradients that pass between units. Copies run at the same
-time as the compute, so such a rank needs at least the time of its copies. A rank that does not
-recompute cannot offload: the retained activations inside its units hold the boundaries.
-
-With hybrid sharding each group of ranks, such as a node, holds the whole state: the shares of the
-ranks of each group sum to 1. G is then a gather in a group, and R a reduce in a group and across.
-
-Optimizer state that lives in host memory leaves the device, takes the host's memory beside the
-boundaries, and makes a step longer by what no compute hides (``plan/moving.py``).
+There are three such sums, and a rank needs the largest one. Up to the first reduce all boundaries
+are held, and the peak is often that of the loss. From there on the last unit's boundaries are gone,
+and the share of the state is larger, by what reduces receive into. In an early update nothing
+computes, but the optimizer makes tensors of its own, and the root unit's gradient is held.
 """
 
 from __future__ import annotations
@@ -66,7 +48,8 @@ from lightning_cephalo.plan.windows import (
     pass_s,
 )
 
-# With offload, the device holds the boundary values of these units and the gradients of one more.
+# With offload, the device holds the boundaries of the unit in use and of the one being copied, and
+# the gradients of one more.
 _UNITS_HELD = UNITS_THAT_STAY + 1
 
 
@@ -150,14 +133,10 @@ def rank_plan(
 
 
 def as_planned(problem: Problem, plan: Plan) -> Problem:
-    """Return the problem with the plan's choices for all ranks applied.
-
-    A plan that does not choose resharding takes the first of the problem's choices. Updates are
-    early if the problem or the plan says so.
+    """Return the problem with the plan's choices for all ranks applied, else its own first ones.
 
     Raises:
-        PlanError: the plan counts on groups that hold the whole state, and the problem has no
-            times for that.
+        PlanError: the problem was measured for other groups that hold the whole state.
     """
     own = problem.state_groups
     if members_of(plan.state_groups, plan.world_size) != members_of(own, len(problem.ranks)):
@@ -289,7 +268,7 @@ def device_bytes(
 ) -> float:
     """Return the most bytes that a rank holds on its device at the same time.
 
-    ``moved_bytes`` are those that state in host memory adds, less than none, for all of the state.
+    ``moved_bytes`` is what all of the state would add by living in host memory: less than none.
     """
     needs = [need(problem, profile, mode) for need in DEVICE_NEEDS]
     return max(
@@ -411,10 +390,9 @@ _TIMES = ("forward_s", "backward_s", "tail_s")
 
 
 def step_time(problem: Problem, forward_s: float, backward_s: float, tail_s: float) -> float:
-    """Return the seconds of a step, given the times of the slowest ranks.
+    """Return the seconds of a step without what shares of the state add, by the slowest times.
 
-    Updates and moves of a share of the state come in addition. ``forward_s`` and ``backward_s``
-    are per unit, ``tail_s`` is per step.
+    ``forward_s`` and ``backward_s`` are per unit, ``tail_s`` is per step.
     """
     passes_s = pass_s(forward_windows(problem), forward_s)
     passes_s += pass_s(backward_windows(problem), backward_s)
@@ -435,10 +413,9 @@ def rank_work(
     microbatch_sizes: Sequence[int],
     mode: Mode = PLAIN,
 ) -> tuple[float, float, float]:
-    """Return the seconds of one unit's forward, one unit's backward, and the tail.
+    """Return the seconds of a unit's forward, its backward and the tail, over all microbatches.
 
-    Each is a sum over all microbatches. Forward and backward take at least as long as the copies of
-    offloaded boundaries.
+    Copies of offloaded boundaries run beside forward and backward, which take as long at least.
     """
     forward, backward, tail = (
         # fsum is exact, so the order of the microbatches cannot change the sum.

@@ -12,10 +12,8 @@ from dataclasses import dataclass, replace
 from lightning_cephalo.plan.plan import RankPlan
 from lightning_cephalo.plan.program import NONE, Instruction, Operation
 from lightning_cephalo.plan.timeline import (
-    MEASURED_KINDS,
     Event,
     Held,
-    Kind,
     Phase,
     Recording,
     Span,
@@ -52,11 +50,8 @@ class MemoryTimeline:
     """What one rank holds and moves in one recorded step.
 
     Attributes:
-        rank: Index of the rank.
         name: Name of its device.
         held: Bytes by kind over the step; empty: they were not measured.
-        phases: Phases of the step, in their order.
-        events: What ran when.
         planned_bytes: The plan's prediction of the peak; None: it has none.
         capacity_bytes: Memory that the plan was allowed to use; None: it does not say.
     """
@@ -81,11 +76,6 @@ class MemoryTimeline:
             planned_bytes=None if plan is None else plan.memory_bytes,
             capacity_bytes=None if plan is None else plan.capacity_bytes,
         )
-
-    @property
-    def kinds(self) -> tuple[Kind, ...]:
-        """Kinds of bytes, in the order of :attr:`Held.sizes`."""
-        return MEASURED_KINDS
 
     @property
     def peak_bytes(self) -> float | None:
@@ -203,15 +193,10 @@ def rate(events: Iterable[Event], way: Way) -> StepFunction:
 
 
 def phases_of(marks: Sequence[tuple[float, Instruction]], end_s: float) -> tuple[Span, ...]:
-    """Return the phases of a step from the moments before its instructions.
+    """Return the phases of a step, by the moments before its instructions.
 
     The exchange of all ranks behind the forward ends it. The backward lasts up to the optimizer's
-    own step; updates inside of it belong to it. Steps that call several backwards have several of
-    each.
-
-    Args:
-        marks: When each instruction was about to run, in their order.
-        end_s: When the step ended.
+    own step. Steps that call several backwards have several of each.
     """
     found: list[Span] = []
     now, has_agreed = Phase.FORWARD, False

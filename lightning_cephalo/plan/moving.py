@@ -63,11 +63,7 @@ class MovedState:
         moved = moved_state(problem.unit_parameters, rank.resident_fraction, 0.0)
         rank.state_fraction * moved.host_bytes(problem)
 
-    Attributes:
-        resident_fraction: As in a :class:`RankPlan`.
-        host_update_fraction: As in a :class:`RankPlan`.
-        sizes: Parameters of every unit, the root unit first.
-        homes: Where the state of every unit lives.
+    ``sizes`` has the parameters of every unit, the root unit first.
     """
 
     resident_fraction: float
@@ -84,22 +80,9 @@ class MovedState:
         return self._largest[home]
 
     @functools.cached_property
-    def units_away(self) -> int:
-        """Units but the root whose state is in host memory."""
-        return sum(self.is_away(unit) for unit in range(1, len(self.sizes)))
-
-    @functools.cached_property
-    def units_streamed(self) -> int:
-        """Units but the root whose state is streamed."""
-        return sum(
-            size > 0 and home is StateHome.STREAMED
-            for size, home in zip(self.sizes[1:], self.homes[1:], strict=True)
-        )
-
-    @functools.cached_property
-    def units(self) -> int:
-        """Units but the root that have state."""
-        return sum(size > 0 for size in self.sizes[1:])
+    def homes_of_units(self) -> list[StateHome]:
+        """Homes of the units but the root that have state."""
+        return [home for size, home in zip(self.sizes[1:], self.homes[1:], strict=True) if size]
 
     def is_away(self, unit: int) -> bool:
         """Return whether a unit's state is in host memory."""
@@ -108,10 +91,8 @@ class MovedState:
     def device_bytes(self, problem: Problem) -> float:
         """Return what a rank with all of the state holds more on its device; negative for less.
 
-        Streamed state passes through two buffers. Gradients of early updates take no memory of
-        their own, but for those that the host needs: one is being reduced, one is copied. Late
-        updates hold the other gradients; where those that the host needs leave, three units have
-        theirs on the device: one is copied, one has been reduced, one is being reduced.
+        Streamed state passes through two buffers. Early updates add gradients that the host needs:
+        one is being reduced, one is copied. Late ones hold all, but where these leave only three.
         """
         away = self.count(StateHome.STREAMED) + self.count(StateHome.HOST)
         staged = STAGED_UNITS * self.largest(StateHome.STREAMED)
@@ -168,7 +149,6 @@ def moved_by(problem: Problem, rank: RankPlan) -> MovedState:
 def choices(problem: Problem, profile: RankProfile) -> list[MovedState]:
     """Return the ways in which a rank may keep its state, those that move the least first.
 
-    Units that the backward finishes last, and the root unit, stay on the device before others.
     With ``optimizer_offload=True`` all state moves.
     """
     sizes = problem.unit_parameters
@@ -200,47 +180,24 @@ def choices(problem: Problem, profile: RankProfile) -> list[MovedState]:
 
 @dataclass(frozen=True)
 class HostTraffic:
-    """Bytes of host memory that are read or written for the update of one parameter.
+    """Bytes of host memory that are read or written for the update of one parameter."""
 
-    ::
-
-        HostTraffic.of(problem).fetched        # 8 with AdamW in fp32, and 8 stored: 16
-        HostTraffic.of(problem).updated        # 28, and 4 of the gradient and 4 of the parameter
-
-    Attributes:
-        fetched: Streamed state on its way to the device.
-        stored: Streamed state on its way back.
-        arrived: The gradient of what the host updates.
-        updated: The host's update itself.
-        returned: The parameter that comes back.
-    """
-
-    fetched: float
-    stored: float
-    arrived: float
-    updated: float
-    returned: float
+    fetched: float  # streamed state on its way to the device: 8 with AdamW in fp32
+    stored: float  # and back: 8
+    arrived: float  # the gradient of what the host updates: 4
+    updated: float  # the host's update itself: 28
+    returned: float  # the parameter that comes back: 4
 
     @classmethod
     def of(cls, problem: Problem) -> HostTraffic:
-        """Return the traffic of this project: moments move, and the host has its own parameters.
-
-        An update reads parameter, gradient and moments, and writes all of them but the gradient.
-        """
+        """Return the traffic: an update reads all four tensors, and writes all but the gradient."""
         state, element = problem.moment_bytes, problem.element_bytes
         return cls(state, state, element, 2 * state + 3 * element, element)
 
-    def of_streamed(self) -> float:
-        """Return the bytes for one streamed parameter."""
-        return self.fetched + self.stored
-
-    def of_host(self) -> float:
-        """Return the bytes for one parameter that the host updates."""
-        return self.arrived + self.updated + self.returned
-
     def memory_s(self, streamed: float, on_host: float, bytes_per_s: float) -> float:
-        """Return how long the host's memory is busy."""
-        return (streamed * self.of_streamed() + on_host * self.of_host()) / bytes_per_s
+        """Return how long the host's memory is busy with so many parameters."""
+        of_host = self.arrived + self.updated + self.returned
+        return (streamed * (self.fetched + self.stored) + on_host * of_host) / bytes_per_s
 
 
 def exposure(
@@ -279,7 +236,7 @@ def moving_exposure(
     streamed, on_host = moved.count(StateHome.STREAMED), moved.count(StateHome.HOST)
     if is_early:  # nothing hides the root unit
         streamed -= moved.sizes[0] * (moved.homes[0] is StateHome.STREAMED)
-        on_host -= moved.sizes[0] * (moved.homes[0] is StateHome.HOST)
+        on_host -= moved.root_on_host
     rate = min(profile.to_device_bytes_per_s, profile.to_host_bytes_per_s)
     state_s = problem.moment_bytes * streamed / rate
     copies_s = problem.element_bytes * on_host / rate
@@ -290,16 +247,18 @@ def moving_exposure(
     if not is_early:  # a root unit of another size fits no gap
         longest = ((link_s, 0.0), (host_s, 0.0), (memory_s, 0.0))
         return Exposure((longest, ((last_s, 0.0),)), ways[0])
-    pace_s = backward_s * problem.units / max(moved.units, 1)
+    homes = moved.homes_of_units
+    pace_s = backward_s * problem.units / max(len(homes), 1)
 
     def hidden_s(units: int) -> float:
         return units * pace_s if units > 0 else 0.0  # the pace may be infinite
 
-    away, units = moved.units_away, moved.units
+    units, units_streamed = len(homes), homes.count(StateHome.STREAMED)
+    away = units - homes.count(StateHome.RESIDENT)
     behind_s = 2 * problem.element_bytes * min(streamed, on_host) / rate
     moving = (
         (link_s, hidden_s(away)),
-        (state_s + behind_s, hidden_s(moved.units_streamed)),
+        (state_s + behind_s, hidden_s(units_streamed)),
         (host_s + last_s * (on_host > 0), hidden_s(units - 2)),
         (memory_s + last_s, hidden_s(away - 1)) if memory_s else (0.0, 0.0),
     )

@@ -21,12 +21,7 @@ from lightning_cephalo.common.records import (
     Text,
     YesOrNo,
 )
-from lightning_cephalo.plan.state_groups import (
-    check_groups,
-    fractions_are_even,
-    members_of,
-    parsed_groups,
-)
+from lightning_cephalo.plan.state_groups import check_groups, fractions_are_even, members_of
 
 _FRACTION_TOLERANCE = 1e-6
 _PLAN_AGAIN = "Make the plan again: embedding and head are gathered whole now."
@@ -177,7 +172,7 @@ class Plan(FileRecord):
     padded: YesOrNo | None = None
     by_node: YesOrNo | None = None
     early_update: YesOrNo | None = None
-    state_groups: Annotated[tuple[int, ...], parsed_groups] = ()
+    state_groups: Annotated[tuple[int, ...], records.wholes] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()

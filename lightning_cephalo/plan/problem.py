@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Annotated, Any, Literal
 
-from lightning_cephalo.common import records
 from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.common.records import (
     Amount,
@@ -27,13 +26,9 @@ from lightning_cephalo.common.records import (
     Record,
     Text,
     equally_long,
+    wholes,
 )
-from lightning_cephalo.plan.state_groups import (
-    check_groups,
-    fractions_are_even,
-    members_of,
-    parsed_groups,
-)
+from lightning_cephalo.plan.state_groups import check_groups, fractions_are_even, members_of
 
 _CURVES = ("forward_s", "backward_s", "tail_s", "compute_bytes")
 _KEPT_CURVES = ("kept_backward_s", "kept_compute_bytes")
@@ -77,13 +72,6 @@ _REMOVED_OF_RANKS = {
     "columns_s": (0.0, _MEASURE_AGAIN),
 }
 _REDUCING_CURVES = ("reducing_compute_bytes", "kept_reducing_compute_bytes")
-
-
-def _parameters(field: str, value: Any) -> tuple[int, ...]:
-    return tuple(
-        records.whole(f"{field}[{unit}]", size, minimum=0)
-        for unit, size in enumerate(records.items(field, value, of="whole numbers"))
-    )
 
 
 @dataclass(frozen=True)
@@ -313,14 +301,14 @@ class Problem(FileRecord):
     optimizer_offload: Annotated[
         bool | Literal["auto"], OneOf((True, False, "auto"), "True, False or 'auto'")
     ] = False
-    unit_parameters: Annotated[tuple[int, ...], _parameters] = ()
+    unit_parameters: Annotated[tuple[int, ...], wholes] = ()
     moment_bytes: Amount = 0.0
     element_bytes: Amount = 4.0
     sends_gradients: Annotated[bool, OneOf((True, False), "True or False")] = False
     offloads_boundaries: Annotated[bool, OneOf((True, False), "True or False")] = True
     pins_host_memory: Annotated[bool, OneOf((True, False), "True or False")] = False
     hybrid_sharding: Annotated[bool, OneOf((True, False), "True or False")] = False
-    state_groups: Annotated[tuple[int, ...], parsed_groups] = ()
+    state_groups: Annotated[tuple[int, ...], wholes] = ()
 
     @classmethod
     def _without_removed(cls, what: str, data: Any) -> Any:
@@ -532,11 +520,7 @@ class Problem(FileRecord):
         )
 
     def with_late_update(self, state_bytes: float) -> Problem:
-        """Return this problem with all updates behind the backward.
-
-        Args:
-            state_bytes: ``state_bytes`` of late updates, which early ones do not tell.
-        """
+        """Return this problem with late updates, whose ``state_bytes`` early ones do not tell."""
         return replace(
             self,
             early_update=False,
@@ -546,33 +530,20 @@ class Problem(FileRecord):
         )
 
     def with_moments(self, moment_bytes: float, planned_bytes: float, parameters: int) -> Problem:
-        """Return this problem for an optimizer with other state.
-
-        Args:
-            moment_bytes: its bytes of state for each trained parameter.
-            planned_bytes: those that the problem counts on.
-            parameters: trained parameters of the model.
-        """
-        more = (moment_bytes - planned_bytes) * parameters
-        early = self.early_state_bytes
-        return replace(
-            self,
-            state_bytes=max(0.0, self.state_bytes + more),
-            early_state_bytes=None if early is None else max(0.0, early + more),
-            moment_bytes=moment_bytes if self.unit_parameters else self.moment_bytes,
-        )
+        """Return this problem for an optimizer with other bytes of state per trained parameter."""
+        found = self._with_more_state((moment_bytes - planned_bytes) * parameters)
+        return replace(found, moment_bytes=moment_bytes) if self.unit_parameters else found
 
     def with_gradients_that_stay(self, nbytes: float) -> Problem:
-        """Return this problem with gradients that ranks hold by their shares at all times.
+        """Return this problem with gradients that ranks hold by their shares at all times."""
+        return self._with_more_state(nbytes)
 
-        Args:
-            nbytes: those of the whole model.
-        """
+    def _with_more_state(self, nbytes: float) -> Problem:
         early = self.early_state_bytes
         return replace(
             self,
-            state_bytes=self.state_bytes + nbytes,
-            early_state_bytes=None if early is None else early + nbytes,
+            state_bytes=max(0.0, self.state_bytes + nbytes),
+            early_state_bytes=None if early is None else max(0.0, early + nbytes),
         )
 
     def resharding(self, reshard_after_forward: bool) -> Problem:

@@ -23,17 +23,12 @@ Where unit 1 normalises by the statistics of the global batch, its microbatches 
     backward          G1 Z1 B1.0 B1.1 M1 B1.0 B1.1 R1 X1
 
 In layered accumulation (Cephalo, ICS 2025, figure 4), all microbatches pass a unit before any of
-them passes the next. So a unit is gathered once per pass and reduced once per step, whatever the
-number of microbatches.
+them passes the next. So a unit is gathered once per pass and reduced once per step.
 
-A *visit* is one use of a unit by every microbatch. A unit that is used twice has two visits. It is
-reduced after the visit that comes last in the backward. The root unit holds everything outside the
-other units: its forward leads to the first unit, its loss follows the last. Its *ends* are those of
-its layers that only one of both uses: ``f``, the first ones, and ``l``, the last ones.
-
-This command prints the programs of two ranks, one of which has half the microbatches::
-
-    python -m lightning_cephalo.plan
+A *visit* is one use of a unit by every microbatch. A unit that is used twice is reduced after the
+visit that comes last in the backward. The root unit holds everything outside the other units. Its
+*ends* are layers that only its forward (``f``, the first ones) or its loss (``l``) uses.
+``python -m lightning_cephalo.plan`` prints an example.
 """
 
 from __future__ import annotations
@@ -58,8 +53,7 @@ UNITS_THAT_STAY = 2
 class Operation(str, enum.Enum):
     """Kind of an instruction; the value is its name in traces and messages.
 
-    ``WAIT`` and ``OVERHEAD`` occur only in timelines: a program holds what a rank does, and not
-    what it waits for.
+    ``WAIT`` and ``OVERHEAD`` occur only in timelines.
     """
 
     GATHER = "gather"  # start to all-gather the unit's parameters
@@ -129,7 +123,6 @@ class Instruction:
     'F2.0'
 
     Attributes:
-        operation: Kind of action.
         unit: Index of the unit; 0 is the root unit, -1 if no unit applies. -2 and -3 are the root
             unit's first and last layers, where they have instructions of their own.
         visit: Position in the order of visits; for LOSS, that of the last visit before it. -1 for
@@ -153,7 +146,7 @@ class Visit:
     """One use of a unit, or a place in it where all microbatches of all ranks meet.
 
     Attributes:
-        unit: Index of the unit; the root unit for a place between units.
+        unit: The root unit for a place between units.
         differentiable: Whether a backward passes through the visit. It does not for a frozen unit
             whose inputs need no gradient, or for a use under ``torch.no_grad``.
         meeting: Index of the layer that needs statistics of the global batch; -1: a use of a unit.
@@ -182,12 +175,8 @@ Instructions = tuple[Instruction, ...]
 class Ends:
     """Layers of the root unit that a step gathers, arms and frees apart from it.
 
-    Attributes:
-        first: Whether the first layers have instructions of their own. Their backward does not need
-            their parameters, as that of an embedding.
-        last: Whether the last layers have.
-        first_trains: Whether the first layers have gradients to reduce.
-        last_trains: Whether the last layers have.
+    ``first_trains`` and ``last_trains`` tell whether they have gradients to reduce. The backward of
+    the first layers does not need their parameters, as that of an embedding.
     """
 
     first: bool = False
@@ -205,13 +194,7 @@ class Program:
     """Instructions of one rank in one step, in order.
 
     Its three parts run in Lightning's hooks ``training_step`` and ``backward``, and in the
-    optimizer's step.
-
-    Attributes:
-        forward: Up to the exchange of all microbatches' weights.
-        backward: Up to the gradients on the sharded parameters.
-        update: The optimizer's step, for all units that the backward has not updated. Those whose
-            state is in host memory come before it, one by one.
+    optimizer's step. Units whose state is in host memory come before that, one by one.
     """
 
     forward: Instructions
@@ -233,7 +216,7 @@ class Program:
 
 
 def text(instructions: Iterable[Instruction]) -> str:
-    """Return instructions in letters, such as ``"G1 F1.0 F1.1 X1"``; see the module docstring."""
+    """Return instructions in letters, such as ``"G1 F1.0 F1.1 X1"``."""
     return " ".join(map(str, instructions))
 
 
@@ -249,20 +232,13 @@ def compile_step(
     sends_gradients: bool = False,
     ends: Ends = WHOLE_ROOT,
 ) -> Program:
-    """Return the program of a rank's step.
+    """Return the program of a rank's step; each option is a pass of this file.
 
     Args:
         visits: Visits in the order of the forward.
         microbatches: Number of this rank's microbatches; 0 for a rank that only communicates.
         trainable: Per unit, the root unit first, whether it has gradients to reduce.
-        reshard_after_forward: Free a unit when the microbatches have passed it, and gather it again
-            in the backward.
-        offload_boundaries: Keep the inputs of units in host memory until their backward.
-        updates_early: Update each unit inside the backward.
         homes: Where each unit's optimizer state lives; empty: all of it is on the device.
-        sends_gradients: With late updates, let gradients of units that the host updates leave the
-            device behind their reduce.
-        ends: Layers of the root unit that are gathered and freed apart from it.
     """
     forward = tuple(
         layered_forward(visits, microbatches, lambda visit, _: visit == len(visits) - 1)
@@ -296,16 +272,13 @@ def layered_forward(
     A unit is gathered only after all microbatches have passed the previous one.
 
     Args:
-        visits: Visits in order. A visit is requested only after all instructions of the previous
-            one have been consumed. So an order that is still being discovered can be a lazy
-            iterable.
+        visits: Visits in order, taken one by one behind the instructions of the previous one: an
+            order that is still being discovered can be a lazy iterable.
         microbatches: Number of this rank's microbatches.
         has_returned: Called with a visit (-1: the root unit's forward) and a microbatch, after the
-            microbatch's FORWARD there was consumed. Returns whether only the microbatch's loss is
-            left.
-        ends: Layers of the root unit that are gathered and freed apart. As no visit is known to be
-            the last one, the last layers are gathered behind all visits. A microbatch that has
-            needed them waits for that; its loss is left.
+            microbatch's FORWARD there was consumed. Returns whether only its loss is left.
+        ends: As no visit is known to be the last one, the last layers are gathered behind all
+            visits. A microbatch that has needed them waits for that; its loss is left.
     """
     yield Instruction(Operation.GATHER, ROOT)
     yield Instruction(Operation.ARM, ROOT)
@@ -329,14 +302,7 @@ def resumed_forward(
     microbatches: int,
     has_returned: Callable[[int, int], bool],
 ) -> Iterator[Instruction]:
-    """Yield the rest of a forward whose microbatches have stopped before a visit.
-
-    Args:
-        visits: Visits from that one on; otherwise as for :func:`layered_forward`.
-        start: Position of that visit.
-        microbatches: Number of this rank's microbatches.
-        has_returned: As for :func:`layered_forward`.
-    """
+    """Yield the rest of a :func:`layered_forward` that has stopped before visit ``start``."""
     for microbatch in range(microbatches):
         if has_returned(start - 1, microbatch):
             yield Instruction(Operation.LOSS, ROOT, start - 1, microbatch)
@@ -432,28 +398,16 @@ def backward_order(visits: Sequence[Visit]) -> list[int]:
 
 
 def evaluation_of(unit: int, takes_part: bool) -> Instructions:
-    """Return one visit of a step without gradients, whose units are gathered on request.
-
-    Args:
-        unit: The unit that some rank has requested.
-        takes_part: Whether this rank has requested it.
-    """
+    """Return one visit of a step without gradients, to a unit that some rank has requested."""
     passing = (Instruction(Operation.FORWARD, unit, microbatch=0),) if takes_part else ()
-    return (
-        Instruction(Operation.GATHER, unit),
-        *passing,
-        Instruction(Operation.FREE, unit),
-    )
+    return Instruction(Operation.GATHER, unit), *passing, Instruction(Operation.FREE, unit)
 
 
 # -- passes -----------------------------------------------------------------------------------
 
 
 def keep_gathered(program: Program) -> Program:
-    """Free each unit only after its last use, so that it is gathered once.
-
-    This is ``reshard_after_forward=False``.
-    """
+    """Free each unit only after its last use, as with ``reshard_after_forward=False``."""
     last_free = {i.unit: i for i in program.backward if i.operation is Operation.FREE}
     # units that no backward passes are not needed after the forward
     freed = [i.unit for i in program.forward if i.operation is Operation.FREE]
@@ -475,10 +429,7 @@ def keep_gathered(program: Program) -> Program:
 
 
 def without_frees(instructions: Iterable[Instruction]) -> Iterator[Instruction]:
-    """Yield the instructions of a forward without FREEs of units, and without repeated GATHERs.
-
-    Instructions are taken one at a time, as their order may be discovered meanwhile.
-    """
+    """Yield the instructions of a forward, lazily, without FREEs and repeated GATHERs of units."""
     gathered: set[int] = set()
     for instruction in instructions:
         if instruction.operation is Operation.FREE and instruction.unit != FIRST_LAYERS:
@@ -491,10 +442,7 @@ def without_frees(instructions: Iterable[Instruction]) -> Iterator[Instruction]:
 
 
 def prefetch(program: Program) -> Program:
-    """Gather each unit during the previous visit, and never further ahead.
-
-    There are only two buffers: one for the unit in use and one for the unit being gathered.
-    """
+    """Gather each unit during the previous visit, and no further ahead: there are two buffers."""
     return replace(
         program,
         forward=_prefetched(program.forward),
@@ -559,8 +507,7 @@ def offload(program: Program, visits: Sequence[Visit]) -> Program:
 def update_early(program: Program) -> Program:
     """Update each unit as soon as its reduce is done, which the next reduce has waited for.
 
-    Collectives that follow begin before: both travel while the unit is updated. The root unit's
-    reduce is the last one: its update stays where it is.
+    Collectives that follow begin before: both travel while the unit is updated.
     """
     backward: list[Instruction] = []
     reduced = due = NONE
@@ -577,11 +524,9 @@ def update_early(program: Program) -> Program:
 def move_state(program: Program, homes: Sequence[StateHome]) -> Program:
     """Update units whose optimizer state is in host memory, by its way to the device or there.
 
-    Streamed state starts on its way when its unit's reduce does, so that it travels while the next
-    unit computes, or, in late updates, while the state of the unit before is used. There are two
-    staging buffers: one unit's state arrives while another's is used.
-
-    The host begins where the device would update a unit. What it has updated comes back at last.
+    Streamed state starts on its way when its unit's reduce does, or, in late updates, while the
+    state of the unit before is used: there are two staging buffers. The host begins where the
+    device would update a unit. What it has updated comes back at last.
     """
     early = {i.unit for i in program.backward if i.operation is Operation.UPDATE}
     backward: list[Instruction] = []
@@ -617,9 +562,9 @@ def move_state(program: Program, homes: Sequence[StateHome]) -> Program:
 
 
 def send_gradients(program: Program, homes: Sequence[StateHome]) -> Program:
-    """Let gradients of units that the host updates late leave the device behind their reduce.
+    """Let gradients of units that the host updates late leave behind the reduce of the next one.
 
-    The next reduce has waited for it. The root unit's reduce is the last one: its gradient stays.
+    The root unit's reduce is the last one: its gradient stays.
     """
     late = {i.unit for i in program.update if i.operation is Operation.HOST_UPDATE}
     backward: list[Instruction] = []
@@ -636,10 +581,8 @@ def send_gradients(program: Program, homes: Sequence[StateHome]) -> Program:
 def release_ends(program: Program, visits: Sequence[Visit], ends: Ends) -> Program:
     """Gather, arm and free the first and the last layers of the root unit when they are needed.
 
-    The last layers are gathered while the last but one visit computes, behind the gather of the
-    last one. They are reduced and freed when the backward begins. The first ones are freed as soon
-    as all microbatches have passed them. They are armed before the backward of the first visit, and
-    reduced with the root unit.
+    The gather of the last layers hides behind the last but one visit. The first layers are reduced
+    with the root unit.
     """
     forward, backward = list(program.forward), list(program.backward)
     if ends.last:
@@ -668,10 +611,7 @@ def _begins(instruction: Instruction) -> bool:
 
 
 def _first_from(instructions: Sequence[Instruction], position: int) -> int:
-    """Return where a forward comes to a visit, behind its gather; else its exchange.
-
-    That is the same place among the collectives on a rank without microbatches.
-    """
+    """Return where a forward comes to a visit, behind its gather; else its exchange."""
     return next(
         index
         for index, each in enumerate(instructions)
@@ -693,14 +633,7 @@ def _first_until(instructions: Sequence[Instruction], position: int) -> int:
 def offloading(
     instructions: Iterable[Instruction], is_away: Callable[[int], bool]
 ) -> Iterator[Instruction]:
-    """Yield the instructions of a forward with an OFFLOAD after each FORWARD of an offloaded visit.
-
-    Instructions are taken one at a time, as their order may be discovered meanwhile.
-
-    Args:
-        instructions: Instructions of the forward.
-        is_away: Returns whether the input of a visit goes to the host.
-    """
+    """Yield a forward's instructions, lazily, with OFFLOAD behind FORWARD of visits away."""
     for instruction in instructions:
         yield instruction
         is_visit = instruction.operation is Operation.FORWARD and instruction.visit != NONE

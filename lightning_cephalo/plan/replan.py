@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_cephalo.plan.cost import predict, work_s
 from lightning_cephalo.plan.plan import Plan
@@ -45,12 +45,9 @@ _COPIES_MOVED = 3
 
 @dataclass(frozen=True)
 class Trial:
-    """A problem to solve beside training.
+    """A problem to solve beside training, at the present paces of ranks.
 
     Attributes:
-        step: The step behind which it was asked for.
-        problem: The problem at the present paces.
-        paces: Every rank's pace.
         present_s: Seconds of a step by the present plan at these paces.
         horizon_steps: Steps for which a gain counts.
         answer: The solution of the look before, at nearly the same paces; None: solve the problem.
@@ -70,9 +67,7 @@ class Replan:
 
     Attributes:
         step: Updates behind which the new plan takes effect.
-        plan: The new plan; its ``step_s`` is at the present paces.
-        old_plan: The plan before it.
-        old_step_s: Seconds of a step by the old plan at the present paces.
+        plan: The new plan; its ``step_s`` is at the present paces, as is ``old_step_s``.
         rank: The rank whose pace has changed most, or that has run out of memory.
         factor: How many times longer its work takes than when the old plan was chosen.
         since_step: Approximately the first step at this pace.
@@ -106,10 +101,7 @@ class ReplanPolicy:
         change = policy.judge(trial, trial.answer or solve(trial.problem))
         policy.follow(step, change)                    # if there is one, once it has taken effect
 
-    Args:
-        problem: The measured problem, to which the present plan is a solution.
-        plan: The present plan.
-        step: Steps that are done.
+    ``problem`` is the measured one, to which the present plan is a solution.
     """
 
     def __init__(self, problem: Problem, plan: Plan, step: int = 0) -> None:
@@ -131,22 +123,14 @@ class ReplanPolicy:
         self._looks = 0
 
     def observe(self, step: int, busy_s: Sequence[float]) -> None:
-        """Learn the seconds of every rank's own work in a step.
-
-        Args:
-            step: Number of the step, counted from 1.
-            busy_s: One number per rank; NaN on a rank that did not time the step, which then does
-                not count.
-        """
+        """Take in the seconds of every rank's own work in a step, which counts if none is NaN."""
         if step > self._changed_at + WARM_UP_STEPS and not any(map(math.isnan, busy_s)):
             self._seen.append((step, tuple(busy_s)))
 
     def look(self, step: int, steps_left: float) -> Trial | None:
         """Return the problem at the present paces if ranks' paces have moved apart; else None.
 
-        Args:
-            step: Steps that are done.
-            steps_left: Steps that are left, infinite if unknown.
+        ``steps_left`` is infinite if unknown.
         """
         if step < self._next_look or len(self._seen) < WINDOW_STEPS:
             return None
@@ -176,12 +160,7 @@ class ReplanPolicy:
         return tuple(paces)
 
     def judge(self, trial: Trial, plan: Plan | None) -> Replan | None:
-        """Return the change to make now that a trial is solved; None: keep the plan.
-
-        Args:
-            trial: The last trial.
-            plan: Its solution; None if there is none.
-        """
+        """Return the change to make now that a trial is solved; None: keep the plan."""
         gain_s = 0.0
         if not _are_near(self._present_paces(), trial.paces):
             plan = None  # it took so long to solve that ranks have changed their pace again
@@ -204,8 +183,7 @@ class ReplanPolicy:
         return _COPIES_MOVED * gathers_s * moved_share(self.plan, plan) + trial.present_s
 
     def _change(self, trial: Trial, plan: Plan) -> Replan:
-        pairs = zip(trial.paces, self._paces, strict=True)
-        factors = [new / old for new, old in pairs]
+        factors = [new / old for new, old in zip(trial.paces, self._paces, strict=True)]
         rank = max(range(len(factors)), key=lambda rank: abs(math.log(factors[rank])))
         return Replan(
             step=trial.step,
@@ -234,13 +212,7 @@ class ReplanPolicy:
         return first
 
     def follow(self, step: int, change: Replan, paces: Sequence[float]) -> None:
-        """Follow the plan of a change from a step on.
-
-        Args:
-            step: Steps that are done.
-            change: The change.
-            paces: The paces of its trial.
-        """
+        """Follow the plan of a change from a step on, chosen for the paces of its trial."""
         taken_back = self._before is not None and _work_of(change.plan) == _work_of(self._before)
         twice = min(2 * self._hold_steps, LONGEST_HOLD_STEPS)
         self._hold_steps = twice if taken_back else HOLD_STEPS
@@ -258,13 +230,9 @@ def at_paces(problem: Problem, paces: Sequence[float]) -> Problem:
     """Return a problem whose ranks take so many times as long as they were measured."""
 
     def scaled(rank: RankProfile, pace: float) -> RankProfile:
-        return replace(
-            rank,
-            forward_s=tuple(pace * s for s in rank.forward_s),
-            backward_s=tuple(pace * s for s in rank.backward_s),
-            tail_s=tuple(pace * s for s in rank.tail_s),
-            kept_backward_s=tuple(pace * s for s in rank.kept_backward_s),
-        )
+        curves = ("forward_s", "backward_s", "tail_s", "kept_backward_s")
+        slower: dict[str, Any] = {n: tuple(pace * s for s in getattr(rank, n)) for n in curves}
+        return replace(rank, **slower)
 
     ranks = tuple(scaled(rank, pace) for rank, pace in zip(problem.ranks, paces, strict=True))
     return replace(problem, ranks=ranks)

@@ -7,20 +7,10 @@ gathers stay inside a group. Gradients are summed inside a group, and then acros
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from lightning_cephalo.common import records
 from lightning_cephalo.common.errors import PlanError
 
 _EVEN = 1e-9
-
-
-def parsed_groups(field: str, value: Any) -> tuple[int, ...]:
-    """Return the group of every rank; empty: all ranks hold the state together."""
-    return tuple(
-        records.whole(f"{field}[{rank}]", group, minimum=0)
-        for rank, group in enumerate(records.items(field, value, of="whole numbers"))
-    )
 
 
 def check_groups(field: str, groups: Sequence[int], ranks: int) -> None:
@@ -45,10 +35,6 @@ def members_of(groups: Sequence[int], ranks: int) -> tuple[tuple[int, ...], ...]
 
         members_of((0, 0, 1), 3)     # ((0, 1), (2,))
         members_of((), 3)            # ((0, 1, 2),)
-
-    Args:
-        groups: The group of every rank; empty: all are of one.
-        ranks: Number of ranks.
     """
     found: dict[int, list[int]] = {}
     for rank in range(ranks):
@@ -57,22 +43,15 @@ def members_of(groups: Sequence[int], ranks: int) -> tuple[tuple[int, ...], ...]
 
 
 def groups_by_node(nodes: Sequence[int]) -> tuple[int, ...]:
-    """Return the group of every rank where each node is one, numbered from 0.
-
-    Args:
-        nodes: The node of every rank, by any number.
-    """
+    """Return the group of every rank where each node is one, numbered from 0."""
     known = sorted(set(nodes))
     return tuple(known.index(node) for node in nodes)
 
 
 def even_shares(groups: Sequence[int], ranks: int) -> tuple[float, ...]:
     """Return equal shares of the state inside of each group, in rank order."""
-    shares = [0.0] * ranks
-    for members in members_of(groups, ranks):
-        for rank in members:
-            shares[rank] = 1 / len(members)
-    return tuple(shares)
+    parts = {rank: 1 / len(own) for own in members_of(groups, ranks) for rank in own}
+    return tuple(parts[rank] for rank in range(ranks))
 
 
 def fractions_are_even(fractions: Sequence[float]) -> bool:

@@ -1,11 +1,8 @@
 """Where the optimizer state of each unit lives: on the device, or in host memory.
 
-A plan says which share of a rank's state stays on the device, and which share the host updates.
-This file makes whole units of these shares, so that a unit's state moves in one piece.
-
-The update of what the backward finishes last has no compute to hide behind: the root unit's, and
-that of the first units. So these stay on the device first. The others alternate, so that links and
-the host's processors are busy at the same time.
+Shares of a plan become whole units, so that a unit's state moves in one piece. The root unit and
+the first units stay on the device before others: nothing hides their update. The others alternate,
+so that links and the host's processors are busy at the same time.
 """
 
 from __future__ import annotations
@@ -40,9 +37,8 @@ def state_homes(
     ['resident', 'resident', 'streamed', 'host', 'streamed']
 
     Args:
-        sizes: By unit, elements of the trained parameters on all ranks together; the root unit
-            first, the others in the order of the forward. A rank's rows would make other homes
-            where they are cut differently.
+        sizes: By unit, elements of the trained parameters on all ranks together, the root unit
+            first. A rank's rows would make other homes where they are cut differently.
         resident: Share of their state that stays on the device, 0 to 1.
         host_updated: Share that the host updates; the rest is streamed.
     """
@@ -88,7 +84,7 @@ def home_bytes(
 
     Args:
         sizes: By unit, elements of the trained parameters that the rank holds.
-        homes: What :func:`state_homes` has returned.
+        homes: Where the state of each unit lives.
         state: Bytes of state per element: 8 for Adam in fp32.
         parameter: Bytes of a parameter's element, and of its gradient's.
     """

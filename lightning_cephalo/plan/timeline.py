@@ -98,7 +98,6 @@ class Event:
     """An instruction of a program that took time on one stream of one rank.
 
     Attributes:
-        rank: Index of the rank.
         stream: Stream of the event; events of one stream do not overlap in a simulation.
         instruction: Instruction that ran. ``WAIT`` is recorded only: a simulation shows it as the
             gap between events. ``OVERHEAD`` is simulated only.
@@ -130,6 +129,10 @@ class Event:
         """Index on the rank; -1 if the instruction is for all microbatches."""
         return self.instruction.microbatch
 
+    def later(self, by_s: float) -> Event:
+        """Return the event on a clock that shows ``by_s`` more."""
+        return replace(self, start_s=self.start_s + by_s, end_s=self.end_s + by_s)
+
 
 @dataclass(frozen=True)
 class Timeline:
@@ -139,15 +142,13 @@ class Timeline:
         ranks: Indices of the ranks, ascending.
         events: Events of the first of these ranks, by start.
         memory: Bytes on the device over time. Its maximum is the prediction of ``predict``, or is
-            lower by at most one unit's boundaries and retained activations of the batch. It is
-            lower when a microbatch in the middle has the highest peak: some others then do not hold
-            those of the last unit. Work that takes no time does not appear in it.
+            lower by at most one unit's boundaries and retained activations of the batch: where a
+            microbatch in the middle has the highest peak, some others do not hold those of the last
+            unit. Work that takes no time does not appear in it.
         host_memory: Bytes of offloaded boundaries and optimizer state over time; less than
             ``predict`` returns by the boundaries of the two units that stay on the device.
-        compute_s: Time that the compute stream was busy.
         communication_s: Time that the communication stream was busy, without waiting for other
             ranks.
-        copy_s: Time that the copy stream was busy.
         waiting_s: Time of the step in which the compute stream was idle.
     """
 
@@ -167,7 +168,6 @@ class Simulation:
 
     Attributes:
         step_s: Time of one step. All steps are equal: each ends with a rendezvous of all ranks.
-        steps: Number of steps.
         timelines: One for each group of equal ranks, ordered by first rank.
     """
 
@@ -197,12 +197,7 @@ class Simulation:
     def events_of(self, rank: int) -> tuple[Event, ...]:
         """Return this rank's events of all steps, in the order of their start."""
         return tuple(
-            replace(
-                event,
-                rank=rank,
-                start_s=event.start_s + step * self.step_s,
-                end_s=event.end_s + step * self.step_s,
-            )
+            replace(event.later(step * self.step_s), rank=rank)
             for step in range(self.steps)
             for event in self.timeline(rank).events
         )
@@ -233,12 +228,10 @@ class Recording:
     """One real step of one rank.
 
     Attributes:
-        rank: Index of the rank.
         name: Name of its device.
         events: Events by start. Times count from the start of the first event of any rank. Between
             hosts, their error is at most the duration of an exchange of a few bytes.
         held: What the rank holds over the step, by :data:`MEASURED_KINDS`; empty: not measured.
-        phases: Phases of the step, in their order.
     """
 
     rank: int
@@ -251,10 +244,7 @@ class Recording:
         """Return the recording on a clock that shows ``by_s`` more."""
         return replace(
             self,
-            events=tuple(
-                replace(event, start_s=event.start_s + by_s, end_s=event.end_s + by_s)
-                for event in self.events
-            ),
+            events=tuple(event.later(by_s) for event in self.events),
             held=tuple(replace(held, time_s=held.time_s + by_s) for held in self.held),
             phases=tuple(
                 replace(span, start_s=span.start_s + by_s, end_s=span.end_s + by_s)

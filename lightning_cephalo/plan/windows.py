@@ -28,8 +28,6 @@ Two updates are left for the reduces of unit 1 and of the root unit (``hidden_up
 
 Here u is ``Problem.unit_update_s``, the part that all shares of the state take. A rank's share of
 the parameters comes in addition, and hides in what is left (``rooms_of_updates``).
-
-Source: the order of a step (``plan/program.py``). ``offline/simulate.py`` plays it.
 """
 
 from __future__ import annotations
@@ -74,20 +72,15 @@ def backward_windows(problem: Problem) -> Windows:
 
 
 def backward_collectives_s(problem: Problem) -> float:
-    """Return the seconds of collectives that the backward of a unit in the middle has to hide.
-
-    An early update hides some of them: see the module docstring.
-    """
+    """Return the seconds of collectives that the backward of a unit in the middle has to hide."""
     gather_s, _, both_s, update_s = _times(problem)
     return max(gather_s, both_s - update_s)
 
 
 def hidden_updates_s(problem: Problem) -> float:
-    """Return the seconds of early updates that hide behind the last two reduces.
-
-    That of unit 1 hides one only as far as ``Problem.fill_s`` counts it.
-    """
+    """Return the seconds of early updates that hide behind the last two reduces."""
     _, reduce_s, _, update_s = _times(problem)
+    # that of unit 1 hides one only as far as it counts
     behind_last_s = min(reduce_s, problem.fill_s) if problem.units > 1 else 0.0
     return min(update_s, behind_last_s) + min(update_s, problem.root_reduce_s)
 

@@ -15,7 +15,7 @@ from plans import PLANS, QUIET
 from lightning_cephalo import CephaloStrategy
 from lightning_cephalo.observe.run_record import RECORD_NAME, RunRecord, read_record
 from lightning_cephalo.plan.program import NONE, Operation
-from lightning_cephalo.plan.timeline import Kind, Phase
+from lightning_cephalo.plan.timeline import MEASURED_KINDS, Kind, Phase
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")
 
@@ -47,7 +47,7 @@ def test_a_recorded_step_has_the_measured_peak_phases_and_traffic(tmp_path: Path
     for timeline, memory in zip(timelines, measured, strict=True):
         assert timeline.peak_bytes == memory.peak_bytes
         assert [span.phase for span in timeline.phases] == list(Phase)
-        at = {kind: index for index, kind in enumerate(timeline.kinds)}
+        at = {kind: index for index, kind in enumerate(MEASURED_KINDS)}
         first = timeline.held[0].sizes
         assert first[at[Kind.PARAMETER_ROWS]] == 4 * memory.parameters
         assert first[at[Kind.GRADIENT_ROWS]] == 0  # early updates have given them back

@@ -37,6 +37,7 @@ from lightning_cephalo.offline.figures import draw_streams, time_scale
 from lightning_cephalo.offline.run_report.lost_time import LostTime
 from lightning_cephalo.plan.memory_timeline import MemoryTimeline
 from lightning_cephalo.plan.program import Operation
+from lightning_cephalo.plan.timeline import MEASURED_KINDS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -136,7 +137,7 @@ def memories(timelines: Sequence[MemoryTimeline]) -> str:
     end_s = max(one.end_s for one in timelines)
     scale, unit = time_scale(end_s)
     unit_of_bytes, bytes_each = byte_unit(max(one.peak_bytes or 1.0 for one in timelines))
-    kinds = timelines[0].kinds
+    kinds = MEASURED_KINDS
     colours = dict(
         zip(kinds, (GREY, BLUE, GREEN, PURPLE, ORANGE, VERMILION, SKY, YELLOW), strict=True)
     )

@@ -65,11 +65,7 @@ class TimeBounds:
 def time_bounds(
     problem: Problem, types: Sequence[RankType], largest: int, least_backward_s: float = 0.0
 ) -> TimeBounds:
-    """Return bounds from batches of up to ``largest`` samples per rank.
-
-    They hold for larger batches too. No unit's backward on the slowest rank takes less than
-    ``least_backward_s``.
-    """
+    """Return bounds from batches of up to ``largest`` samples per rank; they hold for all."""
     least, rates = _least_times(problem, types, largest)
     counts = np.array([kind.count for kind in types])
     slowest = [
@@ -116,10 +112,8 @@ def _least_times(
 
 
 def _single_times(problem: Problem, profile: RankProfile, mode: Mode, longest: int) -> np.ndarray:
-    """Return times of one microbatch, of shape (4, longest), infinite where that size cannot run.
-
-    Copies of offloaded boundaries are left out, so that the result stays a lower bound.
-    """
+    """Return times of one microbatch (4, longest), infinite where that size cannot run."""
+    # without copies of offloaded boundaries, so that the result stays a lower bound
     single = np.full((4, longest), np.inf)
     sizes = np.array(usable_sizes(problem, profile, mode), dtype=int)
     if len(sizes):
@@ -145,10 +139,7 @@ def _held(problem: Problem, profile: RankProfile, mode: Mode, largest: int) -> n
 
 
 def _knapsack(single: np.ndarray, held: np.ndarray) -> np.ndarray:
-    """Return the least times of every batch over all multisets of sizes.
-
-    The result has shape (4, largest + 1).
-    """
+    """Return the least times of every batch over all multisets of sizes, (4, largest + 1)."""
     longest, largest = single.shape[1], len(held) - 1
     least = np.full((4, largest + 1), np.inf)
     least[:, 0] = 0.0
@@ -162,10 +153,7 @@ def _knapsack(single: np.ndarray, held: np.ndarray) -> np.ndarray:
 
 
 def _least_slowest(least: np.ndarray, rates: np.ndarray, counts: np.ndarray, batch: int) -> float:
-    """Return the least time within which all ranks together can place ``batch`` samples.
-
-    ``least`` has shape (types, largest + 1).
-    """
+    """Return the least time within which all ranks together can place ``batch`` samples."""
     # A rank may take fewer samples than fit, so a batch counts as reached once any larger one is.
     reached = np.minimum.accumulate(least[:, ::-1], axis=1)[:, ::-1][:, 1:]
     flat = reached.ravel()
@@ -182,10 +170,7 @@ def _least_slowest(least: np.ndarray, rates: np.ndarray, counts: np.ndarray, bat
 def raised_floors(
     columns: Columns, ranks: np.ndarray, batch: int, shared: np.ndarray, floors_s: np.ndarray
 ) -> np.ndarray | None:
-    """Raise each of ``floors_s`` (3,) to the least slowest time that leaves room for the batch.
-
-    Returns None if no slowest time does.
-    """
+    """Raise each of ``floors_s`` (3,) to the least time with room for the batch; None: no time."""
     bound = [index for index, total in enumerate(shared) if math.isfinite(total)]
 
     def place(inside: np.ndarray) -> bool:
@@ -215,10 +200,9 @@ def raised_floors(
 
 
 def _most_samples(columns: Columns, ranks: np.ndarray, used: np.ndarray, budget: float) -> float:
-    """Return the most samples that mixtures of the columns hold within ``budget`` over all ranks.
+    """Return the most samples that mixtures of columns hold within a budget; -inf: not even none.
 
-    ``used`` (columns,) is the amount that each column takes. Returns -inf if a type has no columns,
-    or if even the least use of every rank exceeds the budget.
+    ``used`` (columns,) is the amount that each column takes of the budget of all ranks.
     """
     least = np.full((len(ranks), int(columns.batch.max(initial=0)) + 1), np.inf)
     np.minimum.at(least, (columns.kind, columns.batch), used)

@@ -167,13 +167,9 @@ def build_columns(
 ) -> Columns:
     """Return the columns of all types that no other column of the same batch beats.
 
-    The columns are within the ``limits`` of their type and the capacities of a rank. The empty
-    column (no samples) is included unless the limits require samples.
-
-    While they are few, all multisets of microbatch sizes are tried. They may be too many, as
-    measured curves are noisy and thousands of mixtures differ by less than the noise. Then two
-    forms remain: one size with a smaller last one, as in (4, 4, 2), and even splits, as in (4, 3,
-    3).
+    While they are few, all multisets of microbatch sizes are tried. Measured curves are noisy, and
+    thousands of mixtures may differ by less than the noise. Then two forms remain: one size with a
+    smaller last one, as in (4, 4, 2), and even splits, as in (4, 3, 3).
     """
     longest = max(kind.profile.largest_microbatch_size for kind in types)
     parts = []
@@ -247,8 +243,7 @@ def usable_sizes(problem: Problem, profile: RankProfile, mode: Mode) -> list[int
 def step_parts(problem: Problem, times_s: np.ndarray) -> np.ndarray:
     """Return the seconds of forward, backward and tails in a step with these slowest times.
 
-    None of the three falls where a time rises. Their sum is the step without its fixed time
-    (``cost.fixed_time``).
+    Their sum is the step without its fixed time (``cost.fixed_time``).
     """
     forward_s = pass_s(forward_windows(problem), times_s[..., 0])
     backward_s = pass_s(backward_windows(problem), times_s[..., 1])
@@ -258,10 +253,7 @@ def step_parts(problem: Problem, times_s: np.ndarray) -> np.ndarray:
 def step_seconds(
     problem: Problem, times_s: np.ndarray, floors_s: Sequence[float] | np.ndarray
 ) -> np.ndarray:
-    """Return the seconds of a step without its fixed time, if these times were the slowest.
-
-    ``times_s`` has shape (..., 3), the result (...).
-    """
+    """Return the seconds of a step without its fixed time, if these times (..., 3) were slowest."""
     return step_parts(problem, np.maximum(times_s, np.asarray(floors_s))).sum(axis=-1)
 
 
@@ -336,9 +328,8 @@ class _Builder:
     def _all_mixtures(self) -> Columns | None:
         """Return every multiset of the sizes that is not beaten, or None when they are too many.
 
-        Sizes come by increasing peak and are added 1, 2, 4, ... times, so a few rounds reach any
-        number of copies. Beaten columns can be dropped at each round: adding the same microbatch to
-        two columns does not change which one is better.
+        Sizes come by increasing peak, 1, 2, 4, ... times. Beaten columns drop out at each round:
+        the same microbatch in addition does not change which of two is better.
         """
         columns = self._empty_column()
         for size in self.sizes:
@@ -377,12 +368,9 @@ class _Builder:
         )
 
     def _unbeaten_however_grown(self, columns: Columns) -> np.ndarray:
-        """Return a mask of the columns that stay unbeaten when all get the same microbatches.
-
-        A larger peak that is added may hide the smaller ones, but not what microbatches retain. So
-        the number of microbatches counts as a cost. It may also change which moment needs more, so
-        each need counts.
-        """
+        """Return a mask of the columns that stay unbeaten when all get the same microbatches."""
+        # a larger peak may hide smaller ones, but not what microbatches retain, and may change
+        # which moment needs more
         costs = [columns.times_s, columns.needed]
         if any(need.per_microbatch for need in self.needs):
             costs.append(columns.count[:, None])

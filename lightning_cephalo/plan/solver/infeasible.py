@@ -42,11 +42,7 @@ _ROUNDING = 1e-12
 
 
 def certainly_infeasible(problem: Problem, types: Sequence[RankType]) -> bool:
-    """Return whether simple bounds already prove that there is no plan.
-
-    They do if a rank cannot hold the buffers, or if there is too little of a resource for the
-    samples. A search would consider every batch first.
-    """
+    """Return whether simple bounds already prove that there is no plan, before any search."""
     if min(kind.profile.capacity_bytes for kind in types) < idle_bytes(problem):
         return True
     batch = problem.global_batch_size
@@ -61,10 +57,7 @@ def certainly_infeasible(problem: Problem, types: Sequence[RankType]) -> bool:
 
 
 def _least_used(problem: Problem, types: Sequence[RankType], resource: Resource) -> float:
-    """Return a lower bound of what all ranks together use of a resource.
-
-    It counts idle use, one peak, and what the samples retain.
-    """
+    """Return a lower bound of what all ranks use: idle, one peak, and what samples retain."""
     least = []
     for index in range(len(resource.needs)):
         idle, peaks, per_sample = 0.0, [], []
@@ -363,11 +356,7 @@ class _Room:
 
 
 def _thinned(largest: int, batch: int) -> np.ndarray:
-    """Return batches of a rank up to ``largest`` from which all ranks can sum to any ``batch``.
-
-    These are small ones, multiples of a step, and a step's worth below the largest and below
-    ``batch``.
-    """
+    """Return batches of a rank up to ``largest`` from which all ranks can sum to any ``batch``."""
     every = np.arange(1, largest + 1)
     if batch <= _FEW_SAMPLES:
         return every
@@ -377,10 +366,7 @@ def _thinned(largest: int, batch: int) -> np.ndarray:
 
 
 def _most_samples(problem: Problem, profile: RankProfile) -> float:
-    """Return the samples that a rank without state could hold.
-
-    The result is infinite if they need no lasting memory.
-    """
+    """Return the samples that a rank without state could hold; infinite without lasting memory."""
     most = 0.0
     for mode in modes(problem, profile):
         sizes = usable_sizes(problem, profile, mode)

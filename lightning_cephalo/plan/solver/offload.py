@@ -1,7 +1,5 @@
 """Finds the fastest plan where a rank's share of the state takes time.
 
-A device updates its share. Where optimizer state lives in host memory, shares move.
-
 How much state a rank can hold depends on the seconds that its share may add to a step, and on the
 backward that hides moves, and lets collectives hide fewer updates. For given limits on both, the
 search is that of a problem whose shares take no time, with other rooms (``room``). So all limits
@@ -75,10 +73,7 @@ def least_step_s(problem: Problem) -> float:
 def fastest_moving(
     problem: Problem, deadline: float, limit_s: float
 ) -> tuple[MovingPlan | None, float]:
-    """Return the fastest plan where shares take time, and a lower bound of all of them.
-
-    These are plans with all state on the devices, or some of it in host memory where that may be.
-    """
+    """Return the fastest plan where shares take time, and a lower bound of all of them."""
     count, best = itertools.count(), None
     queue: list[tuple[float, int, _Variant, _Box]] = []
     for each, even in variants(problem, has_even_state=False):
@@ -246,8 +241,7 @@ class _Variant:
 def with_moved_state(plan: MovingPlan, runs: Sequence[RankPlan]) -> list[RankPlan]:
     """Return what ranks run, each with its share of the state, and where that lives.
 
-    Devices are filled first. What does not fit there is shared in proportion to what ranks can
-    hold with state in host memory, and each rank moves as little as its share allows.
+    Devices are filled first; each rank moves as little as its share allows.
     """
     problem = plan.problem
     backward_s = (plan.backward_s, plan.backward_s)

@@ -1,8 +1,5 @@
 """How much of the state a rank can hold if its share takes time.
 
-A larger share takes its device longer to update. Where optimizer state may live in host memory,
-its moves take time.
-
 The limits are a rank's device, its host's memory, and the seconds that all this may add to a step
 (:mod:`~lightning_cephalo.plan.moving`). For each way to keep the state, each limit is a largest
 share of the state; the least of them counts, and of all ways the one with the largest share.

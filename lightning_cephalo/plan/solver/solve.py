@@ -1,16 +1,9 @@
-"""Finds the fastest plan, with a proven lower bound of its step.
+"""Finds the fastest plan, with a proven lower bound of its step (``docs/design/planner.md``).
 
-1. Lower bounds on the step time without a solver (``bounds``). They also limit each rank's batch.
-2. Columns (``columns``): how one rank of a type may run a batch, within a limit on the step time.
-3. The shortest step (``search``): one program chooses columns for all ranks.
-4. The most room: a second program chooses among the plans within a thousandth of that step. It
-   offloads the least, and leaves the fullest rank the most room.
-5. The state, in proportion to the memory that is then free (``state``).
-
-A larger share of the state takes its device longer to update. Steps 1 to 4 count the least that the
-slowest rank's updates can take (``plan/updates.py``). If the shares of step 5 take longer than a
-thousandth of the step allows, ranks with slow updates get less. If memory does not allow that,
-plans are searched whose shares take so much time (``offload``).
+A larger share of the state takes its device longer to update. Searches count the least that the
+slowest rank's updates can take (``plan/updates.py``). If shares by free memory then take longer
+than a thousandth of the step allows, ranks with slow updates get less. If memory does not allow
+that, plans are searched whose shares take so much time (``offload``).
 
 Where optimizer state may live in host memory, plans that move it are searched, too (``offload``).
 All of this runs once for each choice for all ranks together (``search.variants``).
