@@ -89,8 +89,8 @@ def compare(
         if asked.cluster is None or asked.problem_of is None:
             raise PlanError("--add needs --cluster or --devices: a saved problem has no cluster.")
         larger = asked.problem_of(with_device(asked.cluster, addition))
-        solved = _solving(larger, time_limit_s)
-        rows.append(row_or_reason(f"{_OURS} and one more {addition}", larger, solved))
+        solving = partial(solve, larger, time_limit_s=time_limit_s)
+        rows.append(row_or_reason(f"{_OURS} and one more {addition}", larger, solving))
     say(f"comparing: {_OURS}")
     try:
         plan = solve(asked.problem, time_limit_s=time_limit_s)
@@ -101,7 +101,8 @@ def compare(
     hybrid = asked.hybrid
     if hybrid is not None:
         say("comparing: hybrid sharding")
-        rows.append(row_or_reason(_HYBRID, hybrid, _solving(hybrid, time_limit_s)))
+        solving = partial(solve, hybrid, time_limit_s=time_limit_s)
+        rows.append(row_or_reason(_HYBRID, hybrid, solving))
     if asked.pipeline_of is not None and asked.cluster is not None and asked.cluster.node_count > 1:
         say("comparing: pipelines")
         rows.append(pipeline_row(pipelines(asked, plan, time_limit_s=time_limit_s)))
@@ -120,15 +121,8 @@ class Chosen:
 def choose(asked: Scenario, hybrid_sharding: str, *, time_limit_s: float = 60.0) -> Chosen:
     """Plan with the state on all ranks together, and with the whole state on each node.
 
-    Args:
-        asked: the scenario.
-        hybrid_sharding: ``"off"``, ``"on"``, or ``"auto"`` for the faster plan.
-        time_limit_s: for both. The way that was asked for comes last, and has at least half of it.
-
-    Raises:
-        PlanError: hybrid sharding is asked for, and there is one node, or nothing is known of them.
-        InfeasibleError: there is no plan of the kind that was asked for.
-        SolverError: none was found in time.
+    ``"auto"`` takes the faster plan. The time limit is for both: the way that was asked for comes
+    last, and has at least half of it.
     """
     hybrid = asked.hybrid
     if hybrid is None:
@@ -162,10 +156,6 @@ def choose(asked: Scenario, hybrid_sharding: str, *, time_limit_s: float = 60.0)
     if hybrid_sharding == "auto" and True in plans:
         own = (plans[True].step_s or 0.0) < (plans[False].step_s or 0.0)
     return Chosen(ways[own][1], plans[own], (rows[not own], rows[own]))
-
-
-def _solving(problem: Problem, time_limit_s: float) -> Callable[[], Plan]:
-    return partial(solve, problem, time_limit_s=time_limit_s)
 
 
 @dataclass(frozen=True)
@@ -215,13 +205,8 @@ def pipeline_row(found: Pipelines) -> ComparisonRow:
     if best is None:
         return ComparisonRow("pipeline", reason="no pipeline of node groups fits")
     name = f"{pipeline_name(best)} (advice only: {crossover_text(found.crossover)})"
-    memory = tuple(
-        (rank.memory_bytes or 0.0, rank.capacity_bytes or 0.0)
-        for pipeline in best.pipelines
-        for stage in pipeline.stages
-        for rank in stage.plan.ranks
-    )
-    return ComparisonRow(name, best.step_s, problem.batch / best.step_s, memory)
+    stages = [stage for pipeline in best.pipelines for stage in pipeline.stages]
+    return _row(name, best.step_s, problem.batch, *(stage.plan for stage in stages))
 
 
 def row_or_reason(name: str, problem: Problem, make: Callable[[], Plan]) -> ComparisonRow:
@@ -234,9 +219,16 @@ def row_or_reason(name: str, problem: Problem, make: Callable[[], Plan]) -> Comp
 
 def _row_of(name: str, problem: Problem, plan: Plan) -> ComparisonRow:
     assert plan.step_s is not None
-    memory = tuple((rank.memory_bytes or 0.0, rank.capacity_bytes or 0.0) for rank in plan.ranks)
-    rate = problem.global_batch_size / plan.step_s if plan.step_s else math.inf
-    return ComparisonRow(name, plan.step_s, rate, memory)
+    return _row(name, plan.step_s, problem.global_batch_size, plan)
+
+
+def _row(name: str, step_s: float, samples: int, *plans: Plan) -> ComparisonRow:
+    memory = tuple(
+        (rank.memory_bytes or 0.0, rank.capacity_bytes or 0.0)
+        for plan in plans
+        for rank in plan.ranks
+    )
+    return ComparisonRow(name, step_s, samples / step_s if step_s else math.inf, memory)
 
 
 def _reason(name: str, error: str) -> str:

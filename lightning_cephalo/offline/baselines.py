@@ -1,11 +1,7 @@
 """Baselines: allocations that users would choose without a planner.
 
-``cephalo compare`` shows them next to :func:`~lightning_cephalo.plan.solve`. The same cost function
-prices both.
-
-Every baseline takes a problem and returns a :class:`~lightning_cephalo.plan.Plan`. It raises
-InfeasibleError if its allocation does not fit. Each rank runs its microbatches in its fastest mode
-that fits, and a batch is cut into near-equal microbatches.
+The cost function that prices :func:`~lightning_cephalo.plan.solve` prices them, too. Each rank runs
+near-equal microbatches in its fastest mode that fits. InfeasibleError: the allocation does not fit.
 """
 
 from __future__ import annotations

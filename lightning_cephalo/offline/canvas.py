@@ -1,8 +1,6 @@
 """Canvas of the figures: colours, titles, legends, and the file; needs matplotlib.
 
-Figures are written as PNG or SVG, by the suffix. They need no display and leave pyplot's global
-state alone. A failed write leaves no partial file. Colours are those of Okabe and Ito (and a dark
-yellow), which colour-blind readers can distinguish.
+Colours are those of Okabe and Ito (and a dark yellow), which colour-blind readers can distinguish.
 """
 
 from __future__ import annotations

@@ -1,28 +1,14 @@
 """Simulates a training step of a plan, instruction by instruction, without the cluster.
 
-The programs of all ranks (plan/program.py) define the order of the instructions. This file knows
-only how long each instruction takes and how much memory it holds. Every rank has three streams:
-compute, communication, and copies of offloaded boundaries. A collective is a rendezvous. It starts
-when all ranks have issued it and their communication streams are free, and it ends on all ranks at
-the same time. With three units and microbatches a and b::
+The programs of all ranks (plan/program.py) define the order; this file adds only how long each
+instruction takes, and how much memory it holds. Every rank has streams for compute, communication
+and copies. A collective starts when all ranks have issued it and their links are free, and ends on
+all at the same time. It checks the closed form of ``plan/cost.py``, whose ``fill_s`` it replaces.
 
-    communication  G0 G1  G2 ...   G3 ...                  G2 ...  R3 G1   R2 ... R1 R0
-    compute               1a 1b    2a 2b    3a L 3b L      3a 3b   2a 2b   1a 1b        U
-
-A unit's boundaries are copied out after its forward and fetched two units ahead of its backward.
-The boundaries of the last two units stay on the device, as the backward starts there.
-
-Times and bytes of a microbatch come from ``plan/cost.py``; the simulation checks the closed form
-there. The simulated step of equal ranks is the closed form, if ``fill_s`` is the time of one gather
-and one reduce. If the slowest rank of the forward is not that of the backward, the step is a little
-shorter, because ranks are up to two units apart where the passes meet. So it is where an early
-update hides behind a gather of the unit before. As a part of the step, the difference falls as
-1 / U: within 3 % from 24 units on for problems as in ``tests/offline/simulated_cases.py``, and a
-tenth for two units. No step is longer than the closed form.
-
-The exchange of weights between the passes (AGREE) is not simulated: it synchronises hosts, not
-devices. ``step_overhead_s`` is added as given. ``fill_s`` is not added, as the simulation replaces
-it.
+No step is longer than the closed form. It is shorter where the slowest rank of the forward is not
+that of the backward, or an early update hides behind a gather: by less than 3 % from 24 units on,
+for problems as in ``tests/offline/simulated_cases.py``. The exchange of weights between the passes
+(AGREE) synchronises hosts, not devices, and is not simulated.
 """
 
 from __future__ import annotations

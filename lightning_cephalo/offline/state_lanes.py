@@ -1,12 +1,8 @@
 """Simulates the ways of a rank's optimizer state that lives in host memory.
 
-A rank has a link in each direction and the host's processors, which work beside its device. Copies
-of one direction run one after the other. Streamed state passes through two buffers of the device:
-one is filled only when what it held before has left. Parameters come back as soon as the host has
-updated them and the link is idle.
-
-All of them read and write the host's memory, which serves one of them at a time, so many bytes per
-second: a piece of work is done when its own lane and the memory have done it.
+Each direction of a link, and the host's processors, do one thing at a time, beside the device.
+Streamed state passes through two buffers: one is filled only when what it held before has left. All
+of them share the host's memory: work is done when its own lane and the memory have done it.
 """
 
 from __future__ import annotations

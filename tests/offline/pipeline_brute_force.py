@@ -18,12 +18,11 @@ from lightning_cephalo.offline.pipeline.problem import PipelineProblem
 from lightning_cephalo.offline.pipeline.search import Sync, wave_counts
 from lightning_cephalo.offline.pipeline.stages import (
     Stage,
-    gatherings,
     planned_times,
     stage_problem,
     with_shared_root,
 )
-from lightning_cephalo.offline.pipeline.times import StageTimes
+from lightning_cephalo.offline.pipeline.times import Gathering, StageTimes
 from lightning_cephalo.plan import Plan, Problem, RankPlan
 from lightning_cephalo.plan.cost import device_need
 from lightning_cephalo.plan.solver.solve import priced
@@ -95,6 +94,11 @@ def fastest_s(problem: PipelineProblem) -> float:
     return found
 
 
+def _gatherings(units: int) -> tuple[Gathering, ...]:
+    # two units are always held whole: up to two there is nothing to gain from gathering again
+    return (Gathering.HOLD,) if units <= 2 else (Gathering.HOLD, Gathering.REGATHER)
+
+
 def _pipelines(
     problem: PipelineProblem,
     blocks: Sequence[int],
@@ -112,7 +116,7 @@ def _pipelines(
             wave_counts(samples), _compositions(problem.units, len(groups))
         ):
             size = math.ceil(samples / waves)
-            ways = itertools.product(*(gatherings(count) for count in units))
+            ways = itertools.product(*(_gatherings(count) for count in units))
             for way in ways:
                 stages = [
                     Stage(group, count, own, at == 0, at == len(groups) - 1, waves, size)

@@ -7,9 +7,8 @@ import random
 from lightning_cephalo.offline.estimate.network import Link, Network
 from lightning_cephalo.offline.pipeline.problem import (
     Block,
+    PartBytes,
     PipelineProblem,
-    RootBytes,
-    UnitBytes,
 )
 from lightning_cephalo.offline.pipeline.times import Crossing, Gathering, StageTimes
 from lightning_cephalo.plan import Problem, RankProfile
@@ -77,8 +76,8 @@ def problem_of(
     )
     ranks = {index: len(node) for index, node in enumerate(nodes)}
     gather_s, reduce_s = network.ring_s(ranks, 20.0), network.ring_s(ranks, 40.0)
-    unit = UnitBytes(gather=20.0, reduce=40.0, state=160.0, buffers=60.0, update=280.0)
-    root = RootBytes(gather=10.0, reduce=20.0, state=80.0, buffers=30.0, update=140.0)
+    unit = PartBytes(gather=20.0, reduce=40.0, state=160.0, buffers=60.0, update=280.0)
+    root = PartBytes(gather=10.0, reduce=20.0, state=80.0, buffers=30.0, update=140.0)
     whole = Problem(
         ranks=tuple(each for node in nodes for each in node),
         units=units,

@@ -13,7 +13,6 @@ from lightning_cephalo.offline.estimate.analytic import compute_bytes as peak_by
 from lightning_cephalo.offline.estimate.analytic import find_efficiency
 from lightning_cephalo.offline.estimate.cluster import Cluster, ClusterRank
 from lightning_cephalo.offline.estimate.collective import (
-    UNEVEN_FACTOR,
     hybrid_gather_s,
     hybrid_reduce_s,
     uneven_collective_s,
@@ -47,7 +46,7 @@ HOST_UPDATE_BYTES_PER_PARAMETER = 30
 
 @dataclass(frozen=True)
 class RankSource:
-    """The source of one rank's times."""
+    """The source of a rank's times."""
 
     device: str
     source: str
@@ -77,23 +76,14 @@ def build_problem(
     early_update: bool = False,
     clip_by_norm: bool = False,
     hybrid_sharding: bool = False,
-    largest_microbatch_size: int = LARGEST_MICROBATCH_SIZE,
-    uneven_factor: float = UNEVEN_FACTOR,
 ) -> Estimate:
-    """Build the planning problem of this model on this cluster.
-
-    The times of each device come from its best source: measured curves in the cache, then
-    ``tables``, then its datasheet.
-    """
+    """Build the planning problem of this model on this cluster."""
     groups = _groups(cluster) if hybrid_sharding else ()
     cached = cached_tables(cache_folder)
+    known = curves_by_device(cluster, work, global_batch_size, (*cached.tables, *tables))
     gathered = gathered_bytes(work)
     recompute = recompute or choose_recompute
     kept_always = work.boundary_bytes + (0.0 if recompute else work.kept_bytes)
-    longest = max(1, min(global_batch_size, largest_microbatch_size))
-    known: dict[Device, Curves] = {}
-    for device in dict.fromkeys(rank.device for rank in cluster.ranks):
-        known[device] = curves_of(device, work, longest, measured=cached.tables, tables=tables)
     ranks = cluster.ranks  # made anew
     # equal ranks have one profile: checking thousands takes seconds
     profile_of = {
@@ -115,14 +105,8 @@ def build_problem(
     compute = COMPUTE_BYTES[work.dtype]
 
     # Cuts lie between rows, so even shares of the state are rarely even slices.
-    gather_of, reduce_of = (
-        partial(of, cluster, uneven_factor=uneven_factor)
-        for of in (
-            (hybrid_gather_s, hybrid_reduce_s)
-            if hybrid_sharding
-            else (uneven_collective_s, uneven_collective_s)
-        )
-    )
+    gather_of = partial(hybrid_gather_s if hybrid_sharding else uneven_collective_s, cluster)
+    reduce_of = partial(hybrid_reduce_s if hybrid_sharding else uneven_collective_s, cluster)
     # what each group sends of a rank's slice arrives there in a row of its own
     received = GRADIENT_BYTES * _largest(work) * len(set(groups))
     gather_s = gather_of(compute * work.unit_parameters)
@@ -148,7 +132,8 @@ def build_problem(
         # the gradient of the last layers waits for the root unit's update, with its own reduce
         early_state_bytes=EARLY_STATE_BYTES_PER_PARAMETER * work.parameters
         + 2 * GRADIENT_BYTES * last,
-        early_reducing_state_bytes=GRADIENT_BYTES * _held_in_reduces(work) + received,
+        # of a reduce; gradients of the last layers count apart
+        early_reducing_state_bytes=GRADIENT_BYTES * (_largest(work) - last) + received,
         early_updating_state_bytes=GRADIENT_BYTES * _held_in_updates(work) + received,
         optimizer_offload=False if hybrid_sharding else optimizer_offload,
         sends_gradients=clip_by_norm,
@@ -168,6 +153,17 @@ def build_problem(
         for rank in cluster.ranks
     )
     return Estimate(problem, sources, cached.broken)
+
+
+def curves_by_device(
+    cluster: Cluster, work: ModelWork, global_batch_size: int, tables: Sequence[CurveTable]
+) -> dict[Device, Curves]:
+    """Return each device's curves, from the first table that has them, or from its datasheet."""
+    longest = max(1, min(global_batch_size, LARGEST_MICROBATCH_SIZE))
+    return {
+        device: curves_of(device, work, longest, tables)
+        for device in dict.fromkeys(rank.device for rank in cluster.ranks)
+    }
 
 
 def _groups(cluster: Cluster) -> tuple[int, ...]:
@@ -201,11 +197,6 @@ def _held_in_updates(work: ModelWork) -> float:
     root, last, unit = work.root_parameters, work.last_parameters, work.largest_unit_parameters
     inside = 2 * unit + max(unit, 2 * (root - last))
     return max(inside - last, 3 * root - 2 * last)
-
-
-def _held_in_reduces(work: ModelWork) -> float:
-    """Return the elements of a reduce; those of the last layers count apart."""
-    return _largest(work) - work.last_parameters
 
 
 def gathered_bytes(work: ModelWork) -> float:

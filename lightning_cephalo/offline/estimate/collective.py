@@ -15,35 +15,24 @@ from lightning_cephalo.offline.estimate.cluster import Cluster
 UNEVEN_FACTOR = 1.1
 
 
-def even_collective_s(cluster: Cluster, nbytes: float) -> float:
-    """Return the seconds to all-gather, or reduce-scatter, ``nbytes`` in total with even shards."""
-    ranks = Counter(rank.node for rank in cluster.ranks)
-    return cluster.network.ring_s(ranks, nbytes)
-
-
-def hybrid_gather_s(
-    cluster: Cluster, nbytes: float, *, uneven_factor: float = UNEVEN_FACTOR
-) -> float:
+def hybrid_gather_s(cluster: Cluster, nbytes: float) -> float:
     """Return the seconds to all-gather ``nbytes`` inside of every node, which holds all of them."""
     ranks = Counter(rank.node for rank in cluster.ranks)
     network = cluster.network  # a matrix of all pairs of nodes, made anew
     inside = (network.ring_s({node: count}, nbytes) for node, count in ranks.items())
-    return uneven_factor * max(inside)
+    return UNEVEN_FACTOR * max(inside)
 
 
-def hybrid_reduce_s(
-    cluster: Cluster, nbytes: float, *, uneven_factor: float = UNEVEN_FACTOR
-) -> float:
+def hybrid_reduce_s(cluster: Cluster, nbytes: float) -> float:
     """Return the seconds to reduce-scatter in every node, and to exchange the nodes' sums.
 
-    Arguments are those of :func:`hybrid_gather_s`. Each node's sums cross to each other node once.
+    Each node's sums cross to each other node once.
     """
-    inside_s = hybrid_gather_s(cluster, nbytes, uneven_factor=uneven_factor)
-    return inside_s + uneven_factor * cluster.network.exchange_s(nbytes)
+    exchange_s = cluster.network.exchange_s(nbytes)
+    return hybrid_gather_s(cluster, nbytes) + UNEVEN_FACTOR * exchange_s
 
 
-def uneven_collective_s(
-    cluster: Cluster, nbytes: float, *, uneven_factor: float = UNEVEN_FACTOR
-) -> float:
-    """Return the same as :func:`even_collective_s`, for uneven shards."""
-    return uneven_factor * even_collective_s(cluster, nbytes)
+def uneven_collective_s(cluster: Cluster, nbytes: float) -> float:
+    """Return the seconds to all-gather, or reduce-scatter, ``nbytes`` in total."""
+    ranks = Counter(rank.node for rank in cluster.ranks)
+    return UNEVEN_FACTOR * cluster.network.ring_s(ranks, nbytes)

@@ -40,7 +40,6 @@ class UnitCount:
     backward: Tally
     saved_bytes: float
     peak_bytes: float
-    parameters: int
 
 
 class Counter(TorchDispatchMode):
@@ -202,8 +201,7 @@ def _count_unit(
         gradients = [torch.empty_like(leaf) for leaf in wanted]
         if wanted:
             torch.autograd.backward(wanted, gradients)
-        numel = sum(parameter.numel() for parameter in unit.parameters())
-        count = UnitCount(ahead, counter.tally, max(0.0, saved), counter.peak_bytes, numel)
+        count = UnitCount(ahead, counter.tally, max(0.0, saved), counter.peak_bytes)
     return count, pytree.tree_map_only(Tensor, lambda leaf: leaf.detach(), outputs)
 
 

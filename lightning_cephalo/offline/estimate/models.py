@@ -212,14 +212,13 @@ def _auto_class(config: Any) -> Any:
             f"model: expected tokens or images as input, but {config.model_type!r} takes others. "
             f"Name a class with an example_input_array as 'package.module:Class'."
         )
-    for name in ("ImageClassification", "MaskedLM", "CausalLM"):
-        mapping = {
-            "ImageClassification": transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
-            "MaskedLM": transformers.MODEL_FOR_MASKED_LM_MAPPING,
-            "CausalLM": transformers.MODEL_FOR_CAUSAL_LM_MAPPING,
-        }[name]
-        if kind in mapping:
-            return getattr(transformers, f"AutoModelFor{name}")
+    for mapping, found in (
+        ("MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING", "AutoModelForImageClassification"),
+        ("MODEL_FOR_MASKED_LM_MAPPING", "AutoModelForMaskedLM"),
+        ("MODEL_FOR_CAUSAL_LM_MAPPING", "AutoModelForCausalLM"),
+    ):
+        if kind in getattr(transformers, mapping):
+            return getattr(transformers, found)
     return transformers.AutoModel
 
 
@@ -254,11 +253,7 @@ def _work_of_class(
         return module
 
     return count_work(
-        build,
-        run,
-        model=name or attribute,
-        dtype=dtype,
-        sequence_length=sequence_length,
+        build, run, model=name or attribute, dtype=dtype, sequence_length=sequence_length
     )
 
 

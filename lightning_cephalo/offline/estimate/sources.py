@@ -1,4 +1,4 @@
-"""Finds a device's curves: measured, from a table, or estimated, in this order."""
+"""Finds a device's curves: from a table, or estimated."""
 
 from __future__ import annotations
 
@@ -19,41 +19,26 @@ def curves_of(
     device: Device,
     work: ModelWork,
     largest_microbatch_size: int,
-    *,
-    measured: Sequence[CurveTable] = (),
-    tables: Sequence[CurveTable] = (),
+    tables: Sequence[CurveTable],
 ) -> Curves:
-    """Return the best known curves of a device, with recompute and without empty fields.
+    """Return the first known curves of a device, with recompute and without empty fields.
 
     Fields that a table lacks are estimated. ``tail_s`` is scaled by the ratio of the table's
     forward to the estimated one. ``compute_bytes`` comes from the operators alone, as bytes depend
     on the model and hardly on the device.
     """
-    for table in (*measured, *tables):
+    for table in tables:
         if not table.matches(work.model, work.dtype, work.sequence_length, work.parameters):
             continue
         for curves in table.curves:
             if same_name(curves.device, device.name):
-                cut = _cut(curves, largest_microbatch_size)
-                return _completed(cut, device, work)
+                names = ("forward_s", "backward_s", "tail_s", "compute_bytes")
+                cut = {name: getattr(curves, name)[:largest_microbatch_size] for name in names}
+                return _completed(dataclasses.replace(curves, **cut), device, work)
     return estimate(work, device, largest_microbatch_size)
 
 
-def _cut(curves: Curves, largest: int) -> Curves:
-    return dataclasses.replace(
-        curves,
-        forward_s=curves.forward_s[:largest],
-        backward_s=curves.backward_s[:largest],
-        tail_s=curves.tail_s[:largest],
-        compute_bytes=curves.compute_bytes[:largest],
-    )
-
-
-def _completed(
-    curves: Curves,
-    device: Device,
-    work: ModelWork,
-) -> Curves:
+def _completed(curves: Curves, device: Device, work: ModelWork) -> Curves:
     filled = []
     tail_s, peaks = curves.tail_s, curves.compute_bytes
     sizes = range(1, curves.largest_microbatch_size + 1)

@@ -1,19 +1,8 @@
-"""Seconds of stages that no plan beats, without a solver.
+"""Seconds of stages and of whole pipelines that no plan beats, without a solver.
 
-:class:`StageTable` has them for every number of units. A rank's least seconds for n samples are
-those of its best mixture of microbatches. The slowest rank of a stage then takes at least the w-th
-smallest of these over all ranks, for a wave of w samples: all ranks together place no more within
-less. Ranks count only up to the samples that their memory holds. Plans replace bounds as the search
-makes them.
-
-:func:`least_pipelines_s` bounds whole pipelines, many at a time. Suppose that units could be cut
-anywhere and that memory did not count. Let a wave take ``r_s`` seconds for one unit in stage s,
-forward and backward. Within t seconds a wave of the k fastest stages passes ``t x sum of 1 / r_s``
-units, so no cut of U units is faster than the least over k of::
-
-    (k + waves - 1) x U / (sum of 1 / r_s over the k fastest stages)
-
-The tail counts as the units that the last stage could run in the meantime: the fewest of any stage.
+A rank's least seconds for n samples are those of its best mixture of microbatches, as far as its
+memory holds them. The slowest rank of a stage takes at least the w-th smallest of these over all
+ranks, for a wave of w samples: all ranks together place no more within less.
 """
 
 from __future__ import annotations
@@ -252,7 +241,13 @@ def _line(units: np.ndarray, at_two: float, at_three: float) -> np.ndarray:
 
 
 def least_pipelines_s(unit_s: np.ndarray, tail_s: np.ndarray, units: int, waves: int) -> np.ndarray:
-    """Return seconds that no cut of these pipelines beats, links and memory aside."""
+    """Return seconds that no cut of these pipelines beats, links and memory aside.
+
+    Suppose that units could be cut anywhere, and that a wave takes ``r_s`` seconds for one unit in
+    stage s. Within t seconds it passes ``t x sum of 1 / r_s`` units of the k fastest stages. So no
+    cut of U units beats the least over k of ``(k + waves - 1) x U / (sum of 1 / r_s)``. The tail
+    counts as the fewest units that any stage could run in the meantime.
+    """
     there = np.isfinite(unit_s)
     in_units = np.divide(tail_s, unit_s, out=np.full_like(unit_s, np.inf), where=there)
     work = units + np.where(there.any(axis=1), in_units.min(axis=1), 0.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from os import PathLike
 from typing import TYPE_CHECKING
 
 from lightning_cephalo.common.errors import PlanError
@@ -12,19 +11,17 @@ from lightning_cephalo.offline.estimate.analytic import find_efficiency
 from lightning_cephalo.offline.estimate.build import (
     COMPUTE_BYTES,
     GRADIENT_BYTES,
-    LARGEST_MICROBATCH_SIZE,
     OPTIMIZER_BYTES_PER_PARAMETER,
     STATE_BYTES_PER_PARAMETER,
+    curves_by_device,
     rank_profile,
 )
 from lightning_cephalo.offline.estimate.cluster import Cluster
 from lightning_cephalo.offline.estimate.collective import UNEVEN_FACTOR
-from lightning_cephalo.offline.estimate.sources import curves_of
 from lightning_cephalo.offline.pipeline.problem import (
     Block,
+    PartBytes,
     PipelineProblem,
-    RootBytes,
-    UnitBytes,
 )
 from lightning_cephalo.plan import Problem
 from lightning_cephalo.plan.curves import CurveTable, cached_tables
@@ -39,37 +36,29 @@ def pipeline_problem(
     whole: Problem,
     *,
     tables: Sequence[CurveTable] = (),
-    cache_folder: str | PathLike[str] | None = None,
     recompute: bool = True,
     choose_recompute: bool = False,
 ) -> PipelineProblem:
-    """Return the advisor's problem; blocks are the ranks of one device in one node.
-
-    Example::
-
-        whole = build_problem(cluster, work, global_batch_size=256).problem
-        advice = advise(pipeline_problem(cluster, work, whole))
-    """
+    """Return the advisor's problem; blocks are the ranks of one device in one node."""
     if cluster.node_count < 2:
         raise PlanError(
             "Pipelines of node groups need a cluster of at least two nodes, but this one has one. "
             "Describe the nodes and between_nodes in cluster.yaml."
         )
-    measured = cached_tables(cache_folder).tables
-    longest = min(whole.global_batch_size, LARGEST_MICROBATCH_SIZE)
-    recompute = recompute or choose_recompute
-    profiles = {}
-    for device in dict.fromkeys(rank.device for rank in cluster.ranks):
-        curves = curves_of(device, work, longest, measured=measured, tables=tables)
-        # What else a rank holds depends on its stage: curves go as far as the peak alone fits.
-        profiles[device] = rank_profile(
+    tables = (*cached_tables().tables, *tables)
+    curves = curves_by_device(cluster, work, whole.global_batch_size, tables)
+    # What else a rank holds depends on its stage: curves go as far as the peak alone fits.
+    profiles = {
+        device: rank_profile(
             device,
-            curves,
+            of_device,
             work,
             capacity_bytes=cluster.capacity_bytes(device),
-            recompute=recompute,
+            recompute=recompute or choose_recompute,
             choose_recompute=choose_recompute,
         )
+        for device, of_device in curves.items()
+    }
     blocks = []
     for (node, device), count in Counter((r.node, r.device) for r in cluster.ranks).items():
         efficiency = find_efficiency(device, "fp32").bandwidth
@@ -83,8 +72,8 @@ def pipeline_problem(
         )
     compute = COMPUTE_BYTES[work.dtype]
 
-    def bytes_of(parameters: float, largest: float) -> tuple[float, ...]:
-        return (
+    def bytes_of(parameters: float, largest: float) -> PartBytes:
+        return PartBytes(
             compute * parameters,
             GRADIENT_BYTES * parameters,
             STATE_BYTES_PER_PARAMETER * parameters,
@@ -96,8 +85,8 @@ def pipeline_problem(
         whole,
         tuple(blocks),
         cluster.network,
-        UnitBytes(*bytes_of(work.unit_parameters, work.largest_unit_parameters)),
-        root=RootBytes(*bytes_of(work.root_parameters, work.root_parameters)),
+        bytes_of(work.unit_parameters, work.largest_unit_parameters),
+        root=bytes_of(work.root_parameters, work.root_parameters),
         crossing_bytes=work.boundary_bytes,
         uneven_factor=UNEVEN_FACTOR,
     )

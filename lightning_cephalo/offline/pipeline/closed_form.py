@@ -1,19 +1,10 @@
 """The seconds of a pipeline's step as a formula.
 
-Stages and the links between them are machines. Every wave passes all of them in one order and takes
-``p_k`` seconds on machine k, whichever wave it is. Then the last wave leaves machine k at::
-
-    sum of p_j for j <= k  +  (waves - 1) x max of p_j for j <= k  +  latencies
-
-which is exact (a permutation flow shop whose jobs are equal). The forward and the backward each
-pass all machines. A stage has gathered two units while it waited for its first wave, so the sum has
-the shorter ``lone_forward_s``. A stage's gathers may also end its first forward later: then the
-longest path starts there. The step ends when all stages have reduced and updated their units::
-
-    T = max over stages (end of its last backward + reduced_s) + max update_s
-
-With M waves this has ``(M - 1) (max forward + max backward)``, each with its own slowest machine.
-``(M - 1) max (forward + backward)`` would be too short where these differ.
+Stages and links are machines, which every wave passes in one order, taking ``p_k`` seconds on the
+k-th. The last wave leaves it at ``sum of p_j for j <= k + (waves - 1) x max of p_j for j <= k +
+latencies``. That is exact: a permutation flow shop whose jobs are equal. Forward and backward each
+have their own slowest machine. A stage has gathered two units while it waited for its first wave,
+so the sum has the shorter ``lone_forward_s``. Its gathers may also end its first forward later.
 """
 
 from __future__ import annotations
@@ -25,13 +16,7 @@ from lightning_cephalo.offline.pipeline.times import Crossing, StageTimes
 
 
 def pipeline_s(stages: Sequence[StageTimes], crossings: Sequence[Crossing], waves: int) -> float:
-    """Return the seconds of a step.
-
-    Example::
-
-        stage = StageTimes(1, 1.0, 2.0, 0.0, 0.0, 0.0, Gathering.HOLD)
-        pipeline_s([stage, stage], [Crossing(0.5)], 4)      # 16.0: 2.5 + 3 x 1 + 4.5 + 3 x 2
-    """
+    """Return the seconds of a step."""
     check_shape(stages, crossings, waves)
     update_s = max(stage.update_s for stage in stages)
     return reduced_s(stages, crossings, waves) + update_s

@@ -50,12 +50,7 @@ def find_crossover(
     planned: Planned | None = None,
     time_limit_s: float = 60.0,
 ) -> Crossover:
-    """Return the bandwidth below which pipelines win.
-
-    Example::
-
-        find_crossover(asked.pipeline_at).bandwidth_bytes_per_s     # 7.9e9
-    """
+    """Return the bandwidth below which pipelines win."""
     planned = planned or Planned()
     points: list[Point] = []
     deadline = time.perf_counter() + time_limit_s

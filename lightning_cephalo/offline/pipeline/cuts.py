@@ -1,9 +1,7 @@
 """How many units each stage has: the exact best cut of one order of stages.
 
-A depth-first search over the stages. What is left of the units on the stages that are left takes at
-least the sums and maxima of smaller problems (dynamic programs over units), so branches that cannot
-beat the best cut are left out. Leaves are priced by ``closed_form.py``, with all that happens at
-both ends of a step.
+A depth-first search over the stages. Sums and maxima of smaller problems (dynamic programs over
+units) bound what is left, and ``closed_form.py`` prices the leaves.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from lightning_cephalo.offline.pipeline.bounds import StageTable
-from lightning_cephalo.offline.pipeline.closed_form import reduced_s
+from lightning_cephalo.offline.pipeline.closed_form import pipeline_s
 from lightning_cephalo.offline.pipeline.problem import PipelineProblem
 from lightning_cephalo.offline.pipeline.stages import with_shared_root
 from lightning_cephalo.offline.pipeline.times import Crossing, StageTimes
@@ -30,7 +28,6 @@ class Cut:
     """A way to gather and a number of units for each stage, with the seconds of a step."""
 
     step_s: float
-    reduced_s: float
     choices: tuple[tuple[int, int], ...]
 
 
@@ -53,6 +50,10 @@ class Order:
             first, last = self.tables[0].stage, self.tables[-1].stage
             times[-1] = with_shared_root(self.problem, first, last, times[-1])
         return tuple(times)
+
+    def cut(self, choices: tuple[tuple[int, int], ...]) -> Cut:
+        """Return a cut with its seconds."""
+        return Cut(pipeline_s(self.times(choices), self.crossings, self.waves), choices)
 
     def least_s(self) -> float:
         """Return seconds that no cut beats."""
@@ -134,9 +135,6 @@ class _Search:
             self.descend(index + 1, units - count, so_far, (*choices, (way, count)))
 
     def _price(self, choices: tuple[tuple[int, int], ...]) -> None:
-        times = self.order.times(choices)
-        done_s = reduced_s(times, self.order.crossings, self.order.waves)
-        step_s = done_s + max(stage.update_s for stage in times)
-        if step_s < self.below_s * (1 - _SAME):
-            self.found = Cut(step_s, done_s, choices)
-            self.below_s = step_s
+        cut = self.order.cut(choices)
+        if cut.step_s < self.below_s * (1 - _SAME):
+            self.found, self.below_s = cut, cut.step_s

@@ -65,12 +65,7 @@ def _signature(problem: PipelineProblem, index: int) -> object:
 
 
 def partitions(atoms: Sequence[int], kinds: Sequence[int]) -> Iterator[Partition]:
-    """Yield every way to divide atoms into groups, one of those that are equal by kind.
-
-    Example::
-
-        list(partitions([0, 1], [0, 1]))     # [((0, 1),), ((0,), (1,))]
-    """
+    """Yield every way to divide atoms into groups, one of those that are equal by kind."""
     seen = set()
     for groups in _set_partitions(list(atoms)):
         of_kinds = tuple(sorted(tuple(sorted(kinds[atom] for atom in group)) for group in groups))

@@ -90,9 +90,6 @@ class Advice:
     best: PipelinePlan | None
     bound_s: float
     covers: str
-    screened: int
-    solved: int
-    search_s: float
 
     @property
     def today_s(self) -> float:

@@ -1,14 +1,11 @@
-"""Input of the advisor: blocks of ranks, the links between them, and the bytes of a model's parts.
-
-Names end in their unit of measure, as in ``plan/problem.py``.
-"""
+"""Input of the advisor: blocks of ranks, the links between them, and bytes of a model's parts."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 
 from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.common.records import Amount, Checked, Name, Positive, PositiveOrInfinite
@@ -33,11 +30,8 @@ class Block(Checked):
 
 
 @dataclass(frozen=True)
-class RootBytes(Checked):
-    """Bytes of the root (embedding, head): the first and the last stage each hold all of it.
-
-    That is safe whether embedding and head share their weights or not.
-    """
+class PartBytes(Checked):
+    """Bytes of one unit, or of the root."""
 
     gather: Amount = 0.0
     reduce: Amount = 0.0
@@ -47,32 +41,17 @@ class RootBytes(Checked):
 
 
 @dataclass(frozen=True)
-class UnitBytes(Checked):
-    """Bytes of one unit; the attributes are those of :class:`RootBytes`."""
-
-    gather: Amount
-    reduce: Amount
-    state: Amount
-    buffers: Amount
-    update: Amount = 0.0
-
-
-@dataclass(frozen=True)
 class PipelineProblem(Checked):
-    """Everything that the advisor needs to know about a cluster and a model.
-
-    Example::
-
-        estimate = pipeline_problem(cluster, work, global_batch_size=256)
-        best = advise(estimate).best
-    """
+    """Everything that the advisor needs to know about a cluster and a model."""
 
     whole: Problem
     blocks: tuple[Block, ...]
     network: Network
-    unit: UnitBytes
+    unit: PartBytes
     _: KW_ONLY
-    root: RootBytes = RootBytes()
+    # The first and the last stage each hold all of the root (embedding, head). That is safe whether
+    # embedding and head share their weights or not.
+    root: PartBytes = PartBytes()
     crossing_bytes: Amount = 0.0
     uneven_factor: Positive = 1.0
 
@@ -108,10 +87,6 @@ class PipelineProblem(Checked):
     def batch(self) -> int:
         """Samples of a step."""
         return self.whole.global_batch_size
-
-    def scaled(self, factor: float, whole: Problem) -> PipelineProblem:
-        """Return this problem with all bandwidths between nodes times ``factor``."""
-        return replace(self, network=self.network.scaled(factor), whole=whole)
 
     def nodes(self, blocks: Collection[int]) -> tuple[int, ...]:
         """Return the nodes of some blocks, in order, each once."""

@@ -1,14 +1,9 @@
 """Searches for the fastest pipelines of node groups, with a proven bound.
 
-Best first: a heap holds groupings, orders and cuts by seconds that none of their plans beats. The
-first is refined::
-
-    a grouping and its waves  ->  its orders of stages  ->  the best cut of an order
-    a cut whose stages are bounds  ->  the same order, with these stages planned by ``solve``
-
-When the first is a cut whose stages are all planned, nothing is faster. Few stages are planned:
-those of cuts that might have been the best. Two parallel pipelines are tried where the bounds of
-both and the sum of their gradients leave room; each is then searched in the same way.
+Best first: a heap holds groupings, orders and cuts by seconds that none of their plans beats. A
+grouping is refined to its orders, an order to its best cut, and a cut whose stages are bounds to
+the same with these stages planned. The search ends when the first is a cut of planned stages. Two
+parallel pipelines are tried where both bounds and the sum of their gradients leave room.
 """
 
 from __future__ import annotations
@@ -18,7 +13,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -29,7 +24,6 @@ from lightning_cephalo.offline.pipeline.bounds import (
     StageTable,
     least_pipelines_s,
 )
-from lightning_cephalo.offline.pipeline.closed_form import reduced_s
 from lightning_cephalo.offline.pipeline.cuts import Cut, Order
 from lightning_cephalo.offline.pipeline.groups import (
     Atom,
@@ -72,27 +66,18 @@ _FIRST = 4
 _LEAST_S = 1.0
 
 
-Planner = Callable[[Problem, float], Plan | None]
-
-
-def _solve(problem: Problem, time_limit_s: float) -> Plan | None:
-    return solve_if_possible(problem, time_limit_s=time_limit_s)
-
-
 class Planned:
     """Plans of stages' waves, kept for searches on other bandwidths."""
 
-    def __init__(self, planner: Planner | None = None) -> None:
-        self._planner: Planner = planner or _solve
+    def __init__(self, planner: Callable[..., Plan | None] = solve_if_possible) -> None:
+        self._planner = planner
         self._plans: dict[Problem, Plan | None] = {}
-        self.solved = 0
 
     def plan(self, problem: Problem, *, time_limit_s: float) -> Plan | None:
         """Return the plan of a wave; None if nothing fits, or none is found in time."""
         if problem not in self._plans:
-            self.solved += 1
             try:
-                self._plans[problem] = self._planner(problem, time_limit_s)
+                self._plans[problem] = self._planner(problem, time_limit_s=time_limit_s)
             except SolverError:
                 self._plans[problem] = None
         return self._plans[problem]
@@ -117,7 +102,6 @@ def advise(
     gap: float = GAP,
     most_stages: int | None = None,
     planned: Planned | None = None,
-    below_s: float = math.inf,
     today: Plan | None = None,
 ) -> Advice:
     """Find the fastest pipelines of node groups and compare them with today's plan.
@@ -125,11 +109,6 @@ def advise(
     All ranks take part. Stages are one or more whole blocks, in one or two parallel pipelines.
     Units, ways to gather, waves and the samples of parallel pipelines are chosen too. Inside a
     stage, :func:`~lightning_cephalo.plan.solve` divides a wave so that it is as short as possible.
-
-    Example::
-
-        advice = advise(pipeline_problem(cluster, work, global_batch_size=256))
-        advice.pipeline_wins, advice.best.pipelines[0].units      # (True, (9, 2, 21))
     """
     limit = records.real("time_limit_s", time_limit_s, above_minimum=True, infinite=True)
     gap = records.real("gap", gap)
@@ -148,8 +127,8 @@ def advise(
             least_s = math.inf
         except SolverError:
             pass  # the bound of today's plan takes its place
-    started = time.perf_counter()
-    search = _Search(problem, started + limit, gap, most_stages, planned or Planned(), below_s)
+    deadline = time.perf_counter() + limit
+    search = _Search(problem, deadline, gap, most_stages, planned or Planned())
     search.run(least_s if today is None or today.step_s is None else today.step_s)
     return Advice(
         problem,
@@ -158,19 +137,11 @@ def advise(
         search.best,
         search.bound_s,
         search.covers(),
-        search.screened,
-        search.planned.solved,
-        time.perf_counter() - started,
     )
 
 
 def least_step_s(problem: Problem) -> float:
-    """Return seconds that no plan of today's problem beats, without a solver.
-
-    Example::
-
-        least_step_s(problem) <= solve(problem).step_s      # True
-    """
+    """Return seconds that no plan of today's problem beats, without a solver."""
     problem = with_updates(problem, least_update_s(problem))
     fixed_s = fixed_time(problem)
     choices = [problem.resharding(choice) for choice in problem.reshard_choices]
@@ -200,10 +171,9 @@ class _Search:
         gap: float,
         most_stages: int | None,
         planned: Planned,
-        below_s: float,
     ) -> None:
         self.problem, self.deadline, self.gap = problem, deadline, gap
-        self.planned, self.below_s = planned, below_s
+        self.planned = planned
         self.most_stages = min(most_stages or problem.units, problem.units)
         self.atoms: tuple[Atom, ...] = atoms_of(problem)
         self.kinds = kinds_of(problem, self.atoms)
@@ -212,14 +182,13 @@ class _Search:
         self._partitions: dict[tuple[int, ...], list[Partition]] = {}
         self.best: PipelinePlan | None = None
         self.bound_s = math.inf
-        self.screened = 0
 
     def run(self, today_s: float) -> None:
         """Search single pipelines, then pairs that might be faster than those and today's plan."""
         everything = tuple(range(len(self.atoms)))
         if len(everything) < 2:
             return
-        found, self.bound_s = self.fastest(everything, self.problem.batch, self.below_s, 2)
+        found, self.bound_s = self.fastest(everything, self.problem.batch, math.inf, 2)
         if found is not None:
             self.best = PipelinePlan((self._pipeline(found),))
         self._pairs(today_s)
@@ -338,7 +307,6 @@ class _Search:
             least = least_pipelines_s(unit_s, tail_s, self.problem.units, count)
             least = np.maximum(least, 2 * (count - 1) * cross_s * (stages > 1))
             least += 2 * (stages - 1) * (cross_s + best.latency_s)
-            self.screened += len(groupings)
             yield from zip(least.tolist(), groupings, itertools.repeat(count))
 
     def _groupings(self, atoms: tuple[int, ...]) -> list[Partition]:
@@ -472,10 +440,10 @@ class _Search:
             if self.best is None or plan.step_s < self.best.step_s:
                 self.best = plan
             # To be faster, pipelines that are no faster must exchange less.
-            sync = sync.below(sync_s)
+            sync = replace(sync, below_s=sync_s)
 
     def _cutoff_s(self, today_s: float) -> float:
-        return min(today_s, self.below_s, self.best.step_s if self.best else math.inf)
+        return min(today_s, self.best.step_s if self.best else math.inf)
 
     def _work_s(self, atoms: Sequence[int], samples: int) -> float:
         """Return the seconds that these atoms' ranks need for all units of so many samples."""
@@ -495,10 +463,6 @@ class Sync:
     one: tuple[int, ...]
     other: tuple[int, ...]
     below_s: float = math.inf
-
-    def below(self, below_s: float) -> Sync:
-        """Return the same, for stages whose exchange takes less than ``below_s``."""
-        return Sync(self.problem, self.one, self.other, below_s)
 
     def seconds(self, stage: Stage) -> float:
         """Return the seconds of a stage's exchange."""
@@ -546,6 +510,4 @@ def _priced(order: Order, cut: Cut) -> Cut | None:
     for table, (way, units) in zip(order.tables, cut.choices, strict=True):
         if math.isinf(table.sum_s[way, units]):
             return None
-    times = order.times(cut.choices)
-    done_s = reduced_s(times, order.crossings, order.waves)
-    return Cut(done_s + max(stage.update_s for stage in times), done_s, cut.choices)
+    return order.cut(cut.choices)

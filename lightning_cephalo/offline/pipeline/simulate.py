@@ -1,10 +1,8 @@
-"""Plays a pipeline's step unit by unit: compute and collectives of every stage, and the links.
+"""Plays a pipeline's step unit by unit, to check ``closed_form.py``, which knows waves only.
 
-It checks ``closed_form.py``, which knows waves only. A stage is one lane: its ranks meet in the
-collectives of each unit, so its slowest rank counts. Each stage has a stream for compute and one
-for collectives; each link has a stream each way. A gather runs at most one unit ahead of the
-compute (two buffers), and a unit's reduce is issued behind the next unit's gather, as in the
-layered step.
+A stage is one lane: its ranks meet in the collectives of each unit, so its slowest rank counts. A
+gather runs at most one unit ahead of the compute (two buffers), and a unit's reduce is issued
+behind the next unit's gather, as in the layered step.
 """
 
 from __future__ import annotations

@@ -39,14 +39,6 @@ class Stage:
         return self.is_first or self.is_last
 
 
-def gatherings(units: int) -> tuple[Gathering, ...]:
-    """Return the ways to gather a stage of so many units.
-
-    Two units are always held whole, so up to two there is nothing to gain from gathering again.
-    """
-    return (Gathering.HOLD,) if units <= 2 else (Gathering.HOLD, Gathering.REGATHER)
-
-
 def stage_problem(problem: PipelineProblem, stage: Stage) -> Problem:
     """Return one wave of a stage as a problem; its memory is that of the whole step.
 

@@ -23,12 +23,7 @@ class Gathering(enum.Enum):
 
 @dataclass(frozen=True)
 class StageTimes:
-    """The seconds of one stage; those of compute are its slowest rank's, summed over a wave.
-
-    Example::
-
-        StageTimes(4, 0.01, 0.03, 0.0, 0.002, 0.004, Gathering.REGATHER).wave_forward_s  # 0.04
-    """
+    """The seconds of one stage; those of compute are its slowest rank's, summed over a wave."""
 
     units: int
     forward_s: float

@@ -262,5 +262,5 @@ def test_measured_curves_are_those_of_a_model_of_the_same_size():
     curves = Curves("RTX 4090", (1.0,), (2.0,), (1.0,), (1.0,), source="measured")
     table = CurveTable("llama", "fp32", 32, (curves,), parameters=round(small.parameters))
     device = find_device("RTX 4090")
-    assert curves_of(device, small, 4, measured=[table]).source == "measured"
-    assert curves_of(device, large, 4, measured=[table]).source == "estimate"
+    assert curves_of(device, small, 4, tables=[table]).source == "measured"
+    assert curves_of(device, large, 4, tables=[table]).source == "estimate"

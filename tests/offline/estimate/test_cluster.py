@@ -9,7 +9,7 @@ import pytest
 
 from lightning_cephalo.offline.estimate.cluster import Cluster
 from lightning_cephalo.offline.estimate.collective import (
-    even_collective_s,
+    UNEVEN_FACTOR,
     hybrid_gather_s,
     hybrid_reduce_s,
     uneven_collective_s,
@@ -115,17 +115,16 @@ def test_a_bad_cluster_is_refused_by_name(tmp_path, text, words):
 
 def test_collectives_take_what_the_slowest_link_takes():
     one = Cluster.from_yaml("nodes: [{devices: {T4: 1}}]")
-    assert even_collective_s(one, 1e9) == 0.0
+    assert uneven_collective_s(one, 1e9) == 0.0
     node = Cluster.from_yaml(
         "nodes: [{devices: {T4: 4}, link: {bandwidth: 10 GB/s, latency: 0 s}}]"
     )
-    assert even_collective_s(node, 1e9) == pytest.approx(0.75 * 0.1)
-    assert uneven_collective_s(node, 1e9, uneven_factor=1.25) == pytest.approx(1.25 * 0.075)
+    assert uneven_collective_s(node, 1e9) == pytest.approx(UNEVEN_FACTOR * 0.75 * 0.1)
     nodes = Cluster.from_yaml(
         "nodes: [{count: 2, devices: {T4: 4}, link: 10 GB/s}]\nbetween_nodes: 8 Gb/s"
     )
     # 2 levels inside at 10 us, 1 between at 30 us
-    assert even_collective_s(nodes, 1e9) == pytest.approx(7 / 8 + 50e-6)
+    assert uneven_collective_s(nodes, 1e9) == pytest.approx(UNEVEN_FACTOR * (7 / 8 + 50e-6))
 
 
 PAIRS = """
@@ -154,13 +153,14 @@ def test_pairs_of_nodes_have_their_own_links(tmp_path):
     assert network.ring_s({0: 4, 1: 2}, 6e9) == pytest.approx(5 / 6 * 6 / 8 + 30e-6)
     assert network.ring_s({1: 2}, 1e9) == pytest.approx(0.5 / 10)
     assert network.ring_s({1: 1}, 1e9) == 0.0
-    assert even_collective_s(cluster, 8e9) == network.ring_s({0: 4, 1: 2, 2: 2}, 8e9)
+    ring_s = network.ring_s({0: 4, 1: 2, 2: 2}, 8e9)
+    assert uneven_collective_s(cluster, 8e9) == UNEVEN_FACTOR * ring_s
     # a node's sums cross to each other node, over its own link
     assert network.exchange_s(8e9) == pytest.approx(4 + 1e-3 + 2 + 30e-6)
     inside_s = network.ring_s({1: 2}, 8e9)
-    assert hybrid_gather_s(cluster, 8e9, uneven_factor=2) == pytest.approx(2 * inside_s)
-    reduced_s = hybrid_reduce_s(cluster, 8e9, uneven_factor=1)
-    assert reduced_s == pytest.approx(inside_s + network.exchange_s(8e9))
+    assert hybrid_gather_s(cluster, 8e9) == pytest.approx(UNEVEN_FACTOR * inside_s)
+    reduced_s = UNEVEN_FACTOR * (inside_s + network.exchange_s(8e9))
+    assert hybrid_reduce_s(cluster, 8e9) == pytest.approx(reduced_s)
     assert network.scaled(2).between_groups((0,), (1,)).bandwidth_bytes_per_s == 16e9
 
 
@@ -174,7 +174,7 @@ def test_one_link_for_all_pairs_is_the_matrix_of_it():
         {"nodes": [{"count": 3, "devices": {"T4": 4}}]} | {"between_nodes": rows}
     )
     assert matrix.network == one.network
-    assert even_collective_s(matrix, 1e9) == even_collective_s(one, 1e9)
+    assert uneven_collective_s(matrix, 1e9) == uneven_collective_s(one, 1e9)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from pipeline_cases import problem_of, rank
 from lightning_cephalo.offline.pipeline.problem import Block
 from lightning_cephalo.offline.pipeline.stages import (
     Stage,
-    gatherings,
     planned_times,
     stage_problem,
     with_shared_root,
@@ -87,11 +86,6 @@ def test_what_crosses_takes_the_slowest_link_of_two_groups():
     problem = problem_of(TWO, TWO, between=10.0)
     assert problem.crossing((0,), (1,), 5).wave_s == pytest.approx(5 * 2 / 10)
     assert problem.crossing((0,), (1,), 5).latency_s == 0.01
-
-
-def test_no_stage_of_two_units_gathers_again():
-    assert gatherings(2) == (Gathering.HOLD,)
-    assert set(gatherings(3)) == set(Gathering)
 
 
 def test_updates_are_shared_by_memory_and_the_slowest_rank_counts():
