@@ -16,15 +16,13 @@ _ABORT_S = 10.0
 def abort_groups() -> None:
     """Abort all process groups without waiting for pending collectives, which may never end.
 
-    A rank that fails alone leaves other ranks in a collective, whose kernels wait for that rank.
-    Lightning afterwards empties the device's cache and destroys the groups. If the groups run on
-    the device, both wait for these kernels (pytorch/torchtitan#1342).
-
-    Private API: no public function aborts all groups. It runs in a thread, because it may itself
-    wait forever.
+    Lightning afterwards empties the device's cache and destroys the groups. On the device, both
+    would wait for kernels that wait for this rank (pytorch/torchtitan#1342). Private API: no public
+    function aborts all groups.
     """
     if _is_connected():
         abort_collectives()
+        # it may itself wait forever
         thread = threading.Thread(target=distributed_c10d._abort_process_group, daemon=True)
         thread.start()
         thread.join(_ABORT_S)
@@ -33,12 +31,9 @@ def abort_groups() -> None:
 def abort_collectives() -> None:
     """End the collectives that run on this device; later ones raise torch's error.
 
-    Other than behind :func:`abort_groups`, the groups are still known: the thread that uses them
-    gets an error that says so. All are aborted at the same time. NCCL frees a communicator's memory
-    in its abort, which waits for all kernels of the device, also for those of communicators that
-    are not aborted yet: seen on a GPU, with three groups (pytorch#119797).
-
-    Private API: no public function does this for the groups of others.
+    The groups stay known, so the thread that uses them gets an error. All are aborted at the same
+    time, because one abort waits for the kernels of other groups (docs/design/recovery.md). Private
+    API: no public function does this for the groups of others.
     """
     if not _is_connected():
         return

@@ -1,10 +1,9 @@
 """Lets the agents of several hosts meet, whatever their clocks say.
 
-torch's agents write the time of their clock into a common state, again and again. Each compares the
-times of the others with its own clock. So a host whose clock is some seconds behind counts as lost,
-and one that has not run for some seconds takes all others for lost. Here each agent notes by its
-own clock when it has seen a time change. It counts at most a moment between two looks, as it may
-not have run in between. What others have written stays in the common state as it is.
+torch's agents write the time of their clock into a common state, and compare those of others with
+their own. A clock some seconds behind then counts as a lost host. Here each agent notes by its own
+clock when it has seen a time change. It counts at most a moment between two looks, as it may not
+have run in between. What others have written stays in the common state as it is.
 
 [Note: torch's state] The state is private to torch; of it only ``last_heartbeats`` and ``deadline``
 are used. Only this file uses them; tests/distributed/test_agents.py fails when they change.
@@ -23,7 +22,7 @@ from contextlib import suppress
 from datetime import datetime, timedelta, timezone
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import (
@@ -46,10 +45,7 @@ BACKEND = "cephalo"
 """The name under which torch's launcher finds :func:`meeting`."""
 
 MET = "met"
-"""The key of a function among the launcher's settings, which is called where agents can meet.
-
-It is given another one, which ends the watch for that place.
-"""
+"""Key among the launcher's settings: a function that gets one which ends the endpoint's watch."""
 
 _PORT = 29400  # as torch's
 _DEADLINE = "deadline"
@@ -80,15 +76,16 @@ def meeting(parameters: RendezvousParameters) -> RendezvousHandler:
     last_call_s = float(parameters.get("last_call_timeout"))
     handler = create_handler(store, OwnClock(backend, last_call_s), parameters)
     told = os.environ.get(TOLD)
-    return handler if told is None else UnlessRefused(handler, Path(told), parameters.max_nodes)
+    if told is None:
+        return handler
+    return cast(RendezvousHandler, UnlessRefused(handler, Path(told), parameters.max_nodes))
 
 
 def limit_silence(port: int, silent_s: float) -> int:
     """Let the kernel end this process's connections to a port whose host acknowledges nothing.
 
-    A host that loses its power or its network closes no connection. torch's store gives up a wait
-    after its timeout, and then waits for an answer to that, without a limit but the kernel's, a
-    quarter of an hour. Nobody else has the connection, so it is found among all.
+    A host that loses its power or its network closes no connection, and torch's store then waits
+    for the kernel's limit, a quarter of an hour. torch does not show the connection.
     """
     count = 0
     for connection in _connections_to(port):
@@ -111,15 +108,10 @@ def _connections_to(port: int) -> Iterator[socket.socket]:
 
 
 def answers(endpoint: str) -> bool:
-    """Return whether a store answers where agents meet.
-
-    The kernel of a host takes connections for a process that is stopped, too.
-
-    Args:
-        endpoint: The place, as HOST:PORT.
-    """
+    """Return whether a store answers at HOST:PORT, where agents meet."""
     host, port = _place(endpoint)
     try:
+        # not enough: the kernel takes connections for a process that is stopped, too
         with socket.create_connection((host, port), timeout=_ANSWER_S):
             pass
         within(_ANSWER_S, partial(_store_at, host, port))
@@ -142,17 +134,10 @@ def _cut(port: int) -> None:
 
 
 class Watch:
-    """Ends all waits for the store in which agents meet, if its process answers no more.
+    """Closes all connections to the store in which agents meet, if it is silent for too long.
 
-    A process that is stopped, or that the system does not run, still acknowledges what is sent to
-    it. torch's store waits for its answers without a limit. So a connection of its own asks every
-    second. Seconds in which this process did not run itself do not count.
-
-    Args:
-        host: Where the store is.
-        port: Its port.
-        silent_s: Seconds without an answer after which all connections to it are closed.
-        look_s: Seconds from one question to the next.
+    The kernel acknowledges what a stopped process is sent, and torch's store waits for its answers
+    without a limit. So a connection of its own asks every ``look_s`` seconds.
     """
 
     def __init__(self, host: str, port: int, silent_s: float, look_s: float = 1.0) -> None:
@@ -161,7 +146,7 @@ class Watch:
         self._answers, self._is_over = 0, threading.Event()
 
     def begin(self) -> None:
-        """Watch, in two threads, until the store is gone or silent."""
+        """Watch in two threads, until the store is gone or silent."""
         for work in (self._ask, self._look):
             threading.Thread(target=work, daemon=True, name="cephalo-endpoint").start()
 
@@ -194,15 +179,9 @@ class Watch:
 
 
 def may_meet_at(endpoint: str, until_s: float, look_s: float = 0.2) -> bool:
-    """Wait until somebody answers where agents meet, or until this host may be that place.
+    """Wait until a store answers at HOST:PORT or this host may open one; return if it came so far.
 
-    Args:
-        endpoint: The place, as HOST:PORT.
-        until_s: Until when to wait, by the clock ``time.monotonic``.
-        look_s: Seconds from one look to the next.
-
-    Returns:
-        Whether agents may meet there now.
+    ``until_s`` is a time of ``time.monotonic``.
     """
     while True:
         if answers(endpoint):
@@ -238,16 +217,16 @@ class OwnClock(RendezvousBackend):
 
     @property
     def name(self) -> str:
-        """The name that torch's launcher knows it by."""
+        """Name of the rendezvous backend."""
         return BACKEND
 
     def get_state(self) -> tuple[bytes, Any] | None:
-        """Return the common state, with times of this host, and its token."""
+        """Return the common state with times of this host, and its token."""
         found = self._backend.get_state()
         return None if found is None else (self._read(found[0]), found[1])
 
     def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        """Write the common state, unless another agent has; return it as :meth:`get_state` does."""
+        """Write the common state unless another agent has; return it as :meth:`get_state` does."""
         found = self._backend.set_state(self._written(state), token)
         return None if found is None else (self._read(found[0]), *found[1:])
 
@@ -282,11 +261,7 @@ class OwnClock(RendezvousBackend):
 
 
 def _counted(passed_s: float) -> float:
-    """Return how many of the seconds between two looks count.
-
-    An agent is lost for others three seconds behind its last sign of life. One that has not run
-    must take neither itself nor others for lost before it has given its next sign.
-    """
+    """Return how many of the seconds between two looks count: few, if this process did not run."""
     return passed_s if passed_s <= _MOST_S else _LATE_S
 
 

@@ -1,14 +1,14 @@
 """Closes this process's connections to other ranks, so that none of them waits for it.
 
-A collective over gloo waits until the other process ends, or until its timeout passes. torch has no
-call that aborts a gloo group. But where a receive waits in vain for longer than *it* may, gloo
-closes all connections of its group (``Context::signalException`` in its source), as messages
-that come later could belong to it. So a receive of a message that nobody sends, with a limit of a
-millisecond, ends a group. The other ranks then see what they see when this process ends.
+torch has no call that aborts a gloo group. But where a receive waits in vain for longer than *it*
+may, gloo closes all connections of its group (``Context::signalException`` in its source). So a
+receive of a message that nobody sends, with a limit of a millisecond, ends a group. The other
+ranks then see what they see when this process ends.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -28,18 +28,10 @@ def close_connections() -> None:
     when the list, or what a receive does that waits in vain, changes.
     """
     for group in list(distributed_c10d._world.pg_map):
-        _close(group)
-
-
-def _close(group: dist.ProcessGroup) -> None:
-    for peer in range(group.size()):
-        if peer == group.rank():
-            continue
-        try:
-            receive = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=_TAG)
-            assert receive is not None
-            receive.wait(_LIMIT)
-        except RuntimeError:
-            # It has waited in vain; or this connection was closed before, and others are not; or
-            # the group sends no host memory.
-            continue
+        for peer in set(range(group.size())) - {group.rank()}:
+            # It waits in vain; or this connection was closed before, and others are not; or the
+            # group sends no host memory.
+            with suppress(RuntimeError):
+                receive = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=_TAG)
+                assert receive is not None
+                receive.wait(_LIMIT)

@@ -1,23 +1,13 @@
 """Names a rank that is lost or fails while all meet and connect.
 
-In the roll call, a rank waits for others to come. Some that it waits for it has heard from: they
-have come already, or an earlier Trainer of this process has connected it to them. It watches those.
-What nobody has heard from cannot be told from a process that has not started yet.
+In the roll call, a rank watches those that have come, and those of an earlier run. Behind it, torch
+may wait without a limit: for a store whose process is stopped, and in gloo and NCCL for a rank that
+is lost at that moment. So a thread connects, and the rank's own thread looks meanwhile whether
+another rank is gone or has failed. Nothing ends a call that hangs in torch: the thread stays in it.
 
-Behind the roll call, ranks wait in a store for each other's addresses, and for connections. torch
-waits there for the whole timeout, and says which key is missing. It waits without a limit where the
-process of the store is stopped, and where gloo connects to a rank that is killed at that moment.
-NCCL waits without a limit for each rank that is lost while it connects. So a thread connects, and
-the rank's own thread looks meanwhile whether another rank is gone or has failed.
-
-[Note: what is left behind] Nothing ends a call that hangs in torch. Where a rank is lost, the
-thread stays in it, perhaps until the process ends.
-
-[Note: who watches whom] Each rank looks for the next one only, and tells all others what it finds:
-a thousand ranks that each look for all would make a million connections a second.
-
-Alternatives considered: a store of our own with limits, which torch asks in place of its own. It
-ends the waits for keys, but not gloo's.
+Each rank looks for the next one only, and tells all others what it finds: a thousand ranks that
+each look for all would make a million connections a second. A store of our own with limits would
+end the waits for keys, but not gloo's.
 """
 
 from __future__ import annotations
@@ -44,7 +34,7 @@ _Answer = TypeVar("_Answer")
 
 
 class Lookout:
-    """Looks, each time it is called, whether another rank is gone or has failed."""
+    """Raises DistNetworkError when it is called, if another rank is gone or has failed."""
 
     def __init__(self, switchboard: Switchboard) -> None:
         self._switchboard = switchboard
@@ -52,7 +42,6 @@ class Lookout:
         self._reachable: set[int] = set()
 
     def __call__(self, ranks: Sequence[int] | None = None) -> None:
-        """Look."""
         board = self._switchboard
         if board.knows_of_this_run():
             raise dist.DistNetworkError("another rank has failed while all connected")
@@ -72,15 +61,11 @@ class Lookout:
 class Watch:
     """Watches ranks that this one has heard from, while it waits for all to come.
 
-    Args:
-        own: Reaches the ranks that have come; it knows this rank's process.
-        others: Looks for ranks that are known otherwise, such as from an earlier run, and raises
-            RemoteRankError where one is gone; None: there are none.
-        where: Tells of ranks of that run where they are.
-        name_of: Names a rank of that run, with its process and host; None: by its number alone.
+    ``where`` and ``name_of`` tell of ranks of an earlier run.
     """
 
     own: Switchboard
+    # raises RemoteRankError where a rank is gone that is known otherwise, as from an earlier run
     others: Callable[[], None] | None = None
     where: Callable[[Sequence[int]], str] = field(default=lambda ranks: "")
     name_of: Callable[[int], str] | None = None
@@ -90,14 +75,7 @@ class Watch:
         object.__setattr__(self, "_lookout", Lookout(self.own))
 
     def look(self, come: Mapping[int, Process]) -> None:
-        """Look for ranks that are known otherwise, and for those that have come.
-
-        Args:
-            come: The processes of ranks that have come.
-
-        Raises:
-            RemoteRankError: If a rank is gone.
-        """
+        """Raise RemoteRankError if a rank is gone that has come, or that is known otherwise."""
         if self.others is not None:
             self.others()
         self._note(come)
@@ -171,7 +149,7 @@ def connect_watched(
 
 
 def _on_this_device(connect: Callable[[], _Answer]) -> Callable[[], _Answer]:
-    """Return a function that does in any thread what one does in this, whose device is set."""
+    """Return a function that connects with this thread's device, in any thread."""
     if not torch.accelerator.is_available():  # a backend alone is no device
         return connect
     index = torch.accelerator.current_device_index()

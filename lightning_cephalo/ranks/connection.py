@@ -1,13 +1,9 @@
 """What the runs of a process share: its connection to the other ranks.
 
-torch has one default group for a process. The groups, threads and servers beside it serve all runs,
-however many Trainers make them. After a failure of one rank alone the connections are closed, and
-the next run connects anew.
-
-[Note: a failure behind the last collective of a run]
-A rank may fail where the others have ended well, such as in ``on_fit_end``. They find closed
-connections when they begin their next run, and connect anew if that rank's process goes on. So runs
-are counted, and what a failing rank tells others has the number of its run.
+The groups, threads and servers beside torch's default group serve all runs, however many Trainers
+make them. After a failure of one rank alone the connections are closed, and the next run connects
+anew. A rank may fail where the others have ended well, such as in ``on_fit_end``. So runs are
+counted, and what a failing rank tells others has the number of its run.
 """
 
 from __future__ import annotations
@@ -51,12 +47,7 @@ class HoldsGroups(Protocol):
 
 @dataclass(frozen=True)
 class Ranks:
-    """The connection of this process to the processes of the other ranks.
-
-    Attributes:
-        groups: The process groups.
-        crash_report: Tells other ranks this rank's failure outside of a step.
-    """
+    """The connection of this process to the processes of the other ranks."""
 
     groups: Groups
     crash_report: CrashReport
@@ -73,10 +64,6 @@ class Ranks:
         """Create the groups over connected processes; collective."""
         groups = Groups.create(timeout, node_rank, patience(timeout), switchboard)
         return cls(groups, CrashReport(groups.control, groups.meeting.switchboard))
-
-    def close(self) -> None:
-        """End this rank's servers."""
-        self.groups.meeting.close()
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         """Make None of a copy: callbacks and trainers are copied and pickled, connections not."""
@@ -101,13 +88,9 @@ class Connection:
         self._holders: weakref.WeakSet[HoldsGroups] = weakref.WeakSet()
         self._is_closed = False
 
-    def hold(self, holder: HoldsGroups) -> None:
-        """Note an object that refers to the groups from now on."""
-        self._holders.add(holder)
-
     def ranks_for(self, holder: HoldsGroups, timeout: timedelta, node_rank: int) -> Ranks:
-        """Return the groups of all runs; collective where this is the first."""
-        self.hold(holder)
+        """Return the groups of all runs, to which a holder refers; collective in the first run."""
+        self._holders.add(holder)
         if self._ranks is None:
             self._ranks = self._connected(timeout, node_rank)
             if self._earlier is not None:
@@ -142,7 +125,7 @@ class Connection:
     def end_servers(self) -> None:
         """Stop answering other ranks."""
         if self._ranks is not None:
-            self._ranks.close()
+            self._ranks.groups.meeting.close()
 
     def watch_for(self, own: Switchboard) -> Watch:
         """Return a watch for ranks of an earlier run, while this one waits for all to come anew."""
@@ -228,10 +211,7 @@ _CONNECTIONS: weakref.WeakKeyDictionary[dist.ProcessGroup, Connection] = weakref
 
 
 def current() -> Connection | None:
-    """Return the connection over the default group; None if there is no such group.
-
-    A default group that another's code has made gets one.
-    """
+    """Return the connection over the default group, also of the user's; None if there is none."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     default = dist.group.WORLD
@@ -243,8 +223,8 @@ def current() -> Connection | None:
 def note(met: Met | None, earlier: Connection | None = None) -> Connection:
     """Note that the default group has been made, and destroy it before the interpreter ends.
 
-    Lightning does not do this for gloo. A gloo thread that releases a tensor while the interpreter
-    ends aborts the process (pytorch #190489). Its threads must therefore end earlier.
+    A gloo thread that releases a tensor while the interpreter ends aborts the process (pytorch
+    #190489), and Lightning leaves gloo's groups.
     """
     default = dist.group.WORLD
     assert default is not None

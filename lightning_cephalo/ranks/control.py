@@ -1,7 +1,6 @@
-"""Exchanges small messages between the processes of all ranks, on a CPU group of their own.
+"""Exchanges small messages between all ranks, on a CPU group of their own, and lets all raise.
 
-The messages keep ranks from waiting for other ranks forever. An error on one rank travels with the
-next message. All ranks learn of it from that message and raise together.
+An error on one rank travels with the next message, so that no rank waits for another forever.
 """
 
 from __future__ import annotations
@@ -30,15 +29,9 @@ class ControlGroup:
             ...
         layout = control.together("reading the dataloader", read)    # raises everywhere or nowhere
 
-    Every method is collective: all ranks call it at the same point of the program.
-
-    Args:
-        group: A group of all ranks that takes CPU tensors (gloo).
-
-    Attributes:
-        group: As given.
-        raised: The failure that this rank has raised together with the others, if any.
-        is_of_all: Whether each of the others has raised one of the same kind then.
+    Every method is collective: all ranks call it at the same point of the program. ``group`` takes
+    CPU tensors (gloo). After a failure, ``raised`` is what this rank has raised together with the
+    others, and ``is_of_all`` whether each of them raised one of the same kind.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -62,11 +55,10 @@ class ControlGroup:
     def gather(self, value: Any) -> list[Any]: ...
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, in rank order.
+        """Return every rank's value, in rank order; all ranks must pass the same kind of value.
 
-        A number travels and returns as float64. So does a list of numbers, which must be equally
-        long on all ranks. Other values are pickled, which takes longer. All ranks must pass the
-        same kind of value.
+        A number, or a list of numbers of equal length everywhere, returns as float64. Other values
+        are pickled, which takes longer.
         """
         if isinstance(value, (int, float)):
             return [row[0] for row in self._gather_numbers([value])]
@@ -123,15 +115,9 @@ class ControlGroup:
         return values[0]
 
     def together(self, doing: str, function: Callable[[], Any]) -> Any:
-        """Call a function and return its result; if it fails on any rank, raise on all ranks.
+        """Call a function, which must not communicate; if it fails on any rank, all ranks raise.
 
-        Args:
-            doing: Description of the function for the message: "reading the plan".
-            function: The function; it must not communicate.
-
-        Raises:
-            BaseException: This rank's own failure as it is.
-            RemoteRankError: If the function has failed on other ranks only.
+        A rank raises its own failure as it is, or RemoteRankError with what another was ``doing``.
         """
         failure: BaseException | None = None
         result = None
@@ -143,15 +129,9 @@ class ControlGroup:
         return result
 
     def raise_if_any_failed(self, failure: BaseException | None, doing: str) -> None:
-        """Raise on all ranks if any of them has failed.
+        """Raise on all ranks if any has failed: its own failure, or RemoteRankError elsewhere.
 
-        Args:
-            failure: This rank's failure, or None.
-            doing: Description of this rank's activity; the message on other ranks repeats it.
-
-        Raises:
-            BaseException: This rank's own failure as it is.
-            RemoteRankError: If only other ranks have failed.
+        ``doing`` describes this rank's activity in the message of other ranks.
         """
         if not self.any(failure is not None):  # quicker than messages
             return

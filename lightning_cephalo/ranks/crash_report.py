@@ -1,14 +1,9 @@
 """Says on every rank why another rank has ended the run.
 
-Code outside of a step (a callback, the dataset, a hook) may fail on one rank alone, while the
-other ranks wait in a collective. A process may also be killed, or freeze. The process group then
-reports a closed connection or a timeout only. So a rank that fails first tells all other ranks its
-error. A rank that loses its connection asks all of them, at the same time, what they know. It tells
-the others the answer before it ends, as they may lose the connection to this rank first.
-
-Alternatives considered: the default process group's own store lives on rank 0 and dies with it. A
-store of torch connects without a limit to a process that is stopped. Files do not reach other
-hosts.
+A process group reports a closed connection or a timeout only. So a rank that fails outside of a
+step first tells all others its error. A rank that loses its connection asks all of them what they
+know, and tells the answer before it ends, as others may lose the connection to this rank first.
+The default group's store would die with rank 0, and files do not reach other hosts.
 """
 
 from __future__ import annotations
@@ -49,9 +44,7 @@ class CrashReport:
     def all_fail(self, exception: BaseException) -> bool:
         """Whether all ranks fail with errors of their own, and none waits for another; collective.
 
-        So it is where each rank raises the same error in a hook. All ranks have then begun equally
-        many collectives. A rank that has begun more waits for this one in vain: then this rank
-        does not wait for it. The ranks agree on the answer.
+        All ranks have then begun equally many collectives, and agree on the answer.
         """
         switchboard = self.switchboard
         if switchboard is None:
@@ -67,10 +60,7 @@ class CrashReport:
         return verdict
 
     def on_exception(self, exception: BaseException) -> None:
-        """Tell other ranks this rank's failure; name the cause in a lost connection's error.
-
-        Does nothing with a failure that all ranks raise, or that names its cause already.
-        """
+        """Tell other ranks a failure that not all raise; name the cause in a lost connection's."""
         switchboard = self.switchboard
         if switchboard is None or self.is_common(exception) or _THEN in str(exception):
             return
@@ -84,7 +74,7 @@ class CrashReport:
         if switchboard is None or switchboard.knows_of_this_run():
             return switchboard is not None
         answers = switchboard.look()
-        if not any(isinstance(answer, ConnectionError) for answer in answers.values()):
+        if not _ended(answers):
             return False
         _tell_those_there(switchboard, answers, seen(switchboard, answers))
         return True
@@ -102,8 +92,7 @@ class CrashReport:
         """Return a sentence about the ranks whose processes have ended; None if none has."""
         if self.switchboard is None:
             return None
-        answers = self.switchboard.look()
-        gone = [rank for rank, answer in answers.items() if isinstance(answer, ConnectionError)]
+        gone = _ended(self.switchboard.look())
         if not gone:
             return None
         said = f"{_names(self.switchboard, gone)} gone by now."
@@ -112,10 +101,11 @@ class CrashReport:
 
 
 def tell_why(switchboard: Switchboard, exception: BaseException) -> str | None:
-    """Tell other ranks why this one ends."""
+    """Tell other ranks why this one ends; return the cause if it has lost a connection."""
     if not is_lost_connection(exception):
         own = switchboard.name_of(switchboard.rank)
-        switchboard.tell(f"{own} failed: {_short(exception)}")
+        kind = type(exception).__name__
+        switchboard.tell(f"{own} failed: {printable(f'{kind}: {first_lines(exception)}')}")
         return None
     answers = switchboard.look()
     heard = switchboard.heard()
@@ -163,7 +153,7 @@ def is_lost_connection(exception: BaseException) -> bool:
 
 def seen(switchboard: Switchboard, answers: Mapping[int, Whereabouts | OSError]) -> str:
     """Return what this rank sees of the others."""
-    gone = [rank for rank, answer in answers.items() if isinstance(answer, ConnectionError)]
+    gone = _ended(answers)
     if gone:
         return (
             f"{_names(switchboard, gone)} gone: the process ended without a message, or was"
@@ -182,6 +172,10 @@ def seen(switchboard: Switchboard, answers: Mapping[int, Whereabouts | OSError])
     )
 
 
+def _ended(answers: Mapping[int, Whereabouts | OSError]) -> list[int]:
+    return [rank for rank, answer in answers.items() if isinstance(answer, ConnectionError)]
+
+
 def _where(switchboard: Switchboard, answers: Mapping[int, Whereabouts | OSError]) -> str:
     return "; ".join(
         f"{switchboard.name_of(rank)} {'waits' if answer.waits else 'works'} {answer}"
@@ -192,10 +186,6 @@ def _where(switchboard: Switchboard, answers: Mapping[int, Whereabouts | OSError
 
 def _names(switchboard: Switchboard, ranks: list[int]) -> str:
     return f"{', '.join(map(switchboard.name_of, ranks))} {'is' if len(ranks) == 1 else 'are'}"
-
-
-def _short(exception: BaseException) -> str:
-    return printable(f"{type(exception).__name__}: {first_lines(exception)}")
 
 
 def first_lines(exception: BaseException) -> str:

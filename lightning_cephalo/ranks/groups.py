@@ -8,7 +8,8 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -38,8 +39,7 @@ def set_timeout(group: dist.ProcessGroup | None, timeout: datetime.timedelta) ->
         change(timeout, group)
 
 
-@dataclass(frozen=True)
-class GroupsOfState:
+class GroupsOfState(NamedTuple):
     """The process groups of ranks that hold the whole state together."""
 
     gather: dist.ProcessGroup
@@ -49,20 +49,13 @@ class GroupsOfState:
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups of a run; created once, used by every stage of the Trainer.
-
-    Attributes:
-        gather: Gathers parameters.
-        reduce: Reduces gradients; a separate group lets reduces overlap with gathers.
-        control: Carries small messages between processes, on the CPU.
-        nodes: The node of every rank, by the first rank on it.
-        meeting: Where ranks meet before they communicate outside of a step.
-        timeout: Timeout of collectives; None: torch's.
-    """
+    """The process groups of a run; created once, used by every stage of the Trainer."""
 
     gather: dist.ProcessGroup
+    # apart, so that reduces overlap with gathers
     reduce: dist.ProcessGroup
     control: ControlGroup
+    # by the first rank on each
     nodes: tuple[int, ...]
     meeting: Meeting
     timeout: datetime.timedelta | None = None
@@ -72,10 +65,9 @@ class Groups:
     )
 
     def of_state(self, members: Sequence[Sequence[int]]) -> GroupsOfState:
-        """Return the process groups of this rank's part of all ranks; collective the first time.
+        """Return the groups of this rank's part, of whose ranks each holds the whole state.
 
-        Args:
-            members: The ranks of each part, which each hold the whole state.
+        Collective the first time.
         """
         parts = tuple(map(tuple, members))
         known = self._of_state.get(parts)
@@ -124,11 +116,7 @@ class Groups:
     def wait_for(self, timeout: datetime.timedelta) -> None:
         """Let the collectives of the next run wait for ``timeout``."""
         self.meeting.timeout_s = timeout.total_seconds()
-        of_state = (
-            group
-            for groups in self._of_state.values()
-            for group in (groups.gather, groups.reduce, groups.rows)
-        )
+        of_state = chain(*self._of_state.values())
         for group in (self.gather, self.reduce, self.control.group, *of_state):
             set_timeout(group, timeout)
 
@@ -137,9 +125,8 @@ def _begun(groups: Sequence[Any]) -> list[int] | None:
     """Return how many collectives this rank has begun in each group; None if nobody counts them.
 
     Private API: torch has no public count. This one has collectives of the user's code, too.
-    The default group is not among ``groups``: what belongs to it must not keep it alive.
     """
-    world: Any = dist.group.WORLD
+    world: Any = dist.group.WORLD  # not in ``groups``: what belongs to it must not keep it alive
     if world is None:
         return None
     try:

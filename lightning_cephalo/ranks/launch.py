@@ -71,14 +71,8 @@ def make_launcher(
 ) -> _Launcher | None:
     """Return the launcher of the other ranks; None if there are none, or if another starts them.
 
-    A single rank needs no launcher. Lightning's own would refuse interactive sessions. It would
-    also leave environment variables behind: the next Trainer of this process would then take itself
-    for a rank of this one.
-
-    Args:
-        strategy: The strategy of the ranks.
-        start_method: "popen", "spawn", "fork" or "forkserver".
-        environment: Knows this process's rank.
+    For a single rank, Lightning's own would refuse interactive sessions, and leave environment
+    variables behind: the next Trainer of this process would take itself for a rank of this one.
     """
     if start_method != "popen":
         return _MultiProcessingLauncher(strategy, start_method=start_method)  # type: ignore[arg-type]
@@ -98,20 +92,15 @@ class _ScriptLauncher(_SubprocessScriptLauncher):
 
 
 def started_by(launcher: _Launcher | None) -> Sequence[Popen[bytes]]:
-    """Return the processes that a launcher has started from this one, in the order of their ranks.
-
-    Args:
-        launcher: Of :func:`make_launcher`.
-    """
+    """Return the processes that a launcher has started from this one, by their ranks."""
     return launcher.procs if isinstance(launcher, _ScriptLauncher) else ()
 
 
 def limit_threads(start_method: str, processes_on_host: int) -> None:
     """Divide the cores among the ranks of this host.
 
-    Lightning's launchers do this, but children of "popen" have no launcher. Without this function
-    each of these ranks would use every core. Lightning also writes an environment variable, which
-    would outlive this run.
+    Lightning's launchers do this, but children of "popen" have none. They also write an environment
+    variable, which would outlive this run.
     """
     if start_method == "fork":
         # OpenMP's threads do not survive a fork: if the script (a notebook) has used several
@@ -124,8 +113,7 @@ def limit_threads(start_method: str, processes_on_host: int) -> None:
 def set_world_ranks(environment: ClusterEnvironment, num_nodes: int, num_processes: int) -> None:
     """Set this process's rank in the cluster environment and in Lightning's rank-zero helpers.
 
-    Environments of external launchers ignore the numbers and keep the launcher's, because nodes may
-    differ in size.
+    Environments of external launchers keep the launcher's numbers.
     """
     # of one node it does not matter, and not every environment knows it (SLURM without a job step)
     first = environment.node_rank() * num_processes if num_nodes > 1 else 0
@@ -146,19 +134,14 @@ def connect(
 
     Args:
         environment: Knows this process's rank and the address of the main process.
-        backend: Backend of collectives; None: the default of the device.
+        backend: Backend of collectives; None: the default of the device. The one in use returns.
         timeout: Timeout of collectives.
         device: This rank's device.
         started: The processes of ranks that this one has started, in the order of their ranks.
 
-    Returns:
-        The backend.
-
     Raises:
         RemoteRankError: If ranks do not come, on all that do.
-            So does an ended process, where an earlier run has ended with an error of one rank.
-        UnsupportedError: On every rank, if ranks would use different backends, or if this process
-            is connected to another number of ranks.
+        UnsupportedError: If ranks use different backends, or the group has other ranks; on all.
     """
     _refuse_other_connection(environment)
     reset_seed()
@@ -219,11 +202,7 @@ def connect(
 
 
 def _refuse_other_connection(environment: ClusterEnvironment) -> None:
-    """Refuse a process group with another number of ranks than this Trainer.
-
-    Lightning's own strategies leave their group behind, for example in a notebook. Each rank of
-    this Trainer would then train alone.
-    """
+    """Refuse a group of another number of ranks, such as one that Lightning's DDP has left."""
     world_size = environment.world_size()
     if _distributed_is_initialized() and dist.get_world_size() != world_size:
         raise UnsupportedError(
@@ -256,13 +235,7 @@ def broadcast(value: Any, source: int) -> Any:
 
 
 def ranks_for(holder: HoldsGroups, timeout: timedelta, node_rank: int) -> Ranks:
-    """Return the groups that all runs over the default group share; collective where none has.
-
-    Args:
-        holder: Refers to them from now on.
-        timeout: Timeout of collectives.
-        node_rank: This rank's node as the launcher counts them.
-    """
+    """Return the groups that all runs over the default group share; collective where none has."""
     known = connection.current()
     assert known is not None, "connect() comes first"
     return known.ranks_for(holder, timeout, node_rank)
@@ -279,12 +252,7 @@ def close_groups() -> None:
 
 
 def watch_for_losses(ranks: Ranks, backend: str | None) -> LossWatch | None:
-    """Watch for ranks that end, where this rank's device would wait for them; None elsewhere.
-
-    Args:
-        ranks: The connection to the other ranks.
-        backend: Name of the groups' backend.
-    """
+    """Watch for ranks that end, where this rank's device would wait for them; None elsewhere."""
     if not backend_named(backend).must_be_aborted:
         return None
     return LossWatch.begin(ranks.crash_report, abort_collectives)

@@ -1,14 +1,10 @@
 """Ends this rank's wait for its device where the device waits for a rank that is gone.
 
-A collective over the host ends with an error when another process ends. One on the device does not:
-its kernel waits for the other rank's, and this rank's thread waits for the kernel in a place where
-no Python runs, such as ``loss.item()``. Where devices share memory, no connection is closed either,
-and nothing of the backend ends the wait before its timeout.
-
-So each rank keeps a connection to the next one. The system closes it when a process ends. A thread
+A collective's kernel waits for the other rank's, and this rank's thread waits for the kernel where
+no Python runs, such as in ``loss.item()``. Nothing of the backend ends that before its timeout. So
+each rank keeps a connection to the next one, which the system closes when a process ends. A thread
 of each neighbour sees that, and tells all. Where a rank's own thread does not learn of the loss in
-time, the thread here aborts the device's collectives: their kernels end, and what waits goes on to
-an error.
+time, the thread here aborts the device's collectives: what waits goes on to an error.
 """
 
 from __future__ import annotations
@@ -26,20 +22,7 @@ _PATIENCE_S = 0.25
 
 
 class LossWatch:
-    """Watches the other ranks of a run for one that ends.
-
-    ::
-
-        watch = LossWatch.begin(ranks.crash_report, abort)
-        watch.stand_down()      # this rank's own thread has learned of a failure
-        watch.end()             # the run is over: this rank may end
-
-    Args:
-        crash_report: Finds out which rank is gone, and tells the others.
-        switchboard: Reaches the other ranks.
-        abort: Ends all collectives of the device; called in another thread, once.
-        patience_s: Seconds in which the rank's own thread may learn of a failure.
-    """
+    """Watches the other ranks of a run for one that ends."""
 
     def __init__(
         self,

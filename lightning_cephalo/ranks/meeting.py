@@ -22,16 +22,7 @@ FIRST_LOOK_S, LOOK_S, _LONG_S = 8.0, 4.0, 60.0
 
 
 class Meeting:
-    """Waits until all ranks have come for the same purpose.
-
-    Args:
-        switchboard: Connects the ranks; None if there is one rank.
-        timeout: When to give up on a rank that does something else.
-
-    Attributes:
-        switchboard: As given.
-        timeout_s: As given, in seconds.
-    """
+    """Waits until all ranks have come for the same purpose, or until a timeout."""
 
     def __init__(self, switchboard: Switchboard | None, timeout: timedelta) -> None:
         self.switchboard = switchboard
@@ -55,12 +46,11 @@ class Meeting:
         Args:
             purpose: What needs all ranks, such as "calling unit 'layers.0'".
             remedy: A sentence with the way out for messages.
-            is_patient: Whether to wait for ranks that work without a warning, as they may write a
-                file for long.
+            is_patient: Whether ranks may work for long without a warning, such as write a file.
 
         Raises:
-            UnsupportedError: If a rank will not come, or has come for another purpose. Ranks that
-                have not come do not raise here.
+            UnsupportedError: If a rank will not come, or has come for another purpose; only on
+                ranks that have come.
             OSError: If this rank cannot ask the others, for example without a free file number.
         """
         switchboard = self.switchboard

@@ -1,13 +1,10 @@
 """Lets ranks meet in a store, and ends their wait for those that do not come.
 
 Rank 0 calls, and each rank answers with its backend and its process. Rank 0 waits for all, and
-writes that all is well, or why this run cannot begin. All others read that. So every rank raises
-the same error.
+writes its verdict: all is well, or why this run cannot begin. So every rank raises the same error.
 
-[Note: what an earlier start has left]
-torch's elastic agent keeps one store over all restarts. Each call has a name of its own, and so has
-each answer. Ranks answer every call that they see, and believe a verdict that names their own
-answer. All keys of the run lie under the call's name.
+torch's elastic agent keeps one store over all restarts. So each call and each answer has a name of
+its own. Ranks answer every call that they see, and believe a verdict that names their own answer.
 """
 
 from __future__ import annotations
@@ -66,12 +63,8 @@ def shares_agents_store() -> bool:
 
 
 def patience(timeout: timedelta) -> timedelta:
-    """Return how long ranks wait for each other before they are connected.
-
-    Only the ranks notice a host that is lost meanwhile. The agents of the other hosts start the
-    ranks again once these have ended. An agent notices the ranks of its own host: on a single host,
-    a rank may work for long before it connects.
-    """
+    """Return how long ranks wait for each other before they are connected."""
+    # only ranks notice a lost host; ranks of its own host are noticed by the agent
     hosts = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     return min(timeout, RESTARTING) if restarts_left() and hosts > 1 else timeout
 
@@ -165,7 +158,7 @@ def answer_the_call(
 
 @dataclass(frozen=True)
 class _Answer:
-    """What a rank says: a name for its answer, its backend, its process."""
+    """What a rank says."""
 
     name: str
     backend: str
@@ -179,7 +172,7 @@ class _Answer:
 
 @dataclass(frozen=True)
 class _Verdict:
-    """What rank 0 finds: the answers that came, of which processes, and if this run can begin."""
+    """What rank 0 finds: the answers that came, and whether this run can begin."""
 
     answers: tuple[str, ...]
     processes: tuple[Process, ...]

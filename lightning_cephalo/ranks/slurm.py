@@ -18,11 +18,7 @@ class UnevenSLURMEnvironment(SLURMEnvironment):
 
     @staticmethod
     def _validate_srun_variables() -> None:
-        """Skip a check of Lightning; overrides a private method.
-
-        Lightning's check rejects ``--ntasks`` without ``--ntasks-per-node``, which is of no use
-        where nodes differ.
-        """
+        """Skip Lightning's check, which rejects ``--ntasks`` without ``--ntasks-per-node``."""
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
         """Raise ValueError if the Trainer's settings differ from those of srun on this node."""

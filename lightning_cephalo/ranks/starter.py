@@ -1,10 +1,9 @@
 """Tells whether ranks go on that one process has started, and whether that process does.
 
-Lightning's launcher starts the ranks of a node from the process of its first one, in fit(). Where
-one ends with an error, a thread of that process kills all within five seconds, without a word. It
-waits for one that ends well before it trains. Nobody ends the others where that process itself ends
-before they are connected: they would wait for its store. An agent ends all where one ends with an
-error, and waits for the others where one ends well: so that one tells the ranks of its host.
+Lightning's launcher starts the ranks of a node from the process of its first one, in fit(). It
+waits for one that ends well before it trains. Nobody ends the others where that first process
+itself ends before they are connected. An agent waits for the others where one ends well, so that
+one tells the ranks of its host.
 """
 
 from __future__ import annotations

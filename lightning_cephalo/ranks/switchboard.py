@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -114,7 +114,7 @@ class Switchboard:
     def where_is(self, rank: int) -> Whereabouts | None:
         """Return where a rank is; None if it is stopped."""
         try:
-            return Whereabouts(**self._ask(rank, {"ask": "whereabouts"}, _ANSWER_S))
+            return self._whereabouts_of(rank)
         except TimeoutError:
             return None
 
@@ -123,13 +123,18 @@ class Switchboard:
 
         def ask(rank: int) -> Whereabouts | OSError:
             try:
-                return Whereabouts(**self._ask(rank, {"ask": "whereabouts"}, _ANSWER_S))
+                return self._whereabouts_of(rank)
             except OSError as failure:
                 return failure
 
-        asked = sorted(self._processes) if ranks is None else ranks
-        others = [rank for rank in asked if rank != self.rank]
+        others = self._others(ranks)
         return dict(zip(others, _at_the_same_time([partial(ask, r) for r in others]), strict=True))
+
+    def _whereabouts_of(self, rank: int) -> Whereabouts:
+        return Whereabouts(**self._ask(rank, {"ask": "whereabouts"}, _ANSWER_S))
+
+    def _others(self, ranks: Iterable[int] | None) -> list[int]:
+        return [r for r in (sorted(self._processes) if ranks is None else ranks) if r != self.rank]
 
     def tell(self, message: str, ranks: Sequence[int] | None = None) -> None:
         """Leave a message with other ranks, those that can be reached, and end all meetings."""
@@ -143,9 +148,7 @@ class Switchboard:
                 return failure.errno not in (errno.EMFILE, errno.ENFILE)
             return True
 
-        others = [
-            r for r in (sorted(self._processes) if ranks is None else ranks) if r != self.rank
-        ]
+        others = self._others(ranks)
         could = _at_the_same_time([partial(tell, rank) for rank in others])
         for rank, has_tried in zip(others, could, strict=True):
             if not has_tried:
@@ -170,10 +173,7 @@ class Switchboard:
         return any(run < self._run for run, _ in self._heard)
 
     def stay_with(self, rank: int) -> socket.socket:
-        """Return a connection to another rank that lasts; each end learns when the other one ends.
-
-        Both say goodbye by :meth:`say_goodbye`, where their end is no loss: a line comes.
-        """
+        """Return a lasting connection: an end without :meth:`say_goodbye` is a loss to both."""
         connection = socket.create_connection(self._address_of(rank), _ANSWER_S)
         try:
             connection.sendall(json.dumps({"ask": "stay"}).encode() + b"\n")
@@ -197,10 +197,7 @@ class Switchboard:
     def arrive(
         self, number: int, purpose: tuple[str, ...], wait_s: float
     ) -> dict[int, tuple[str, ...]]:
-        """Say that this rank has come to a meeting; return who has come, and for what.
-
-        It returns as soon as all have come, or after some seconds. Call it again to wait longer.
-        """
+        """Say that this rank has come to a meeting; return who has come so far, and for what."""
         self._met = number
         of_all_runs = self._run * _MOST_MEETINGS + number
         asked = {"ask": "arrive", "of": [of_all_runs, self.rank, purpose, wait_s]}
@@ -212,19 +209,13 @@ class Switchboard:
     def fail(
         self, position: Sequence[int], wait_s: float, *, gives_up: bool
     ) -> tuple[bool | None, list[int]]:
-        """Say that this rank has failed; return whether all have, at equal positions.
-
-        All ranks get the same answer.
-        """
+        """Say that this rank has failed; return whether all have at equal positions, and which."""
         asked = {"ask": "fail", "of": [self._run, self.rank, list(position), wait_s, gives_up]}
         answer = self._ask(0, asked, wait_s + _ANSWER_S)
         return answer["verdict"], answer["failed"]
 
     def position(self) -> list[int] | None:
-        """Return how many collectives this rank has begun, and meetings; None: nobody counts them.
-
-        Two ranks with equal positions have no collective that only one of them has begun.
-        """
+        """Return how many collectives this rank has begun, and its last meeting; None: unknown."""
         begun = self.begun() if self.begun is not None else None
         return None if begun is None else [*begun, self._met]
 
@@ -253,7 +244,7 @@ class Switchboard:
         if asked["ask"] == "lost":
             self._tell_listener()
             return {}
-        return whereabouts(self._thread).to_dict()
+        return asdict(whereabouts(self._thread))
 
     def _tell_listener(self) -> None:
         listener = self.on_news

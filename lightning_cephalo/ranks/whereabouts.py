@@ -5,10 +5,9 @@ from __future__ import annotations
 import sys
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import torch
 
@@ -33,10 +32,6 @@ class Whereabouts:
         if self.line is not None:
             parts.append(f"({self.line})")
         return " ".join(parts)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values."""
-        return asdict(self)
 
 
 def whereabouts(thread: int) -> Whereabouts:

@@ -164,7 +164,7 @@ def _timeouts_of_groups(rank, environments):
     groups = (dist.group.WORLD, ranks.groups.gather, ranks.groups.reduce, ranks.control.group)
     found = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
     ranks.control.barrier()
-    ranks.close()
+    ranks.groups.meeting.close()
     return found
 
 
