@@ -6,7 +6,6 @@ import time
 import warnings
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
 import torch.distributed as dist
 
@@ -42,11 +41,11 @@ class Copying:
             own = Holder(own_domain(), needed_bytes, self._store.free_bytes - others_bytes)
             rows = self._control.gather(own)
             self._placement = placed(rows, self._copies)
-            self._warn(rows)
-            self._connect()
+            self._connect(rows)
         return self._placement
 
-    def _connect(self) -> None:
+    def _connect(self, rows: list[Holder]) -> None:
+        self._warn(rows)
         if self._peers is None:
             group = dist.new_group(backend="gloo")
             self._peers = Peers(group, self._store)
@@ -63,7 +62,7 @@ class Copying:
         warnings.warn(
             f"Kept steps have fewer copies than recover=Recovery(copies={self._copies}) wants, of"
             f" the rows of rank {ranks}: {why}. They are lost with their host.",
-            stacklevel=4,
+            stacklevel=5,
         )
 
     def kept_for(self, ranks: Iterable[int]) -> set[int]:
@@ -76,12 +75,13 @@ class Copying:
         """Begin to copy a step; every rank does."""
         if self._peers is not None:
             exchange = partial(self._peers.exchange, self._placement, piece, slot, spared)
-            self._task = Task("copying a step", partial(self._timed, exchange))
 
-    def _timed(self, function: Any) -> None:
-        begin_s = time.monotonic()
-        function()
-        self.took_s = time.monotonic() - begin_s
+            def timed() -> None:
+                begin_s = time.monotonic()
+                exchange()
+                self.took_s = time.monotonic() - begin_s
+
+            self._task = Task("copying a step", timed)
 
     @property
     def is_busy(self) -> bool:
@@ -127,7 +127,6 @@ class Copying:
         self._copies = max(1, self._copies)
         if leaving:
             self._placement = placed(holders, self._copies, sources, leaving)
-            self._warn(holders)
-            self._connect()
+            self._connect(holders)
         self.start(piece, slot, spared)
         self.finish()

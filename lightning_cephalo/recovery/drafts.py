@@ -1,9 +1,8 @@
 """Copies a piece into its file while the next step computes.
 
-Shards and optimizer state change in an update only. So a thread copies them while the forward of
-the next step runs, and training waits for the thread behind that forward. The file gets its header
-only then, and only if no tensor has been written to in between, such as by a hook: each tensor
-counts its writes. A copy is never torn.
+Shards and optimizer state change in an update only. So training waits for the thread behind the
+next forward. The file gets its header only then, and only if no tensor has been written to in
+between, such as by a hook: each tensor counts its writes. A copy is never torn.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Task:
 
     @property
     def is_done(self) -> bool:
-        """Whether the function has returned, or failed."""
+        """Whether the function has returned or failed."""
         return not self._thread.is_alive()
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -50,14 +49,7 @@ class Task:
 
 
 class Draft:
-    """A piece that is being written.
-
-    ::
-
-        draft = Draft(slot, piece, meta, tensors, accelerator)
-        ...                                  # the forward
-        is_whole = draft.finish()
-    """
+    """A piece that a thread writes until :meth:`finish`, which comes behind the next forward."""
 
     def __init__(
         self,
@@ -68,8 +60,7 @@ class Draft:
         accelerator: Accelerator,
     ) -> None:
         self.slot, self.piece = slot, piece
-        self._tensors = tensors
-        self._versions = versions_of(tensors)
+        self._probe = Probe(tensors)
         self.took_s = 0.0
         behind = accelerator.end_of_work()
 
@@ -86,25 +77,21 @@ class Draft:
     def finish(self) -> bool:
         """Wait for the copy, and return whether it is whole: no tensor has changed meanwhile."""
         self._task.wait()
-        is_whole = versions_of(self._tensors) == self._versions
-        self._tensors = ()
+        is_whole = not self._probe.is_written
+        self._probe = Probe(())
         if is_whole:
             self.slot.finish(self.piece)
         return is_whole
-
-
-def versions_of(tensors: Sequence[Tensor]) -> list[int]:
-    """Return how often each tensor has been written to."""
-    return [tensor._version for tensor in tensors]
 
 
 class Probe:
     """Tells whether tensors are written to."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._tensors, self._versions = tensors, versions_of(tensors)
+        self._tensors = tensors
+        self._versions = [tensor._version for tensor in tensors]
 
     @property
     def is_written(self) -> bool:
         """Whether any has been written to since then."""
-        return versions_of(self._tensors) != self._versions
+        return [tensor._version for tensor in self._tensors] != self._versions

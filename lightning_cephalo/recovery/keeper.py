@@ -1,10 +1,8 @@
 """Keeps the state of training after steps, where the next start of the ranks finds it.
 
-What Lightning would save is kept, with each rank's rows in place of whole tensors, and the states
-of its generators. Rows are copied while the next forward runs (:mod:`.drafts`), and to other hosts
-in the steps after it (:mod:`.copying`). A step counts as kept when all ranks have it and its
-copies, which each says with the exchange of a step. All ranks try to keep the same steps, and give
-them the same serial numbers, whether or not they can.
+Rows are copied while the next forward runs (:mod:`.drafts`), and to other hosts in the steps after
+it (:mod:`.copying`). A step counts as kept when all ranks have it and its copies. All ranks try to
+keep the same steps, and give them the same serial numbers, whether or not they can.
 
 [Note: Lightning's loops] Lightning has no hook for strategies behind all hooks of a batch or of an
 epoch. ``on_advance_end`` of its loops is replaced on the instances while training runs. Only this
@@ -141,10 +139,9 @@ class Keeper:
         return has_stopped
 
     def note(self) -> tuple[float, float, float, float]:
-        """Return what the exchange of a step carries to all ranks.
+        """Return this rank's newest step, its distance between steps, if it copies, what it sends.
 
-        These are the newest step of this rank, how far apart it wants kept steps, whether its
-        copies are under way, and what it does for the storage.
+        The exchange of a step carries that to all ranks.
         """
         self.settle()
         if not self._copying.is_busy:

@@ -1,4 +1,4 @@
-"""How often keeping a step is worth its time, as training itself shows it."""
+"""Measures how often keeping a step is worth its time."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.recovery.pieces import Assembly, RankState
-from lightning_cephalo.recovery.store import Piece, Slot, Store, age
+from lightning_cephalo.recovery.store import Piece, Store, age
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ def assembled(
 ) -> Assembly:
     """Return what reads the tensors of a kept step; collective.
 
-    Where all ranks see all files, each reads for itself. Else the first rank that sees a piece
-    sends from it, and every rank must read the same tensors in the same order.
+    If a rank does not see a piece, the first one that does sends from it: every rank must then read
+    the same tensors in the same order.
     """
-    own: Mapping[Piece, Slot] = store.pieces()
+    own = store.pieces()
     holders = [
         next(rank for rank, seen in enumerate(inventory.seen) if piece in seen) for piece in pieces
     ]

@@ -76,12 +76,10 @@ class Recovery:
             raise RecoveryError(f"every: expected 1 update or more, but got {self.every!r}.")
         if not isinstance(self.copies, int) or isinstance(self.copies, bool) or self.copies < 0:
             raise RecoveryError(f"copies: expected 0 or more, but got {self.copies!r}.")
-        if not self.wait_s >= 0:
-            raise RecoveryError(f"wait_s: expected 0 s or more, but got {self.wait_s!r}.")
-        if not self.storage_every_s >= 0:
-            raise RecoveryError(
-                f"storage_every_s: expected 0 s or more, but got {self.storage_every_s!r}."
-            )
+        for name in ("wait_s", "storage_every_s"):
+            seconds = getattr(self, name)
+            if not seconds >= 0:
+                raise RecoveryError(f"{name}: expected 0 s or more, but got {seconds!r}.")
         if self.storage is not None and not os.fspath(self.storage):
             raise RecoveryError("storage: expected a path, a URL or None, but got an empty text.")
         if self.job == "":
@@ -95,23 +93,14 @@ class Recovery:
 
 @dataclass(frozen=True)
 class Wish:
-    """What the user wants: the option ``recover``, read once.
-
-    Attributes:
-        recovery: How steps are kept; None: they are not.
-        is_automatic: Whether nothing is kept, with a warning at most, where that cannot be.
-    """
+    """The option ``recover``, read once; ``is_automatic``: a warning if steps cannot be kept."""
 
     recovery: Recovery | None
     is_automatic: bool = False
 
     @classmethod
     def parse(cls, value: bool | Literal["auto"] | Recovery) -> Wish:
-        """Read the option.
-
-        Raises:
-            RecoveryError: If the value is none that it may have.
-        """
+        """Read the option, or raise RecoveryError."""
         if isinstance(value, Recovery):
             return cls(value)
         if isinstance(value, bool):
@@ -123,7 +112,7 @@ class Wish:
         )
 
     def job(self) -> str | None:
-        """Return the folder's name of this job; None if nothing restarts the ranks.
+        """Return the folder's name of this job; None if nothing is kept.
 
         Raises:
             RecoveryError: If the user wants steps kept, and nothing restarts the ranks.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Hashable, Sequence
+from dataclasses import astuple
 from typing import NamedTuple
 
 import torch
@@ -27,10 +28,7 @@ _SCRATCH_BYTES = 1 << 24
 
 def own_domain() -> Hashable:
     """Return what is equal for ranks that are lost together: those under one kernel."""
-    named = os.environ.get(DOMAIN)
-    if named:
-        return named
-    return kernel_of_host()
+    return os.environ.get(DOMAIN) or kernel_of_host()
 
 
 class _Coming(NamedTuple):
@@ -63,7 +61,7 @@ class Peers:
                 sizes, content = slot.content()
         except RecoveryError as error:  # the receivers wait for a head
             lack = error
-        numbers = [int(content is not None), *_numbers(piece), *sizes]
+        numbers = [int(content is not None), *astuple(piece), *sizes]
         head = torch.tensor(numbers, dtype=torch.int64)
         heads = [torch.empty_like(head) for _ in senders]
         self._transfer([([head], receivers)], dict(zip(senders, [[h] for h in heads], strict=True)))
@@ -115,10 +113,6 @@ class Peers:
 
 class VoidPieceError(CephaloError, RuntimeError):
     """Another rank's piece is void, so that its copy cannot be kept."""
-
-
-def _numbers(piece: Piece) -> tuple[int, int, int, int, int]:
-    return piece.serial, piece.attempt, piece.rank, piece.world_size, piece.run
 
 
 def _chunks(content: Tensor) -> list[Tensor]:

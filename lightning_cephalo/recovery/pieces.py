@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
@@ -51,7 +52,13 @@ def taken_apart(
     found: dict[int, int] = {}
     tensors: list[Tensor] = []
     wholes: list[tuple[tuple[int, ...] | None, tuple[int, int]]] = []
-    ranks = _RanksOfMeshes(rank)
+    ranks: dict[int, int] = {}  # of few meshes, for many tensors
+
+    def rows_here(leaf: Tensor, rows: Rows) -> tuple[int, int]:
+        mesh = cast(DTensor, leaf).device_mesh
+        if id(mesh) not in ranks:
+            ranks[id(mesh)] = _rank_in(mesh, rank)
+        return rows.rows[ranks[id(mesh)]]
 
     def place(leaf: Tensor) -> Any:
         if leaf.layout != torch.strided or (leaf.is_meta or leaf.is_quantized):
@@ -59,7 +66,7 @@ def taken_apart(
         if id(leaf) not in found:  # tied weights are kept once
             found[id(leaf)] = len(tensors)
             rows = rows_of(leaf)
-            own = (None, (0, 0)) if rows is None else (tuple(leaf.shape), ranks.rows(leaf, rows))
+            own = (None, (0, 0)) if rows is None else (tuple(leaf.shape), rows_here(leaf, rows))
             wholes.append(own)
             local = local_part(leaf)
             lasts = updated is None or rows is not None or id(leaf) in updated
@@ -77,22 +84,10 @@ def taken_apart(
     return pickle.dumps((kept, parts), protocol=pickle.HIGHEST_PROTOCOL), tensors
 
 
-class _RanksOfMeshes:
-    """Knows this rank's number among those that hold the rows of a tensor."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._known: dict[int, int] = {}  # few meshes, and many tensors
-
-    def rows(self, leaf: Tensor, rows: Rows) -> tuple[int, int]:
-        """Return this rank's rows; of one of several groups that hold all rows, its own only."""
-        mesh = cast(DTensor, leaf).device_mesh
-        number = self._known.get(id(mesh))
-        if number is None:
-            is_grouped = dist.is_initialized() and mesh.size() < dist.get_world_size()
-            number = mesh.get_local_rank() if is_grouped else self._rank
-            self._known[id(mesh)] = number
-        return rows.rows[number]
+def _rank_in(mesh: DeviceMesh, rank: int) -> int:
+    """Return a rank's number in a mesh, which may be one of several that hold all rows each."""
+    is_grouped = dist.is_initialized() and mesh.size() < dist.get_world_size()
+    return mesh.get_local_rank() if is_grouped else rank
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,10 @@ class Holder:
 
 @dataclass(frozen=True)
 class Placement:
-    """Who holds copies of whose pieces.
-
-    Attributes:
-        receivers: The ranks that hold a copy of each rank's piece.
-        lacking: Ranks whose pieces have fewer copies than wanted, as no other host has the room.
-    """
+    """Who holds copies of each rank's piece."""
 
     receivers: tuple[tuple[int, ...], ...]
+    # whose pieces have fewer copies than wanted, as no other host has the room
     lacking: tuple[int, ...] = ()
 
     def senders(self, rank: int) -> tuple[int, ...]:

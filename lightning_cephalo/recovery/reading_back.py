@@ -43,7 +43,7 @@ class ReadingBack:
             return replace(Inventory.take(self._store, self._control), last_sent=last)
 
     def _ask(self, is_whole: bool) -> tuple[Sequence[Committed], int]:
-        """Let rank 0 look into the storage; it must be writable where training may begin."""
+        """Let rank 0 look into the storage, which must be writable where training may begin."""
 
         def look() -> tuple[Sequence[Committed], int]:
             if self._control.rank != 0:

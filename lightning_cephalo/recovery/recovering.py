@@ -70,11 +70,7 @@ class _Found:
 
 
 class Recovering:
-    """Keeps steps in the hosts' memory, and lets a restarted training go on from the newest.
-
-    Args:
-        wish: The user's option ``recover``.
-    """
+    """Keeps steps in the hosts' memory, and lets a restarted training go on from the newest."""
 
     def __init__(self, wish: Wish) -> None:
         self._wish = wish
@@ -101,10 +97,6 @@ class Recovering:
 
     def look_up(self, trainer: Trainer, control: ControlGroup) -> None:
         """Look for kept steps, and let Lightning resume from the newest; collective.
-
-        Args:
-            trainer: The trainer that begins to run.
-            control: Messages between ranks.
 
         Raises:
             RecoveryError: On every rank, if the user wants steps kept and they cannot be.
@@ -165,9 +157,13 @@ class Recovering:
         else:
             read = partial(self._read, steps[-1])
             found = self._try("reading kept steps", read, _DROPPED)
-        if found is not None and fault is not None and self._control.rank == 0:
-            warnings.warn(f"Training goes on from an older kept step: {fault}", stacklevel=3)
+        if found is not None and fault is not None:
+            self._warn(f"Training goes on from an older kept step: {fault}")
         return found
+
+    def _warn(self, message: str) -> None:
+        if self._control is not None and self._control.rank == 0:
+            warnings.warn(message, stacklevel=4)
 
     def _try(self, doing: str, function: Callable[[], Any], result: str) -> Any:
         """Call a function on all ranks; where recovery is automatic, warn if any cannot."""
@@ -177,8 +173,7 @@ class Recovering:
         except Exception as error:  # damaged files may raise anything
             if not self._wish.is_automatic:
                 raise
-            if self._control.rank == 0:
-                warnings.warn(f"{result}: {error}", stacklevel=3)
+            self._warn(f"{result}: {error}")
             return None
 
     def _drop(self) -> None:
@@ -202,18 +197,17 @@ class Recovering:
         return store
 
     def _say_nothing_found(self) -> None:
-        assert self._inventory is not None and self._control is not None and self._store is not None
+        assert self._inventory is not None and self._store is not None
         self._lost = self._inventory.missing()
         # what a fit that has ended had kept is not looked for
-        if attempt() and not _fits() and not self._lost and self._control.rank == 0:
+        if attempt() and not _fits() and not self._lost:
             places = str(self._store.folder)
             if self._storage is not None:
                 places += f" and {self._storage.url}"
-            warnings.warn(
+            self._warn(
                 f"The ranks were restarted (attempt {attempt()}), but {places} keeps no"
                 " step: training begins where a first start does, at ckpt_path if fit() has one,"
-                " else at step 0. That is right if it had not begun before.",
-                stacklevel=3,
+                " else at step 0. That is right if it had not begun before."
             )
 
     def _read(self, pieces: tuple[Piece, ...]) -> _Found:
@@ -244,29 +238,20 @@ class Recovering:
         return _Found(pieces, facts, _checkpoint(assembly, kept.checkpoint), metrics, own)
 
     def of_file(self, path: Any) -> dict[str, Any] | None:
-        """Return what takes the place of the checkpoint that ``fit`` loads; None: the file itself.
-
-        Args:
-            path: Path of the file.
-        """
+        """Return what takes the place of the checkpoint that ``fit`` loads; None: the file."""
         if self._trainer is not None and path != self._trainer.ckpt_path:
             return None  # another file than fit's, such as a teacher's
         found = self._found
         if found is None or self._has_loaded_file:
             self._has_loaded_file = True
-            if self._lost and self._control is not None and self._control.rank == 0:
-                warnings.warn(f"Training begins at {path}: {self._lost}.", stacklevel=3)
+            if self._lost:
+                self._warn(f"Training begins at {path}: {self._lost}.")
             return None
         self._has_loaded_file = True
         return found.checkpoint
 
     def check_model(self, module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-        """Raise if the kept step is of another model.
-
-        Args:
-            module: The model.
-            checkpoint: What is loaded into it.
-        """
+        """Raise KeptForAnotherError if the kept step that is loaded is of another model."""
         if self._found is None or checkpoint is not self._found.checkpoint:
             return
         assert self._store is not None
@@ -279,11 +264,7 @@ class Recovering:
             )
 
     def check_begin(self) -> None:
-        """Raise if steps were kept, but none is whole, and there is no checkpoint instead.
-
-        Raises:
-            RecoveryError: On every rank.
-        """
+        """Raise RecoveryError if steps were kept, none is whole, and no checkpoint is loaded."""
         if self._lost and not self._has_loaded_file:
             assert self._store is not None
             raise RecoveryError(
@@ -293,11 +274,7 @@ class Recovering:
             )
 
     def kept_bytes(self, module: nn.Module) -> float:
-        """Return the bytes of host memory that a rank will keep, on average.
-
-        Args:
-            module: The model, before it is sharded.
-        """
+        """Return the bytes of host memory that a rank of an unsharded model keeps, on average."""
         if self._store is None or self._control is None or not self._store.is_in_memory:
             return 0.0
         elements = sum(parameter.numel() for parameter in module.parameters())
@@ -318,12 +295,8 @@ class Recovering:
     def wait_for_hosts(self, error: Exception, is_noticed: Callable[[], bool]) -> None:
         """Wait for more hosts if an error says that the present ones are too few; collective then.
 
-        Args:
-            error: Why training cannot begin.
-            is_noticed: Returns whether the agent has asked this rank to end.
-
         Raises:
-            SIGTERMException: On every rank, if the agent has asked any to end.
+            SIGTERMException: On every rank, if ``is_noticed`` tells any that its agent ends it.
         """
         recovery = self._wish.recovery
         if recovery is not None and self._control is not None and self._store is not None:
@@ -344,11 +317,7 @@ class Recovering:
             _Loop.restarting.fset(self._trainer.fit_loop, False)  # type: ignore[attr-defined]
 
     def before_pass(self, accelerator: Accelerator) -> None:
-        """Restore generators from which the loader of the first pass will draw.
-
-        Args:
-            accelerator: This rank's device.
-        """
+        """Restore generators from which the loader of the first pass will draw."""
         found = self._found
         if found is None or self._keeper is not None or found.random is None:
             return
@@ -359,11 +328,6 @@ class Recovering:
 
     def start(self, accelerator: Accelerator, global_batch_size: int, is_resumed: bool) -> None:
         """Begin to keep steps; collective.
-
-        Args:
-            accelerator: This rank's device.
-            global_batch_size: Samples of a step over all ranks.
-            is_resumed: Whether training goes on from a checkpoint or a kept step.
 
         Raises:
             RecoveryError: On every rank, if steps cannot be kept, or the kept one was lost.
@@ -408,8 +372,7 @@ class Recovering:
             if not self._wish.is_automatic:
                 raise
             self._keeper = None
-            if control.rank == 0:
-                warnings.warn(f"{_NOT_KEPT}: {error}", stacklevel=3)
+            self._warn(f"{_NOT_KEPT}: {error}")
         self._found = None  # its memory is not needed any more
 
     def note(self) -> tuple[float, float, float, float]:
@@ -427,11 +390,7 @@ class Recovering:
             self._keeper.settle()
 
     def leave(self, is_noticed: bool) -> None:
-        """Let what was kept survive the hosts that are about to leave; collective.
-
-        Args:
-            is_noticed: Whether this rank's host was told that it will be taken away.
-        """
+        """Let what was kept survive the hosts that are told to leave; collective."""
         if self._keeper is not None:
             self._keeper.leave(is_noticed)
 
@@ -499,15 +458,9 @@ def _fits() -> int:
 
 
 def rows_of_model(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
-    """Return a model's state with the rows of this rank; nothing is gathered.
-
-    Hooks that save get tensors of their own: they may write to them, as where all is gathered.
-
-    Args:
-        trainer: The trainer.
-        module: The model.
-    """
+    """Return a model's state with the rows of this rank; nothing is gathered."""
     found: dict[int, Any] = {}
+    # hooks that save may write to their tensors, as where all is gathered
     is_copied = _saves(trainer, module)
 
     def shown(value: Any) -> Any:

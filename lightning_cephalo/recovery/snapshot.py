@@ -41,26 +41,17 @@ class Snapshot(NamedTuple):
 
 
 def searches_learning_rate(trainer: Trainer) -> bool:
-    """Return whether the loop that runs is a trial of Lightning's search for a learning rate.
-
-    Private: nothing else tells its steps from those of training.
-    """
+    """Return whether a trial of Lightning's search for a learning rate runs; private names."""
     return any(isinstance(callback, _LRCallback) for callback in trainer.callbacks)  # type: ignore[attr-defined]
 
 
 def only_searches(trainer: Trainer) -> bool:
-    """Return whether ``fit`` is called by Lightning's ``Tuner``, and ends behind its search.
-
-    Private: the tuner marks its callback so, and nothing else tells it from one in a training.
-    """
+    """Return whether ``fit`` is called by Lightning's ``Tuner``, and ends behind its search."""
     return any(finder._early_exit for finder in _finders(trainer))
 
 
 def searches_before_training(trainer: Trainer) -> bool:
-    """Return whether a callback searches for a learning rate before the first epoch.
-
-    The search loads a file of its own, and so drops what training would go on from.
-    """
+    """Return whether a callback searches before the first epoch, and then loads its own file."""
     searches = LearningRateFinder.on_fit_start
     return any(type(finder).on_fit_start is searches for finder in _finders(trainer))
 

@@ -1,8 +1,7 @@
 """Kept steps in a storage that outlives all hosts: whatever fsspec opens, such as S3 or a disk.
 
-A step is a folder. Each rank's piece is cut into objects of its own, which are written in one call
-each: object stores show them whole or not at all, and nothing invisible stays of a process that is
-killed. ``COMMIT`` is written when all others are there, and holds their sizes and checksums. A
+A step is a folder. Each rank's piece is cut into objects of one call each: object stores show them
+whole or not at all. ``COMMIT``, with sizes and checksums, is written when all others are there. A
 folder without it is void.
 """
 
@@ -73,16 +72,7 @@ class Committed:
 
 
 class Storage:
-    """A folder of a file system that fsspec opens.
-
-    ::
-
-        storage = Storage("s3://bucket/run")
-        sent = storage.send(piece, sizes, content)      # on every rank
-        storage.commit(piece)                           # on one, when all have sent
-        newest = storage.committed()[0]
-        storage.read(newest, 1, whole)                  # the bytes of rank 1's piece
-    """
+    """A folder of a file system that fsspec opens; every rank sends, one commits."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -127,7 +117,7 @@ class Storage:
         content: Tensor,
         is_cancelled: Callable[[], bool] = lambda: False,
     ) -> Sent | None:
-        """Write this rank's piece, and then a list of what was written."""
+        """Write this rank's piece, then a list of what was written."""
         folder = self._folder(piece)
         checksums = []
         with self._named("writing a step to it"):
@@ -155,16 +145,14 @@ class Storage:
                     f"storage={self.url!r}: another training writes to it:"
                     f" {_name(foreign[0])} is not of this one. Give each a place of its own."
                 )
-            sent = tuple(self._sent(folder, rank) for rank in range(piece.world_size))
+            names = [f"{folder}/rank{rank}.json" for rank in range(piece.world_size)]
+            sent = tuple(_unpacked_sent(_unpacked(self._files.cat_file(name))) for name in names)
             self._check_sizes(folder, sent)
             if is_cancelled():
                 return
             data = {"format": _FORMAT, "pieces": [asdict(one) for one in sent]}
             self._files.pipe_file(f"{folder}/{_COMMIT}", _packed(data))
             self._remove_older(piece)
-
-    def _sent(self, folder: str, rank: int) -> Sent:
-        return _unpacked_sent(_unpacked(self._files.cat_file(f"{folder}/rank{rank}.json")))
 
     def _check_sizes(self, folder: str, sent: Sequence[Sent]) -> None:
         self._files.invalidate_cache()

@@ -1,11 +1,7 @@
 """Files in the host's memory that outlive the process which writes them.
 
-Each rank has two files, its *slots*. A step is written into the older one while the newer one stays
-whole. The header of a file is void while the rest is written, and is written last. So a process
-that is killed at any moment leaves a slot whole or void, and never damages the other one.
-
-The files lie in tmpfs. Not ``multiprocessing.shared_memory``: its tracker removes what it knows
-when a process dies. Each folder belongs to one job and can be entered by one user only.
+Each rank has two files, its *slots*: a step goes into the older one, whose header is written last
+(docs/design/recovery.md). Each folder belongs to one job, and only one user can enter it.
 """
 
 from __future__ import annotations
@@ -134,7 +130,7 @@ class Slot:
         self._sync()
         head = _HEAD.pack(
             _MAGIC,
-            *(piece.serial, piece.attempt, piece.rank, piece.world_size, piece.run),
+            *dataclasses.astuple(piece),
             *(_PAGE, sizes.payload_bytes, _PAGE + sizes.payload_bytes, sizes.meta_bytes),
             sizes.checksum,
         )
@@ -250,14 +246,7 @@ _NAME = re.compile(r"((?:rank|copy)\d+)\.\d")
 
 
 class Store:
-    """The kept steps of one job on this host.
-
-    ::
-
-        store = Store(Store.default_folder(), "agent-4711")
-        store.keep(Piece(serial, attempt, rank, world_size), meta, tensors)
-        store.pieces()                                # of all ranks that keep here
-    """
+    """The kept steps of one job on this host."""
 
     def __init__(self, folder: Path | None, job: str) -> None:
         if folder is None and not MEMORY.is_dir():
@@ -304,10 +293,6 @@ class Store:
         kept = set(spared) - {None}
         slots = (self._slot(f"{kind}{rank}.{number}") for number in range(len(spared) + 1))
         return next(slot for slot in slots if slot.piece() not in kept)
-
-    def keep(self, piece: Piece, spared: Piece | None, meta: bytes, tensors: list[Tensor]) -> None:
-        """Write a piece into the slot of its rank that does not hold the spared one."""
-        self.slot(piece.rank, spared).write(piece, meta, tensors)
 
     def pieces(self) -> dict[Piece, Slot]:
         """Return the whole pieces that lie here."""
@@ -374,12 +359,7 @@ def _bytes_of(paths: Iterable[Path]) -> int:
 
 
 def folder_of(folder: Path | None, job: str) -> Path:
-    """Return where a job of this user keeps its steps.
-
-    Args:
-        folder: A folder on a local disk; None: ``/dev/shm``.
-        job: Name of the job.
-    """
+    """Return where a job of this user keeps its steps; without a folder in ``/dev/shm``."""
     return (MEMORY if folder is None else folder) / f"lightning-cephalo-{_user()}" / job
 
 
@@ -418,18 +398,13 @@ def _make_private(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Agent:
-    """The process that restarts ranks on this host; it stays the same over all restarts.
-
-    Attributes:
-        boot: The start of this host.
-        namespace: Its namespace of process numbers.
-        process: Its number.
-        started: When it has started, in ticks since the host's.
-    """
+    """The process that restarts ranks on this host; it stays the same over all restarts."""
 
     boot: str
+    # of process numbers
     namespace: int
     process: int
+    # in ticks since the host's start
     started: int
 
     @classmethod

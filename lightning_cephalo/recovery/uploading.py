@@ -1,7 +1,7 @@
 """Sends kept steps to the storage, beside training.
 
-All ranks send their pieces of the same step, each in a thread, from host memory. When all have, as
-they say with the exchange of a step, rank 0 commits it. A storage that is away ends no training.
+All ranks send their pieces of the same step, each in a thread. When all have, rank 0 commits it. A
+storage that is away ends no training.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ from contextlib import suppress
 from enum import Enum
 from typing import Any
 
-from torch import Tensor
-
 from lightning_cephalo.common.errors import RecoveryError
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.recovery.drafts import Task
 from lightning_cephalo.recovery.storage import Storage
-from lightning_cephalo.recovery.store import Piece, Sizes, Slot
+from lightning_cephalo.recovery.store import Piece, Slot
 
 # what a rank says with the exchange of a step
 _IDLE, _DUE, _BUSY, _DONE, _FAILED = (float(number) for number in range(5))
@@ -136,12 +134,10 @@ class Uploading:
             if slot is None:
                 raise RecoveryError("the files of kept steps were removed while training runs.")
             sizes, content = slot.content()
-            self._start("sending a step", self._send, piece, sizes, content)
+            send = self._storage.send
+            self._start("sending a step", send, piece, sizes, content, self._must_stop)
         except Exception as error:  # other ranks send, and wait for this one's next note
             self._failure = error
-
-    def _send(self, piece: Piece, sizes: Sizes, content: Tensor) -> None:
-        self._storage.send(piece, sizes, content, self._must_stop)
 
     def _must_stop(self) -> bool:
         return self._is_cancelled

@@ -68,8 +68,8 @@ class Stop(BaseException):
 def test_a_write_that_stops_anywhere_leaves_the_spared_piece_and_a_void(tmp_path, cut, monkeypatch):
     kept = Store(tmp_path, "job")
     pieces = [Piece(serial, 0, 0, 1) for serial in range(3)]
-    kept.keep(pieces[0], None, b"0", TENSORS)
-    kept.keep(pieces[1], pieces[0], b"1", TENSORS)
+    kept.slot(pieces[0].rank, None).write(pieces[0], b"0", TENSORS)
+    kept.slot(pieces[1].rank, pieces[0]).write(pieces[1], b"1", TENSORS)
 
     class Cut(torch.Tensor):
         @classmethod
@@ -94,7 +94,7 @@ def test_a_write_that_stops_anywhere_leaves_the_spared_piece_and_a_void(tmp_path
     else:
         tensors[index] = TENSORS[index].as_subclass(Cut)
     with pytest.raises(Stop):
-        kept.keep(pieces[2], pieces[1], b"2", tensors)
+        kept.slot(pieces[2].rank, pieces[1]).write(pieces[2], b"2", tensors)
     assert set(Store(tmp_path, "job").pieces()) == {pieces[1]}
 
 
@@ -208,7 +208,7 @@ def test_only_what_ended_jobs_have_left_is_removed(tmp_path):
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         lives = Agent.of(process.pid)
         kept = Store(tmp_path, lives.name)
-        kept.keep(Piece(0, 0, 0, 1), None, b"", TENSORS)
+        kept.slot(0, None).write(Piece(0, 0, 0, 1), b"", TENSORS)
         named = Store(tmp_path, "job-mine")
         assert named.remove_stale() is None
         process.kill()
