@@ -1,9 +1,8 @@
 """Measures the memory that a rank holds, and accounts for it by kind.
 
 The planner predicts a :class:`RankMemory`; training and profiling measure one with a
-:class:`MemoryMeter`. A device with its own allocator knows its peak, and so does an emulated
-device. The meter reads that peak, which costs nothing. On the CPU the meter counts the bytes of
-live tensors, operator by operator. This takes time, so nothing is timed meanwhile.
+:class:`MemoryMeter`. It reads a device's own peak, which costs nothing. On the CPU it counts the
+bytes of live tensors, operator by operator. This takes time, so nothing is timed meanwhile.
 """
 
 from __future__ import annotations
@@ -80,16 +79,7 @@ class RankMemory:
 class MemoryMeter:
     """Measures how many bytes this rank holds.
 
-    ::
-
-        meter = MemoryMeter(accelerator.memory)
-        with meter.measuring():
-            step()
-        print(meter.peak_bytes)
-
-    Args:
-        figures: The device's own figures; None: the meter counts the bytes of live tensors.
-        tracker: Counts live tensors where the device has no figures.
+    Without the device's own figures, the meter counts the bytes of live tensors.
     """
 
     def __init__(self, figures: MemoryFigures | None, tracker: MemoryTracker | None = None) -> None:
@@ -119,12 +109,7 @@ class MemoryMeter:
 
     @contextmanager
     def measuring(self, *made_before: Any) -> Iterator[None]:
-        """Measure what happens inside.
-
-        Args:
-            made_before: Tensors and modules to count although they exist already. A device with its
-                own figures counts everything that exists.
-        """
+        """Measure what happens inside, and on the CPU also the tensors that were made before."""
         if self._tracker is None:
             self.restart()
             yield
@@ -134,10 +119,7 @@ class MemoryMeter:
             yield
 
     def bytes_without(self, *tensors: Tensor) -> int:
-        """Return the bytes held now except for those of ``tensors``.
-
-        A meter that counts live tensors counts these from now on.
-        """
+        """Return the bytes held now except for those of ``tensors``, which count from now on."""
         held = self.current_bytes
         self._figures.untrack(*tensors)
         rest = self.current_bytes
@@ -166,12 +148,6 @@ class TrainingMemory(Observer):
 
     The peak is that of all steps if the meter is free, else that of one step. The kinds are always
     read in one step only, before each of its instructions.
-
-    Args:
-        model: The sharded model.
-        optimizers: The optimizers that step.
-        moved: Their state in host memory; None: all of it is on the device.
-        keeps_looks: Whether to keep what the rank holds before each instruction of that step.
     """
 
     def __init__(
@@ -209,25 +185,24 @@ class TrainingMemory(Observer):
                 counted.enter_context(self._meter.measuring(*self._made_before()))
             counted.enter_context(self._model.executor.observed_by(self))
             self._is_counting = True
-            counted.callback(self._stop_counting)
+            counted.callback(setattr, self, "_is_counting", False)
             yield
             self._state = max(self._state, self._state_bytes())
             self._end_look()
             self._peak = max(self._peak, self._meter.peak_bytes)
             self._has_counted = True
 
-    def _stop_counting(self) -> None:
-        self._is_counting = False
-
     def _made_before(self) -> list[Any]:
         made = [self._model.module, *_state_of(self._optimizers), *self._model.buffers()]
-        for flat in self._model.flats:
-            made += [flat.shard, flat.full]
-            made += [] if flat.own_gradient is None else [flat.own_gradient]
-        return made
+        rows = (tensor for flat in self._model.flats for tensor in (flat.shard, flat.full))
+        return [*made, *rows, *self._own_gradients()]
+
+    def _own_gradients(self) -> list[Tensor]:
+        gradients = (flat.own_gradient for flat in self._model.flats)
+        return [gradient for gradient in gradients if gradient is not None]
 
     def before_forward(self, batch: Any) -> None:
-        """Read the memory at rest; called with the step's batch, before it is cut."""
+        """Read the memory at rest, with the step's batch before it is split."""
         if not self._is_counting:
             return
         tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
@@ -237,7 +212,7 @@ class TrainingMemory(Observer):
         self._other = max(0, resting - self._resting_state - self._buffers())
 
     def after_forward(self) -> None:
-        """Read the boundaries; called between the forward and the backward, when all exist."""
+        """Read the boundaries between the forward and the backward, when all exist."""
         if self._is_counting:
             held = self._meter.current_bytes
             # what rested before may be gone by now
@@ -284,9 +259,7 @@ class TrainingMemory(Observer):
     def _begin_look(self, instruction: Instruction) -> None:
         flats = self._model.flats
         rows = distinct_bytes([flat.shard for flat in flats])
-        gradients = distinct_bytes(
-            [flat.own_gradient for flat in flats if flat.own_gradient is not None]
-        )
+        gradients = distinct_bytes(self._own_gradients())
         # early updates give gradients back: what holds their memory now counts where it belongs
         optimizer = max(0, self._state_bytes() - rows - gradients)
         parts = (rows, optimizer, gradients, self._gathered_bytes(), self._gradient_bytes())
@@ -324,9 +297,7 @@ class TrainingMemory(Observer):
         return sum(pool.held_bytes for pool in pools) + received
 
     def _state_bytes(self) -> int:
-        flats = self._model.flats
-        held = [flat.shard for flat in flats]
-        held += [flat.own_gradient for flat in flats if flat.own_gradient is not None]
+        held = [*(flat.shard for flat in self._model.flats), *self._own_gradients()]
         # not part of the state: a counter per parameter, which does not depend on the share
         held += [local_part(v) for v in _state_of(self._optimizers) if isinstance(v, DTensor)]
         if self.moved is None:

@@ -36,7 +36,6 @@ class MeasuredRank:
     """One rank's steps, as medians without the first three if there are more.
 
     Attributes:
-        rank: The rank.
         name: Name of its device.
         steps: Number of counted steps.
         step_s: Seconds of a whole step, the optimizer's included.
@@ -45,8 +44,8 @@ class MeasuredRank:
             other ranks.
         predicted_busy_s: The plan's prediction of ``busy_s``; None for a plan without predictions.
         drift: Its slowdown during the run; None if it kept its speed.
-        between_s: Seconds from the end of a step to the start of the next one, on this rank's
-            host: data, hooks, logging. None before two steps.
+        between_s: Seconds from the end of a step to the start of the next one: data, hooks,
+            logging. None before two steps.
     """
 
     rank: int
@@ -83,10 +82,7 @@ def counted(values: Sequence[float]) -> Sequence[float]:
 
 
 def drift_of(busy_s: Sequence[float], step_s: float, steps_before: int = 0) -> Drift | None:
-    """Return the slowdown if the last quarter of the steps took far longer than the first.
-
-    None if it did not, or if there are too few steps.
-    """
+    """Return the slowdown if the last quarter of the steps took far longer than the first."""
     values = counted(busy_s)
     if len(busy_s) <= WARM_UP_STEPS or len(values) < _FEWEST_STEPS:
         return None

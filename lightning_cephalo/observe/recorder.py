@@ -39,15 +39,10 @@ class Look:
     host_bytes: float
 
 
-def _unknown(instruction: Instruction) -> float:
-    return 0.0
-
-
 class Recorder(Observer):
     """Records steps of one rank; retains only the last one.
 
-    Compute is timed on the host, or on the device where the host queues kernels for one. A
-    collective lasts from its issue until the backend reports that it is done. It is left out if
+    A collective lasts from its issue until the backend reports that it is done. It is left out if
     the backend does not report this.
     """
 
@@ -56,7 +51,7 @@ class Recorder(Observer):
         marks: Marks,
         now: Callable[[], Mark] | None = None,
         records_copies: bool = True,
-        bytes_of: Callable[[Instruction], float] = _unknown,
+        bytes_of: Callable[[Instruction], float] = lambda instruction: 0.0,
     ) -> None:
         self._marks = marks
         self._bytes_of = bytes_of

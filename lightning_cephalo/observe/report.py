@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TypeVar
 
 from rich import box
 from rich.console import Console
@@ -29,21 +30,16 @@ from lightning_cephalo.plan import Plan, RankPlan
 _MICROBATCHES_IN_FULL = 4
 _RANKS_IN_FULL = 24
 _KINDS_IN_FULL = 4
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
 class UnitSize:
-    """A unit as tables name it.
+    """A unit as tables name it."""
 
-    Attributes:
-        name: Full name of its module; "" for the root unit.
-        kind: Name of the module's class.
-        parameters: Number of elements of its parameters.
-    """
-
-    name: str
-    kind: str
-    parameters: int
+    name: str  # of its module; "" for the root unit
+    kind: str  # name of the module's class
+    parameters: int  # elements
 
 
 def units_text(units: Sequence[UnitSize]) -> str:
@@ -53,10 +49,7 @@ def units_text(units: Sequence[UnitSize]) -> str:
 
         units: 12 × Block (model.layers.0–11, 7.1M each), root 38.6M
 
-    Beyond four kinds only the largest ones are named.
-
-    Args:
-        units: All units, the root unit first.
+    The root unit comes first in ``units``. Beyond four kinds only the largest ones are named.
     """
     root, *others = [
         UnitSize(printable(unit.name), printable(unit.kind), unit.parameters) for unit in units
@@ -107,17 +100,16 @@ def plan_table(
     """Return a plan as a table: a row for each rank, and below them the prediction for the step.
 
     Beyond 24 ranks, neighbours with equal values share a row, such as "128 × A6000"; the values
-    are those of each rank. The table has a column for activations if the plan decides about them
-    on any rank.
+    are those of each rank.
 
     Args:
         plan: the plan to show.
         devices: a name for each rank, in rank order; None: the names in the plan.
         units: number of the model's units. With it, a rank's predicted time is that of a whole
             step, also as a share of the step; without it, that of one unit.
-        model: the model's units, the root unit first; a line below the table names them.
+        model: the model's units, the root unit first, for a line below the table.
         notes: sentences that go below the prediction.
-        updates: when updates run; a line below the table says it.
+        updates: when updates run, for a line below the table.
         details: whether to say how the plan was solved, and how far from the optimum it may be.
         title: the table's heading.
 
@@ -145,43 +137,31 @@ def plan_table(
     table.add_column("busy per unit" if units is None else "busy per step", justify="right")
     table.add_column("memory of capacity", justify="right")
     rows = [
-        _Row(
+        (
             printable((rank.name if devices is None else devices[index]) or ABSENT),
-            (
-                str(rank.batch_size),
-                format_microbatches(rank.microbatch_sizes),
-                *([_activations(rank)] if has_activations else []),
-                f"{rank.state_fraction:.1%}",
-                _busy(rank, units, plan.step_s),
-                _memory(rank),
-            ),
+            str(rank.batch_size),
+            format_microbatches(rank.microbatch_sizes),
+            *([_activations(rank)] if has_activations else []),
+            f"{rank.state_fraction:.1%}",
+            _busy(rank, units, plan.step_s),
+            _memory(rank),
         )
         for index, rank in enumerate(plan.ranks)
     ]
+    is_short = len(rows) <= _RANKS_IN_FULL
     first = 0
-    for row, count in _runs(rows):
+    for (device, *cells), count in [(row, 1) for row in rows] if is_short else _runs(rows):
         if count == 1:
-            table.add_row(str(first), row.device, *row.cells)
+            table.add_row(str(first), device, *cells)
         else:
-            ranks = f"{first}–{first + count - 1}"
-            table.add_row(ranks, f"{count} × {row.device}", *row.cells)
+            table.add_row(f"{first}–{first + count - 1}", f"{count} × {device}", *cells)
         first += count
     return table
 
 
-@dataclass(frozen=True)
-class _Row:
-    """One rank's part of a table; ranks with equal rows can share one."""
-
-    device: str
-    cells: tuple[str, ...]
-
-
-def _runs(rows: Sequence[_Row]) -> list[tuple[_Row, int]]:
-    """Return the rows with how many ranks share each: one rank each where there are few."""
-    if len(rows) <= _RANKS_IN_FULL:
-        return [(row, 1) for row in rows]
-    return [(row, len(list(alike))) for row, alike in groupby(rows)]
+def _runs(values: Iterable[_Value]) -> list[tuple[_Value, int]]:
+    """Return each run of equal values as one of them and their number."""
+    return [(value, len(list(alike))) for value, alike in groupby(values)]
 
 
 def prediction_table(
@@ -192,14 +172,8 @@ def prediction_table(
 ) -> Table:
     """Return predictions next to measurements, with their difference in percent of the prediction.
 
-    Args:
-        predicted: values by name; a name ends in ``_s`` (seconds) or ``_bytes``, such as
-            ``step_s`` or ``rank_0_memory_bytes``.
-        measured: the same names. A name that only one of the two has gets a row as well.
-        title: the table's heading.
-
-    Raises:
-        ValueError: if a name ends otherwise.
+    A name ends in ``_s`` (seconds) or ``_bytes``, such as ``rank_0_memory_bytes``; ValueError if it
+    does not.
     """
     table = Table(title=title)
     table.add_column("")
@@ -216,32 +190,16 @@ def prediction_table(
     return table
 
 
-_KINDS = {
-    "peak": "peak_bytes",
-    "state": "state_bytes",
-    "gathered": "gathered_bytes",
-    "gradients": "gradients_bytes",
-    "boundaries": "boundaries_bytes",
-    "inside": "inside_bytes",
-    "other": "other_bytes",
-}
+_KINDS = ("peak", "state", "gathered", "gradients", "boundaries", "inside", "other")
 
 
 def memory_table(predicted: Sequence[RankMemory], measured: Sequence[RankMemory]) -> Table:
     """Return every rank's peak memory as a table: predicted / measured, by kind.
 
     Of more than 24 ranks, only the 24 with the highest peaks are shown.
-
-    Args:
-        predicted: Memory of every rank, in rank order.
-        measured: Likewise.
-
-    Raises:
-        ValueError: If the two have different numbers of ranks.
     """
     rows = list(enumerate(zip(predicted, measured, strict=True)))
-    most = max((rank.peak_bytes or 0.0 for pair in zip(predicted, measured, strict=True)
-                for rank in pair), default=0.0)  # fmt: skip
+    most = max((rank.peak_bytes or 0.0 for rank in (*predicted, *measured)), default=0.0)
     unit, unit_bytes = byte_unit(most)
     notes = []
     if len(rows) > _RANKS_IN_FULL:
@@ -259,9 +217,7 @@ def memory_table(predicted: Sequence[RankMemory], measured: Sequence[RankMemory]
         show_edge=False,
     )
     table.add_column("rank", justify="right")
-    kinds = dict(_KINDS)
-    if any(rank.host_bytes for rank in measured):
-        kinds["host"] = "host_bytes"
+    kinds = (*_KINDS, "host") if any(rank.host_bytes for rank in measured) else _KINDS
     for heading in kinds:
         table.add_column(heading, justify="right")
 
@@ -274,8 +230,8 @@ def memory_table(predicted: Sequence[RankMemory], measured: Sequence[RankMemory]
     for index, (before, after) in rows:
         cells = [
             # in two lines, so that all kinds fit into 80 columns
-            f"{cell(getattr(before, name))} /\n{cell(getattr(after, name))}"
-            for name in kinds.values()
+            f"{cell(getattr(before, f'{kind}_bytes'))} /\n{cell(getattr(after, f'{kind}_bytes'))}"
+            for kind in kinds
         ]
         table.add_row(str(index), *cells)
     return table
@@ -286,8 +242,8 @@ def format_microbatches(sizes: Iterable[int]) -> str:
     sizes = tuple(sizes)
     if len(sizes) <= _MICROBATCHES_IN_FULL:
         return "+".join(map(str, sizes)) or "none"
-    runs = ((size, len(list(run))) for size, run in groupby(sizes))
-    return " + ".join(str(size) if count == 1 else f"{count}×{size}" for size, count in runs)
+    parts = (str(size) if count == 1 else f"{count}×{size}" for size, count in _runs(sizes))
+    return " + ".join(parts)
 
 
 def _activations(rank: RankPlan) -> str:

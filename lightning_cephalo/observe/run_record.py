@@ -131,19 +131,7 @@ def _texts(field: str, value: Any) -> tuple[str, ...]:
 class RankRecord(Record):
     """What is known of one rank at the end of a run; what was not measured is None or empty.
 
-    Attributes:
-        rank: Index of the rank.
-        name: Name of its device.
-        step_s: Median seconds of a step.
-        busy_s: Median seconds of its own work in forward and backward.
-        waiting_s: Median seconds of waiting for others there.
-        between_s: Median seconds from the end of a step to the start of the next one.
-        predicted_busy_s: The plan's prediction of ``busy_s``.
-        predicted_memory: The plan's prediction of its memory.
-        measured_memory: Its memory.
-        events: One recorded step.
-        held: What it holds over that step.
-        phases: The phases of that step.
+    Its seconds are those of a ``MeasuredRank``; events, phases, and what it held are of one step.
     """
 
     kind = "rank record"
@@ -213,18 +201,13 @@ class RunRecord(FileRecord):
 
     Attributes:
         plan: The plan that training followed last.
-        ranks: Every rank, in rank order.
         is_finished: Whether the run has ended without an error. Before, nothing is measured.
         is_given: Whether the user gave the plan.
         model: The units of the model, in a few words.
         updates: When updates run, in a few words.
         notes: Why the plan divides the work so.
         remarks: What was unlike the plan.
-        changes: Changes of the plan while training.
         steps_s: Seconds of the steps on rank 0, in their order; of many, medians of equal runs.
-
-    Raises:
-        PlanError: A field has an invalid value; the message names it.
     """
 
     kind = "run record"
@@ -262,11 +245,7 @@ class RunRecord(FileRecord):
 
 
 def read_record(folder: Path) -> RunRecord | None:
-    """Return the record in a run's folder; None if there is none.
-
-    Raises:
-        PlanError: The file is damaged; the message names it and what is wrong.
-    """
+    """Return the record in a run's folder; None if there is none; PlanError if it is damaged."""
     path = folder / RECORD_NAME
     if not path.is_file():
         return None

@@ -23,10 +23,7 @@ Spans = tuple[tuple[Mark, Mark], ...]
 
 
 class Timing(Observer):
-    """Times this rank's work and waiting, step by step.
-
-    It costs two marks for each collective that is waited for, and two for each pass.
-    """
+    """Times this rank's work and waiting, step by step."""
 
     def __init__(self, marks: Marks | None = None) -> None:
         self._marks = marks or HostMarks()

@@ -38,16 +38,11 @@ _THREADS = {stream: number for number, stream in enumerate(Stream)}
 def write_trace(simulation: Simulation, problem: Problem, path: str | PathLike[str]) -> None:
     """Write the trace as JSON; the file is replaced completely or not at all.
 
-    Beyond 64 ranks, all ranks that do the same share one process, named after their number: a
-    trace of every rank would be too large to open.
-
-    Args:
-        simulation: the simulation to write.
-        problem: the simulated problem; its ranks' names are shown.
-        path: path of the file, ending in ``.json``.
+    Beyond 64 ranks, all ranks that do the same share one process: a trace of every rank would be
+    too large to open.
 
     Raises:
-        PlanError: if the suffix is another one, the problem has another number of ranks, or the
+        PlanError: if the suffix is not ``.json``, the problem has another number of ranks, or the
             file cannot be written.
     """
     target = json_path(path)
@@ -68,11 +63,7 @@ def write_trace(simulation: Simulation, problem: Problem, path: str | PathLike[s
 
 
 def write_recording(recordings: Sequence[Recording], path: str | PathLike[str]) -> None:
-    """Write a recorded step of every rank as JSON; the file is replaced completely or not at all.
-
-    Events that overlap on one stream (two gathers) appear below each other. Memory by kind and the
-    traffic each way are counters.
-    """
+    """Write a recorded step of every rank as JSON, with memory and traffic as counters."""
     shown = recordings[:RANKS_IN_FULL]
     _write((entry for recording in shown for entry in _recorded(recording)), json_path(path))
 

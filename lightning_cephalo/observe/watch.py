@@ -41,6 +41,10 @@ from lightning_cephalo.ranks.control import ControlGroup
 RECORDED_STEP = 5
 
 
+# of a rank, in its record
+_MEASURED = ("name", "step_s", "busy_s", "waiting_s", "between_s", "predicted_busy_s")
+
+
 def _nothing() -> None:
     pass
 
@@ -48,17 +52,12 @@ def _nothing() -> None:
 class Watch:
     """Times the steps of one rank and records one.
 
+    ``ranks`` and ``recordings`` are filled after a training that ended without a failure.
+
     Args:
         trace_path: Where to write a timeline of the fifth step, or of the last step if there are
             fewer; None: nowhere.
         folder: Where to write the record of the run, with that step; None: nowhere.
-
-    Raises:
-        PlanError: If the file's name does not end in ``.json``.
-
-    Attributes:
-        ranks: The measurements of every rank, after a training that ended without a failure.
-        recordings: The recorded step of every rank, then; empty if nothing is written.
     """
 
     def __init__(
@@ -105,15 +104,7 @@ class Watch:
         return median(counted(self._steps_s)) if self._steps_s else None
 
     def check(self, writes: bool) -> None:
-        """Check that the trace and the record can be written.
-
-        Args:
-            writes: Whether this is the rank that will write them.
-
-        Raises:
-            PlanError: If the folder of the trace does not exist, or that of the record cannot be
-                made.
-        """
+        """Raise PlanError if this rank will write the trace and the record, and cannot."""
         if writes and self._folder is not None:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
@@ -138,17 +129,12 @@ class Watch:
         self._clock = model.accelerator.clock if on_host else model.accelerator.now_s
         marks = model.accelerator.marks(model.backend)
         self._timing = Timing(marks)
-        if self.records:
+        if self._path is not None or self._folder is not None:
             now = self._clock if on_host else None
             # not a bound method, which would keep the model
             moved = partial(_moved_bytes, self._reference)
             # copies tell it themselves
             self._recorder = Recorder(marks, now, records_copies=False, bytes_of=moved)
-
-    @property
-    def records(self) -> bool:
-        """Whether a step is recorded."""
-        return self._path is not None or self._folder is not None
 
     @property
     def _model(self) -> ShardedModel:
@@ -179,11 +165,7 @@ class Watch:
             self._model.accelerator.listener = None
 
     def finish_step(self, counts: bool = True) -> None:
-        """End a step, after the optimizer's update.
-
-        Args:
-            counts: Whether the step's time is comparable with other steps.
-        """
+        """End a step, after the optimizer's update; ``counts``: its time is comparable."""
         self._ended_s = self._clock()
         step_s = self._ended_s - self._started_s
         if counts:
@@ -212,14 +194,7 @@ class Watch:
         is_given: bool = False,
         looks: Sequence[Look] = (),
     ) -> None:
-        """Share the measurements with all ranks, and write the trace; collective.
-
-        Args:
-            plan: The plan that training followed.
-            verbose: Whether rank 0 prints the figures.
-            is_given: Whether the user gave the plan.
-            looks: What this rank held in a step, if that was measured.
-        """
+        """Share the measurements with all ranks, and write the trace; collective."""
         model, control = self._model, self._model.control
         model.accelerator.synchronize()  # so that all steps can be read
         self._read()
@@ -248,12 +223,7 @@ class Watch:
         return self._folder is not None
 
     def write_record(self, known: Callable[[], RunRecord], is_given: bool) -> None:
-        """Write the record of the run with what was measured so far, or warn; on rank 0.
-
-        Args:
-            known: Returns what the session knows.
-            is_given: Whether the user gave the plan.
-        """
+        """Write what the session knows with what was measured so far, or warn; on rank 0."""
         if self._folder is not None:
             path = self._folder / RECORD_NAME
             _write(lambda: self._record(known(), is_given).save(path), "record of the run")
@@ -265,15 +235,7 @@ class Watch:
         for rank in record.ranks:
             found, step = measured.get(rank.rank), recorded.get(rank.rank)
             if found is not None:
-                rank = replace(
-                    rank,
-                    name=found.name,
-                    step_s=found.step_s,
-                    busy_s=found.busy_s,
-                    waiting_s=found.waiting_s,
-                    between_s=found.between_s,
-                    predicted_busy_s=found.predicted_busy_s,
-                )
+                rank = replace(rank, **{name: getattr(found, name) for name in _MEASURED})
             if step is not None:
                 rank = replace(rank, events=step.events, held=step.held, phases=step.phases)
             ranks.append(rank)
