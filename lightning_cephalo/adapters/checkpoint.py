@@ -109,15 +109,7 @@ def full_optimizer_state(optimizer: Optimizer, wanted: bool) -> dict[str, Any]:
     if not _is_torchs(state):
         full_state = pytree.tree_map_only(DTensor, partial(to_full, wanted=wanted), state)
         return full_state if wanted else {}
-    full = {
-        index: {
-            name: pytree.tree_map_only(Tensor, partial(to_full, wanted=wanted), value)
-            for name, value in entries.items()
-        }
-        if isinstance(entries, Mapping)
-        else entries
-        for index, entries in state["state"].items()
-    }
+    full = pytree.tree_map_only(Tensor, partial(to_full, wanted=wanted), state["state"])
     return {**state, "state": full} if wanted else {}
 
 

@@ -31,7 +31,7 @@ from lightning_cephalo.adapters import precision
 from lightning_cephalo.adapters.moved_state import MovedState
 from lightning_cephalo.adapters.optimizer import put_in_order, step_is_replaced, update_rows
 from lightning_cephalo.adapters.scope import Scope, known_scope
-from lightning_cephalo.adapters.unchanged import changed_option, kept_options
+from lightning_cephalo.adapters.unchanged import changed_options, kept_options
 from lightning_cephalo.common.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -287,8 +287,9 @@ class EarlyUpdater:
         """Raise if code has changed in the backward what updates there had used before."""
         groups, what = self._optimizer.param_groups, ""
         for index, used in self._used.items():
-            name = changed_option(groups[index], used) if index < len(groups) else "params"
-            if name:
+            names = changed_options(groups[index], used) if index < len(groups) else ["params"]
+            if names:
+                name = names[0]
                 what = f"param_groups[{index}][{name!r}] (now {groups[index].get(name)!r})"
                 break
         if self._used and not what:

@@ -24,7 +24,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.base import Copies
 from lightning_cephalo.accelerator.transfers import ToldWorker
-from lightning_cephalo.adapters.optimizer import clip_by_value, norms_of
+from lightning_cephalo.adapters.optimizer import clip_by_value, norms_of, step_without_hooks
 from lightning_cephalo.execution.host_room import HostRoom
 from lightning_cephalo.sharding.placement import local_part
 from lightning_cephalo.sharding.spent_gradients import SentGradient, take_sent
@@ -208,8 +208,7 @@ class HostUpdates:
 def _step(optimizer: Optimizer, factors: Sequence[tuple[Tensor, float]]) -> None:
     for gradient, factor in factors:
         gradient.mul_(factor)
-    # Private: below the hooks of instances, and torch's own for profilers
-    type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
+    step_without_hooks(optimizer)
 
 
 def _here(value: Any) -> Any:

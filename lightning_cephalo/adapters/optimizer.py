@@ -16,6 +16,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, Protocol, cast
 
@@ -25,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from lightning_cephalo.adapters.owned_update import OwnedUpdate, following
+from lightning_cephalo.adapters.owned_update import OwnedUpdate, common_state, following
 from lightning_cephalo.adapters.scope import known_scope
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.sharding.collectives import all_reduce
@@ -114,14 +115,16 @@ def local_update(
 class _Exchange:
     """Puts rows in place of an optimizer's DTensors, and DTensors back."""
 
-    def __init__(self, optimizer: Optimizer, elsewhere: UpdatesElsewhere | None) -> None:
+    def __init__(self, optimizer: Optimizer, elsewhere: UpdatesElsewhere | None = None) -> None:
         self._optimizer, self._elsewhere = optimizer, elsewhere
         self._updated: Container[int] = ()
         self._is_torchs = known_scope(optimizer) is not None
         self._meanwhile = ExitStack()
         self._dtensors: list[list[Tensor]] = []
+        self._shown: Sequence[Sequence[Tensor]] = []
         self._own_memory: list[list[Tensor]] = []
         self._faces: dict[Tensor, dict[str, Any]] = {}
+        self._staged: Mapping[tuple[int, str], Tensor] = {}
         self._state: Any = None
 
     def wrapped(self, closure: Callable[[], Any] | None) -> Callable[[], Any]:
@@ -137,18 +140,24 @@ class _Exchange:
 
         return closure_and_exchange
 
-    def show_rows(self) -> None:
-        """Put this rank's rows in place of DTensors."""
+    def show_rows(
+        self,
+        chosen: Sequence[Sequence[Tensor]] | None = None,
+        staged: Mapping[tuple[int, str], Tensor] = MappingProxyType({}),
+    ) -> None:
+        """Put this rank's rows in place of DTensors: of all parameters, or of some of each group.
+
+        ``staged`` has what stands for rows of state that lie in host memory.
+        """
         optimizer = self._optimizer
         self._meanwhile.enter_context(_without_torch_functions())
         self._dtensors = [list(group["params"]) for group in optimizer.param_groups]
+        self._shown, self._staged = self._dtensors if chosen is None else chosen, staged
         self._own_memory = []
         self._state, optimizer.state = optimizer.state, defaultdict(dict)
-        for key, entries in self._state.items():
-            if not isinstance(key, Tensor):
-                optimizer.state[key] = entries
-        for group, parameters in zip(optimizer.param_groups, self._dtensors, strict=True):
-            rows = self._meanwhile.enter_context(_rows_of(parameters, self._updated))
+        optimizer.state.update(common_state(self._state))
+        for group, parameters in zip(optimizer.param_groups, self._shown, strict=True):
+            rows = self._meanwhile.enter_context(_rows_of(list(parameters), self._updated))
             # in place: an optimizer may hold the list itself
             group["params"][:] = rows
             # torch's own optimizers write in place; one view per tensor would cost them time
@@ -159,7 +168,8 @@ class _Exchange:
                     entries = optimizer.state[own] = self._state[parameter]
                     self._faces[own] = dict(entries)
                     for name, value in entries.items():
-                        entries[name] = _mapped(local_part, value)
+                        held = staged.get((id(parameter), name))
+                        entries[name] = _mapped(local_part, value) if held is None else held
 
     def finish(self, failure: BaseException | None) -> None:
         """Put the DTensors back, with the update's additions to the state.
@@ -170,19 +180,16 @@ class _Exchange:
             return
         optimizer, by_rows = self._optimizer, self._optimizer.state
         optimizer.state, self._state = self._state, None
-        for key, entries in by_rows.items():
-            if not isinstance(key, Tensor):
-                optimizer.state[key] = entries
-        for group, parameters, memory in zip(
-            optimizer.param_groups, self._dtensors, self._own_memory, strict=True
-        ):
+        optimizer.state.update(common_state(by_rows))
+        for group, parameters in zip(optimizer.param_groups, self._dtensors, strict=True):
             group["params"][:] = parameters
-            for parameter in parameters:
-                rows = local_part(parameter)
-                if rows in by_rows:
-                    optimizer.state[parameter] = by_rows[rows]
-                    _show_state(by_rows[rows], self._faces.get(rows, {}), parameter)
-            for parameter, own in zip(parameters, memory, strict=False):
+        for parameter in chain.from_iterable(self._shown):
+            rows = local_part(parameter)
+            if rows in by_rows:
+                optimizer.state[parameter] = by_rows[rows]
+                self._show_state(by_rows[rows], self._faces.get(rows, {}), parameter)
+        for shown, memory in zip(self._shown, self._own_memory, strict=False):
+            for parameter, own in zip(shown, memory, strict=False):
                 rows = local_part(parameter)
                 if rows.data_ptr() != own.data_ptr():  # after `p.data = p.data - update`
                     own.copy_(rows.detach())
@@ -191,6 +198,18 @@ class _Exchange:
         self._meanwhile.close()
         if failure is None and self._elsewhere is not None:
             self._elsewhere.after_step()
+
+    def _show_state(
+        self, entries: dict[str, Any], faces: dict[str, Any], parameter: Tensor
+    ) -> None:
+        """Put DTensors in place of rows in a parameter's state: those of before, and new ones."""
+        for name, value in entries.items():
+            before, held = faces.get(name), self._staged.get((id(parameter), name))
+            is_same = held is not None and value is held
+            if isinstance(before, Tensor) and (is_same or local_part(before) is value):
+                entries[name] = before
+            else:
+                entries[name] = _mapped(partial(as_state, name, parameter), value)
 
     def restore(self) -> None:
         """Put the DTensors back after a failure too."""
@@ -207,43 +226,23 @@ def update_rows(
 
     Hooks, schedulers and profilers do not see it: they see the one ``step`` that updates the rest.
     """
-    state, groups = optimizer.state, optimizer.param_groups
-    lists = [group["params"] for group in groups]
-    by_rows: Any = defaultdict(dict)
-    shown: list[tuple[Tensor, Tensor, dict[str, Any]]] = []
-    with ExitStack() as meanwhile:
-        meanwhile.enter_context(_without_torch_functions())
-        try:
-            for group, parameters in zip(groups, chosen, strict=True):
-                rows = meanwhile.enter_context(_rows_of(list(parameters)))
-                if clip_value is not None and rows:
-                    torch.nn.utils.clip_grad_value_(rows, clip_value)
-                group["params"] = rows
-                for parameter, own in zip(parameters, rows, strict=True):
-                    entries = state.get(parameter, {})
-                    shown.append((parameter, own, dict(entries)))
-                    if entries:
-                        by_rows[own] = entries
-                        for name, value in entries.items():
-                            held = staged.get((id(parameter), name))
-                            entries[name] = _mapped(local_part, value) if held is None else held
-            optimizer.state = by_rows
-            optimizer.param_groups = [group for group in groups if group["params"]]
-            if optimizer.param_groups:
-                # Private: below the hooks of instances, and torch's own for profilers
-                type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
-        finally:
-            optimizer.state, optimizer.param_groups = state, groups
-            for group, parameters in zip(groups, lists, strict=True):
-                group["params"] = parameters
-            for parameter, own, faces in shown:
-                if own in by_rows:
-                    state[parameter] = entries = by_rows[own]
-                    for name, value in entries.items():
-                        held = staged.get((id(parameter), name))
-                        if held is not None and value is held:
-                            entries[name] = local_part(faces[name])
-                    _show_state(entries, faces, parameter)
+    exchange, groups = _Exchange(optimizer), optimizer.param_groups
+    try:
+        exchange.show_rows(chosen, staged)
+        optimizer.param_groups = [group for group in groups if group["params"]]
+        for group in optimizer.param_groups if clip_value is not None else ():
+            torch.nn.utils.clip_grad_value_(group["params"], cast(float, clip_value))
+        if optimizer.param_groups:
+            step_without_hooks(optimizer)
+    finally:
+        optimizer.param_groups = groups
+        exchange.restore()
+
+
+def step_without_hooks(optimizer: Optimizer) -> None:
+    """Run the step of an optimizer's class."""
+    # Private: below the hooks of instances, and torch's own for profilers
+    type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
 
 
 def step_is_replaced(optimizer: Optimizer) -> bool:
@@ -275,16 +274,6 @@ def _mapped(function: Callable[[Tensor], Any], value: Any) -> Any:
     if isinstance(value, (list, tuple, dict)):
         return pytree.tree_map_only(Tensor, function, value)
     return value
-
-
-def _show_state(entries: dict[str, Any], faces: dict[str, Any], parameter: Tensor) -> None:
-    """Put DTensors in place of rows in a parameter's state: those of before, and new ones."""
-    for name, value in entries.items():
-        before = faces.get(name)
-        if isinstance(before, Tensor) and local_part(before) is value:
-            entries[name] = before
-        else:
-            entries[name] = _mapped(partial(as_state, name, parameter), value)
 
 
 def has_rows(name: str, parameter: Tensor, value: Any) -> bool:

@@ -36,6 +36,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_cephalo.adapters.scope import known_scope
+from lightning_cephalo.adapters.unchanged import changed_options, kept_options
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.owners import Owners, on_owner
@@ -43,7 +44,6 @@ from lightning_cephalo.sharding.placement import local_part
 from lightning_cephalo.sharding.row_operators import cut_gradients
 
 _PLAIN = (bool, int, float, complex, str, type(None))
-_Leaves = dict[Any, tuple[Any, int]]
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class OwnedUpdate:
         self._meanwhile = ExitStack()
         self._shown: list[list[Tensor]] | None = None
         # options of the groups where the step began; empty outside of a step
-        self._before: list[_Leaves] = []
+        self._before: list[dict[str, Any]] = []
         self._state: Any = None
         self._faces: dict[Tensor, dict[str, Any]] = {}
         # state between two evaluations of a closure: the dict, and what it held
@@ -175,7 +175,7 @@ class OwnedUpdate:
         self._meanwhile.enter_context(torch._C.DisableTorchFunction())
         self._shown = [list(group["params"]) for group in optimizer.param_groups]
         # a step that evaluates its closure again has perhaps written options before
-        self._before = self._before or [_leaves(group) for group in optimizer.param_groups]
+        self._before = self._before or list(map(kept_options, optimizer.param_groups))
         self._state, optimizer.state = optimizer.state, defaultdict(dict)
         for key, entries in self._state.items():
             if not isinstance(key, DTensor):
@@ -228,7 +228,7 @@ class OwnedUpdate:
 
     def _hide(self) -> None:
         """Give all ranks their rows, and put the DTensors back; collective."""
-        common = _common(self._optimizer.state)
+        common = common_state(self._optimizer.state)
         self.restore()
         _set_common(self._optimizer.state, common)
         parameters = self.parameters()
@@ -305,7 +305,11 @@ class OwnedUpdate:
         if not self._runs:
             return {"options": {}, "state": {}, "common": None}
         options = {
-            index: _changed(group, before)
+            index: {
+                name: pytree.tree_map_only(Tensor, _on_host, group[name])
+                for name in changed_options(group, before)
+                if name in group
+            }
             for index, (group, before) in enumerate(
                 zip(optimizer.param_groups, self._before, strict=True)
             )
@@ -320,7 +324,7 @@ class OwnedUpdate:
         if self._owns_any():
             common = {
                 key: pytree.tree_map(self._value, entries)
-                for key, entries in _common(optimizer.state).items()
+                for key, entries in common_state(optimizer.state).items()
             }
         return {"options": options, "state": state, "common": common}
 
@@ -462,48 +466,16 @@ def _copied(entries: Any) -> Any:
     return dict(entries) if isinstance(entries, dict) else entries
 
 
-def _common(state: Any) -> dict[Any, Any]:
+def common_state(state: Any) -> dict[Any, Any]:
     """Return the entries of a state that belong to no parameter."""
     return {key: entries for key, entries in state.items() if not isinstance(key, Tensor)}
 
 
 def _set_common(state: Any, common: dict[Any, Any]) -> None:
     """Let a state have these entries, and no others, that belong to no parameter."""
-    for key in _common(state).keys() - common.keys():
+    for key in common_state(state).keys() - common.keys():
         del state[key]
     state.update(common)
-
-
-def _leaves(group: dict[str, Any]) -> _Leaves:
-    """Return the options of a group by their paths, and the versions of those that are tensors.
-
-    The options themselves are kept: a new object may get the ``id`` of one that is gone.
-    """
-    options = {name: value for name, value in group.items() if name != "params"}
-    return {
-        path: (leaf, leaf._version if isinstance(leaf, Tensor) else 0)
-        for path, leaf in pytree.tree_flatten_with_path(options)[0]
-    }
-
-
-def _changed(group: dict[str, Any], before: _Leaves) -> dict[str, Any]:
-    """Return the options of a group that an update has written, with tensors on the CPU."""
-    now = _leaves(group)
-    paths = now.keys() ^ before.keys()
-    paths |= {path for path in now.keys() & before.keys() if _differ(now[path], before[path])}
-    names = {path[0].key for path in paths}
-    return {
-        name: pytree.tree_map_only(Tensor, _on_host, group[name]) for name in names if name in group
-    }
-
-
-def _differ(now: tuple[Any, int], before: tuple[Any, int]) -> bool:
-    (leaf, version), (leaf_before, version_before) = now, before
-    if leaf is leaf_before:
-        return version != version_before
-    if isinstance(leaf, Tensor) or isinstance(leaf_before, Tensor):
-        return True  # comparing values would wait for the device
-    return bool(leaf != leaf_before)
 
 
 def _where(held: Any, value: Any) -> Any:

@@ -88,13 +88,15 @@ def _version_of(tensor: Tensor) -> int:
 
 
 def kept_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the options of a parameter group are now, for :func:`changed_option`."""
+    """Return what the options of a parameter group are now, for :func:`changed_options`."""
     return {name: kept(value) for name, value in group.items() if name != "params"}
 
 
-def changed_option(group: Mapping[str, Any], before: Mapping[str, Any]) -> str:
-    """Return the first option of a parameter group that has changed; empty: none has."""
-    for name, value in group.items():
-        if name != "params" and (name not in before or not is_unchanged(value, before[name])):
-            return name
-    return next((name for name in before if name not in group), "")
+def changed_options(group: Mapping[str, Any], before: Mapping[str, Any]) -> list[str]:
+    """Return the options of a parameter group that have changed, and then those that are gone."""
+    changed = [
+        name
+        for name, value in group.items()
+        if name != "params" and (name not in before or not is_unchanged(value, before[name]))
+    ]
+    return changed + [name for name in before if name not in group]

@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 
-from lightning_cephalo.adapters.unchanged import changed_option, is_unchanged, kept, kept_options
+from lightning_cephalo.adapters.unchanged import changed_options, is_unchanged, kept, kept_options
 
 
 class Strange:
@@ -75,10 +75,10 @@ def test_a_tensor_that_counts_no_writes_is_compared_by_itself():
 def test_the_option_that_has_changed_is_named():
     group = {"params": [], "lr": 0.1, "betas": [0.9, 0.999]}
     before = kept_options(group)
-    assert not changed_option(group, before)
-    assert not changed_option({**group, "params": [1]}, before)
-    assert changed_option({**group, "lr": 0.2}, before) == "lr"
-    assert changed_option({**group, "more": 1}, before) == "more"
-    assert changed_option({"params": [], "lr": 0.1}, before) == "betas"
+    assert not changed_options(group, before)
+    assert not changed_options({**group, "params": [1]}, before)
+    assert changed_options({**group, "lr": 0.2}, before) == ["lr"]
+    assert changed_options({**group, "more": 1}, before) == ["more"]
+    assert changed_options({"params": [], "lr": 0.1}, before) == ["betas"]
     group["betas"][1] = 0.99
-    assert changed_option(group, before) == "betas"
+    assert changed_options(group, before) == ["betas"]
