@@ -2,15 +2,10 @@
 
 ``Trainer`` looks up the name of its strategy before it reads any of Lightning's entry points. Only
 torch has a hook that is early enough: the entry point group ``torch.backends``, called at the end
-of ``import torch``. Lightning is usually not imported by then. So the import finder below waits for
-Lightning's registry module, and registers right after that module has been executed.
+of ``import torch``, usually before Lightning's. So an import finder waits for Lightning's registry.
 
-This module must never break or slow down ``import torch``. It uses the standard library only, does
-not import torch, Lightning or the rest of this package, and turns every failure into a debug
-message.
-
-Alternatives considered: Lightning's entry point ``lightning.pytorch.callbacks_factory`` (read after
-the strategy is looked up, which is too late); a ``.pth`` file (runs in every Python process).
+This module must never break or slow down ``import torch``: it imports the standard library only,
+and turns every failure into a debug message.
 """
 
 from __future__ import annotations

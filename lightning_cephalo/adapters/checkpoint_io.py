@@ -1,10 +1,7 @@
 """Writes checkpoint files whole or not at all, and reads none that is damaged.
 
-Lightning writes to the folder of temporary files, and moves the result. Across file systems a move
-is a copy, which a killed process or a full disk tears. Nothing is synced: a power failure may leave
-a file of zeros under the right name. torch's zip format holds a checksum of every record, but torch
-does not compare them: it reads flipped bits without a word.
-
+Lightning moves a file from the folder of temporary files, a copy across file systems that a kill or
+a full disk tears, and syncs nothing. torch writes a checksum of every record, and compares none.
 Files stay those of ``torch.save``: plain Lightning and ``torch.load`` read them.
 """
 

@@ -1,9 +1,8 @@
 """Decides whether units may be updated inside the backward, and updates them.
 
-It must give what updating at the end of the backward gives, to the last bit, and nobody must need
-gradients in between. Otherwise updates are late, and the plan's table says why in a few words. What
-is known before training decides for the whole run, because the plan counts on the memory. What may
-change between steps is looked at before every step: such a step is late, with a warning.
+It must give what updating at the end gives, to the last bit, and nobody may need gradients in
+between. What is known before training decides for the whole run, as the plan counts on the memory.
+What may change between steps is looked at before every step: such a step is late, with a warning.
 """
 
 from __future__ import annotations

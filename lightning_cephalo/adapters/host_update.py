@@ -1,11 +1,8 @@
 """Updates rows of parameters on the host, in a thread, while the device computes.
 
-Gradients are copied to the host. torch's own kernels update a copy of the rows there: the fused one
-where the optimizer has it, which is several times as fast as the others on a CPU, and releases the
-interpreter. The new rows are copied to the device.
-
-The copy of the rows stays from step to step. It is made anew where other code has written to the
-device's rows, which their version counter tells.
+Gradients are copied to the host, torch's kernels for CPUs update a copy of the rows there, and the
+new rows are copied to the device. The copy stays from step to step. It is made anew where other
+code has written to the device's rows, which their version counter tells.
 """
 
 from __future__ import annotations

@@ -1,14 +1,11 @@
 """Finds out whether this rank has left a loop of Lightning's before its batches were through.
 
-Lightning takes a ``StopIteration`` in any hook as the end of an epoch, and so a -1 that
-``on_train_batch_start`` returns. One rank alone may do so. The others then wait for it in the next
-step, which this rank never runs, or which is the first of its next epoch.
+A ``StopIteration`` in a hook ends an epoch, perhaps on one rank alone, for which the others wait.
 
-[Note: Lightning's progress] A loop counts each batch four times: when it is ready, when it starts,
-when its step is done, and when its last hook is. A loop that is left leaves the last count behind.
+[Note: Lightning's progress] A loop counts each batch when it is ready, when it starts, when its
+step is done, and when its last hook is; a loop that is left leaves the last count behind.
 ``_first_loop_iter`` is None from the end of a loop to the next batch, then True, and False from the
-second batch on. It is private to Lightning, and only this file uses it:
-tests/lightning/test_one_sided.py fails when it changes.
+second batch on. It is private; tests/lightning/test_one_sided.py fails when it changes.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Lets users copy the module, or a part of it, while it is sharded: ``copy.deepcopy(pl_module)``.
 
-The copy is an ordinary module: full parameters, nothing of the strategy in it. Its parameters
-compute with the sharded ones of the module (:mod:`~lightning_cephalo.sharding.row_operators`), so
-that an average of weights that users write by hand works.
-
-``copy.deepcopy`` looks for ``__deepcopy__`` on the object. It is set on the instances of the
-module's modules, as their class may be anything.
+The copy is an ordinary module with full parameters, which compute with the sharded ones of the
+module (:mod:`~lightning_cephalo.sharding.row_operators`). ``__deepcopy__`` is set on the instances
+of the module's modules, as their class may be anything.
 """
 
 from __future__ import annotations

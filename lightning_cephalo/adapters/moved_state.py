@@ -1,11 +1,8 @@
 """Keeps optimizer state in host memory, and moves it for updates.
 
 [Note: state in host memory] in ``execution/state_moves.py`` has the order. Between steps
-``optimizer.state`` has the same entries as always: DTensors, whose rows lie in host memory. So
-checkpoints, hooks and other code find what they know.
-
-Only state with the rows of its parameter moves. Step counts and other numbers stay where the
-optimizer has made them.
+``optimizer.state`` has DTensors as always, whose rows lie in host memory. Only state with the rows
+of its parameter moves; step counts and other numbers stay where the optimizer has made them.
 """
 
 from __future__ import annotations

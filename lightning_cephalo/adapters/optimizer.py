@@ -1,12 +1,9 @@
 """Runs updates and gradient clipping on plain tensors instead of DTensors.
 
-Every operator on a DTensor costs a dispatch in Python, many times what the operator itself takes on
-a small tensor. An active ``TorchFunctionMode`` costs a call in Python for every function and
-attribute. An element-wise update needs neither: the rows of a parameter, its gradient and its state
-lie on the same rank. So the optimizer's ``step`` runs unchanged, but its update finds this rank's
-rows in place of the DTensors. Other updates find whole parameters (``owned_update.py``). The
-exchange comes after the closure and after all hooks that run before the update. Before and after,
-users see DTensors: in ``param_groups``, in ``state``, in hooks.
+Every operator on a DTensor costs a dispatch in Python, many times what it takes on a small tensor.
+The optimizer's ``step`` runs unchanged, but its update finds this rank's rows in place of the
+DTensors, or whole parameters (``owned_update.py``). The exchange comes after the closure and after
+all hooks that run before the update. Users see DTensors in ``param_groups``, ``state`` and hooks.
 """
 
 from __future__ import annotations

@@ -1,20 +1,11 @@
 """Runs an optimizer's own step on whole parameters, each on the rank that owns it.
 
-After the closure the owners get the rows of parameters and gradients (``sharding/owners.py``). The
-optimizer then finds plain parameters in its groups: those that its rank owns. Its own ``step`` runs
-unchanged. Afterwards all ranks get their rows of the new values.
-
-Each owned parameter has one plain object for the whole training, whose memory exists only during
-updates. So optimizers may keep what belongs to a parameter under its identity.
-
-State stays on the owner. Between steps ``optimizer.state`` has the same entries on every rank:
-tensors as DTensors whose rows lie on the owner, everything else as equal values. Hooks and
-checkpoints read them as those of parameters. Entries under keys that are no parameters, and options
-of groups, travel as values; the rank whose step has written them keeps its own objects.
-
-If the update depends on the whole model, one rank owns everything. Only that rank runs the step; it
-may evaluate its closure as often as it likes. The others follow: they run the closure together with
-it, and leave their own ``step`` at its first closure.
+After the closure the owners get the rows of parameters and gradients (``sharding/owners.py``), and
+the optimizer finds the plain parameters that its rank owns. Each is one object for the whole
+training, as optimizers may keep something under its identity. State stays on the owner; all ranks
+see the same entries: tensors as DTensors whose rows lie on the owner, else equal values. If an
+update depends on the whole model, one rank owns everything, and only that rank runs the step. The
+others run the closure together with it, and leave their own ``step`` at its first closure.
 """
 
 from __future__ import annotations

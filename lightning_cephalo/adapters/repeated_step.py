@@ -4,18 +4,12 @@ A step that used parameters where they are not gathered is repeated, too; see
 [Note: ends that are used elsewhere] in ``execution/ends_policy.py``.
 
 [Note: repeated steps]
-Until the optimizer's update a step changes nothing that lasts but what is put back here: random
-generators, buffers, what the user's code stores on modules, torchmetrics. So the same step can run
-once more on the same samples, by another plan. Lightning does not notice: a forward is repeated
-inside of the strategy's ``training_step``, a backward inside of its ``backward``, with its forward
-before it. Hooks run once. Only the module's ``training_step`` runs again.
-
-A backward that failed has no forward to go on from, as its graphs are gone. The results and the
-logs of the first forward stay: those of the second go nowhere.
-
-What cannot be repeated is raised as without this: an error in the optimizer's update, or behind an
-early one; a backward whose gradients add to those of earlier batches, since some may be added
-already; a closure that an optimizer evaluates again in the middle of its update.
+Until the optimizer's update a step changes nothing that lasts but what is put back here. So it can
+run once more on the same samples, by another plan: a forward inside of the strategy's
+``training_step``, a backward with its forward inside of ``backward``. Hooks run once, and the
+results and logs of the first forward stay. Raised are an error in the optimizer's update, or behind
+an early one; a backward whose gradients add to those of earlier batches; a closure that is
+evaluated again in the middle of an update.
 """
 
 from __future__ import annotations

@@ -1,14 +1,9 @@
 """Finds out what an optimizer's update of one element depends on.
 
-An update that depends on the element alone runs on each rank's rows. One that depends on the whole
-parameter (Muon, Adafactor, LAMB) runs where all rows of it are. One that depends on the whole model
-(LBFGS, Prodigy) runs where the whole model is.
-
-For an optimizer of which nothing is known, a copy of it updates a few small random parameters: all
-together, and each alone. If the results differ, its update depends on the whole model. The trial
-never decides that an update is element-wise. Too many optimizers factor or quantise a tensor only
-above some size, so a trial on small tensors would be wrong without an error. Users say so with
-``CephaloStrategy(optimizer_scope="element")``, and a trial contradicts what is plainly wrong.
+A copy of an unknown optimizer updates a few small random parameters: all together, and each alone.
+If the results differ, its update depends on the whole model. A trial never decides that an update
+is element-wise, as many optimizers factor or quantise only tensors above some size. Users say so
+with ``CephaloStrategy(optimizer_scope="element")``; a trial contradicts what is plainly wrong.
 """
 
 from __future__ import annotations

@@ -1,14 +1,9 @@
 """Stops all ranks at the same step if any of them receives SIGTERM.
 
-Lightning's own way hangs with unequal ranks: the signal's handler communicates while other ranks
-are in another collective (Lightning #20806), and only rank 0's flag is passed on. It also makes the
-host wait for the device before every batch (Lightning #21487). Here the handler sets a flag, and
-the exchange that ends the forward of each step carries it. All ranks then end as Lightning ends a
-single process: with ``SIGTERMException``, after the same step.
-
-The signal counts from the connection of the ranks on. While the job is set up and measured, ranks
-ask each other between two measurements; nothing is trained then, and no checkpoint is written.
-Lightning's own handler is registered only after that.
+Lightning's handler communicates while other ranks are in another collective (Lightning #20806), and
+the host waits for the device before every batch (#21487). Here it sets a flag, which the exchange
+of each step carries: all ranks end with ``SIGTERMException`` after the same step. While the job is
+set up, ranks ask each other between two measurements.
 
 [Note: Lightning's signals] The signal connector, its handlers and ``_broadcast_sigterm_tensor`` are
 private. Only this file uses them; tests/lightning/test_termination.py fails when they change.

@@ -1,11 +1,8 @@
 """Runs a LightningModule's own ``backward()`` around the layered backward.
 
-The user's code gets a loss that looks like any other. Its graph is one node, which notes the
-gradient that arrives. The layered backward then runs with this factor, on the thread of the caller:
-autograd would run the node on a thread of the device, where collectives do not belong.
-
-Considered: calling ``backward()`` with a loss that does nothing. Code behind ``loss.backward()``
-would find no gradients, and a factor of the loss would be lost without an error.
+The user's code gets a loss whose graph is one node, which notes the gradient that arrives. The
+layered backward then runs with this factor, on the thread of the caller: autograd would run the
+node on a thread of the device, where collectives do not belong.
 """
 
 from __future__ import annotations
