@@ -37,15 +37,15 @@ from lightning_cephalo.adapters import (
     differences,
     precision,
 )
-from lightning_cephalo.adapters.attempts import Attempts
+from lightning_cephalo.adapters.dealt_loaders import SamplerTakeover
 from lightning_cephalo.adapters.ending import Ending
 from lightning_cephalo.adapters.hook_logs import HookLogs, mean_over_samples
 from lightning_cephalo.adapters.left_loops import evaluation_loop
 from lightning_cephalo.adapters.logging import StepLog
 from lightning_cephalo.adapters.optimizer import local_update
 from lightning_cephalo.adapters.refusals import Situation, When, refuse
+from lightning_cephalo.adapters.repeated_step import Attempts
 from lightning_cephalo.adapters.resuming import KEY, Resumption, saved_order
-from lightning_cephalo.adapters.sampler_takeover import SamplerTakeover
 from lightning_cephalo.adapters.skipped_steps import SkippedSteps, no_loss, without_loss
 from lightning_cephalo.adapters.step_notes import StepNotes
 from lightning_cephalo.adapters.step_outputs import outputs_everywhere
@@ -534,7 +534,7 @@ class CephaloStrategy(ParallelStrategy):
             if replans is not None and self.session.late:
                 replans.count_on_late_updates()
             if self._options.verbose and self.is_global_zero:
-                self._show_plan()
+                report.show(self.session.plan_table(self._options.details))
         self.setup_precision_plugin()
         self._ending.set_up()
 
@@ -547,9 +547,6 @@ class CephaloStrategy(ParallelStrategy):
             termination = self._ending.termination
             self._recovering.wait_for_hosts(error, lambda: termination.is_noticed)
             raise
-
-    def _show_plan(self) -> None:
-        report.show(self.session.plan_table(self._options.details))
 
     def _refuse(self, when: When) -> None:
         """Raise on all ranks if something that is there now cannot work; collective."""
@@ -1178,14 +1175,10 @@ class CephaloStrategy(ParallelStrategy):
             at_end.callback(self._recovering.end)
             if trainer is not None:
                 at_end.callback(self._samplers.give_back, trainer)
-            at_end.callback(self._restore_layers)
+            if self._synchronised is not None:
+                at_end.callback(self._synchronised.restore)
             at_end.callback(self._end_session, trainer)
             self._recovering.settle()
-
-    def _restore_layers(self) -> None:
-        layers, self._synchronised = self._synchronised, None
-        if layers is not None:
-            layers.restore()
 
     def _take_session(self) -> Session | None:
         """Return the session, and hold neither it nor what changes its plan any longer."""

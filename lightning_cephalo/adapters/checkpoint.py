@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from lightning_cephalo.adapters.owned_update import OwnedUpdate
+from lightning_cephalo.adapters.scope import parameters_of
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.execution.sharded_model import ShardedModel, to_full
 from lightning_cephalo.ranks.control import ControlGroup
@@ -41,14 +42,12 @@ def full_state_dict(module: nn.Module, wanted: bool) -> dict[str, Any]:
         if isinstance(value, Tensor):
             if id(value) not in seen:  # tied weights are written as one tensor, as torch does
                 full = to_full(value, wanted)
-                seen[id(value)] = _without_values(value) if full is None else full
+                if full is None:
+                    full = torch.empty(value.shape, dtype=value.dtype, device="meta")
+                seen[id(value)] = full
             value = seen[id(value)]
         result[name] = value
     return result
-
-
-def _without_values(value: Tensor) -> Tensor:
-    return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
 
 def load_full_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
@@ -223,7 +222,7 @@ def cut_earlier_state(
     earlier: list[tuple[Tensor, Optimizer, Tensor]] = []
     own: list[tuple[int, ...]] = []
     for place, optimizer in enumerate(optimizers):
-        for number, parameter in enumerate(_held_by(optimizer)):
+        for number, parameter in enumerate(parameters_of(optimizer)):
             sharded = model.sharded_in_place_of(parameter)
             if sharded is None or parameter not in optimizer.state:
                 continue
@@ -250,7 +249,7 @@ def shard_optimizer(optimizer: Optimizer, model: ShardedModel, away: StateAway) 
     Its parameters are found by identity; state that it has made is cut like them. Parameters that
     are not the model's stay.
     """
-    found = {id(p): model.sharded_in_place_of(p) for p in _held_by(optimizer)}
+    found = {id(p): model.sharded_in_place_of(p) for p in parameters_of(optimizer)}
     sharded = {key: parameter for key, parameter in found.items() if parameter is not None}
     if not sharded:
         return
@@ -276,10 +275,6 @@ def release_optimizer(optimizer: Optimizer, plain: Mapping[int, Tensor], *, alon
         if alone:
             entries = pytree.tree_map_only(DTensor, partial(to_full, wanted=True), entries)
         optimizer.state[plain.get(id(key), key)] = entries
-
-
-def _held_by(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _cut_again(away: StateAway, parameter: Tensor, value: DTensor) -> Tensor:

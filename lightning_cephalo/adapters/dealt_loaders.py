@@ -136,6 +136,35 @@ class DealtLoaders:
                     collate.microbatch_sizes = own
 
 
+class SamplerTakeover:
+    """Takes over the insertion of samplers from a Trainer, until it is given back.
+
+    Private: ``_accelerator_connector`` is the only way to get the user's own loader;
+    tests/lightning/test_data_order.py fails when it changes.
+
+    Attributes:
+        deals: Whether dataloaders are dealt here. False if the user deals the samples and has set
+            ``use_distributed_sampler=False``.
+    """
+
+    def __init__(self) -> None:
+        self.deals = False
+        self._is_taken = False
+
+    def take(self, trainer: Trainer) -> None:
+        """Take over; does nothing the second time."""
+        connector = trainer._accelerator_connector
+        if not self._is_taken:
+            self.deals, self._is_taken = connector.use_distributed_sampler, True
+        connector.use_distributed_sampler = False
+
+    def give_back(self, trainer: Trainer) -> None:
+        """Restore the Trainer's own setting."""
+        if self._is_taken:
+            trainer._accelerator_connector.use_distributed_sampler = self.deals
+        self.deals = self._is_taken = False
+
+
 def _same_batches(one: Plan, other: Plan) -> bool:
     return [rank.batch_size for rank in one.ranks] == [rank.batch_size for rank in other.ranks]
 

@@ -27,9 +27,9 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from lightning_cephalo.adapters import precision
-from lightning_cephalo.adapters.moved_state import MovedState
+from lightning_cephalo.adapters.moved_state import MovedState, groups_of
 from lightning_cephalo.adapters.optimizer import put_in_order, step_is_replaced, update_rows
-from lightning_cephalo.adapters.scope import Scope, known_scope
+from lightning_cephalo.adapters.scope import not_element_wise
 from lightning_cephalo.adapters.unchanged import changed_options, kept_options
 from lightning_cephalo.common.errors import UnsupportedError
 
@@ -160,12 +160,7 @@ def _late_by_trainer(trainer: Trainer) -> str:
 
 def late_by_optimizer(optimizer: Optimizer) -> str:
     """Return why an optimizer may not update early; empty: it may."""
-    known, name = known_scope(optimizer), type(optimizer).__name__
-    if known is None:
-        return f"{name} is none of torch's optimizers"
-    if known is not Scope.ELEMENT:
-        return f"{name} is not element-wise"
-    return _late_by_hooks(optimizer)
+    return not_element_wise(optimizer) or _late_by_hooks(optimizer)
 
 
 def gradients_leave(late: str, trainer: Trainer) -> bool:
@@ -247,8 +242,7 @@ class EarlyUpdater:
         may, self._may = self._may, False
         self._used = {}
         if may:
-            groups = enumerate(self._optimizer.param_groups)
-            self._groups = {id(p): index for index, group in groups for p in group["params"]}
+            self._groups = groups_of(self._optimizer)
             self._states = len(self._optimizer.state)
         return may
 

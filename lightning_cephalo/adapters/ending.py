@@ -50,7 +50,7 @@ class Ending:
         self._trainer: Trainer | None = None
         # from connect() until the process ends, or forget()
         self._ranks: Ranks | None = None
-        self._abort: Callable[[], None] = _nothing
+        self._abort: Callable[[], None] = _nothing  # a lambda could not be pickled for spawn
         self._watch: LossWatch | None = None
 
     @property

@@ -20,6 +20,7 @@ from lightning_cephalo.adapters.scope import (
     Scope,
     is_listed,
     known_scope,
+    parameters_of,
     state_bytes_per_element,
 )
 from lightning_cephalo.execution.sharded_model import ShardedModel
@@ -113,8 +114,7 @@ def untrained_bytes(optimizers: Sequence[Optimizer], model: ShardedModel) -> int
     trained = {
         id(_of_model(model, parameter))
         for optimizer in optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
+        for parameter in parameters_of(optimizer)
     }
     return sum(
         parameter.numel() * parameter.element_size()

@@ -27,7 +27,7 @@ from lightning_cephalo.adapters.optimizer import (
     step_is_replaced,
     update_rows,
 )
-from lightning_cephalo.adapters.scope import Scope, known_scope, state_bytes_per_element
+from lightning_cephalo.adapters.scope import not_element_wise, state_bytes_per_element
 from lightning_cephalo.execution.host_room import HostRoom, aligned_bytes
 from lightning_cephalo.plan.state_homes import STAGED_UNITS, StateHome
 from lightning_cephalo.sharding.placement import local_part
@@ -72,11 +72,9 @@ def needs_device(trainer: Trainer, optimizers: Sequence[Optimizer]) -> str:
     if not trainer.lightning_module.automatic_optimization:
         return "manual optimization"
     for optimizer in optimizers:
-        known, name = known_scope(optimizer), type(optimizer).__name__
-        if known is None:
-            return f"{name} is none of torch's optimizers"
-        if known is not Scope.ELEMENT:
-            return f"{name} is not element-wise"
+        name, why = type(optimizer).__name__, not_element_wise(optimizer)
+        if why:
+            return why
         if step_is_replaced(optimizer):
             return f"{name}.step is replaced"
         if any(group.get("differentiable") for group in optimizer.param_groups):
@@ -168,7 +166,7 @@ class MovedState:
         """
         needed = [0] * len(self._units)
         for optimizer in optimizers:
-            groups, each = _groups_of(optimizer), state_bytes_per_element(optimizer)
+            groups, each = groups_of(optimizer), state_bytes_per_element(optimizer)
             for unit, parameters in self._away():
                 for parameter in parameters:
                     group = groups.get(id(parameter))
@@ -185,7 +183,7 @@ class MovedState:
 
     def begin(self, optimizer: Optimizer) -> None:
         """Begin a step of an optimizer; what a failed step has left is dropped."""
-        self._optimizer, self._groups = optimizer, _groups_of(optimizer)
+        self._optimizer, self._groups = optimizer, groups_of(optimizer)
         self._states = len(optimizer.state)
         self._host.drop()
         self._fetched, self._updated = {}, set()
@@ -491,7 +489,8 @@ def _unit_of(units: Sequence[Unit]) -> dict[int, int]:
     return {id(parameter): i for i, unit in pairs for _, parameter in unit.named_sharded()}
 
 
-def _groups_of(optimizer: Optimizer) -> dict[int, int]:
+def groups_of(optimizer: Optimizer) -> dict[int, int]:
+    """Return the index of each parameter's group, by the parameter's id."""
     groups = enumerate(optimizer.param_groups)
     return {id(p): index for index, group in groups for p in group["params"]}
 

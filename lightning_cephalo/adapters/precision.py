@@ -16,6 +16,7 @@ from lightning.pytorch.plugins import precision as lightning
 from torch.optim import Optimizer
 
 from lightning_cephalo.adapters.optimizer import clip_by_norm, clip_by_value
+from lightning_cephalo.adapters.scope import parameters_of
 from lightning_cephalo.sharding.collectives import all_reduce
 from lightning_cephalo.sharding.placement import local_part
 
@@ -36,8 +37,7 @@ class RanksGradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         gradients = [
             local_part(parameter.grad)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
+            for parameter in parameters_of(optimizer)
             if parameter.grad is not None
         ]
         found = found_inf.clone()

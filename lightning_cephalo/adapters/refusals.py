@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from lightning_cephalo.adapters import batch_norm
 from lightning_cephalo.adapters.averaged_weights import averaging_callbacks, lightnings_classes
+from lightning_cephalo.adapters.scope import parameters_of
 from lightning_cephalo.adapters.torchmetrics import metrics_of
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.sharding.placement import Rows
@@ -89,8 +90,8 @@ def refuse(when: When, situation: Situation, control: ControlGroup) -> None:
     control.together("looking for what cannot work", look)
 
 
-def _counted(names: Sequence[str]) -> str:
-    return f"{list(names[:3])} ({len(names)} in all)"
+def _if_any(names: Sequence[str], sentence: str) -> str | None:
+    return f"{sentence}: {list(names[:3])} ({len(names)} in all)." if names else None
 
 
 # -- the module -----------------------------------------------------------------------------------
@@ -102,18 +103,14 @@ def _shards(situation: Situation) -> str | None:
         for name, parameter in situation.module.named_parameters()
         if isinstance(parameter, DTensor) and isinstance(parameter.placements[0], Rows)
     ]
-    return (
-        f"{type(situation.module).__name__} holds the shards of an earlier run: {_counted(held)}."
-        if held
-        else None
-    )
+    return _if_any(held, f"{type(situation.module).__name__} holds the shards of an earlier run")
 
 
 def _without_shape(situation: Situation) -> str | None:
     module = situation.module
     named = [*module.named_parameters(), *module.named_buffers()]
     lazy = [name for name, tensor in named if is_lazy(tensor)]
-    return f"These tensors have no shape yet: {_counted(lazy)}." if lazy else None
+    return _if_any(lazy, "These tensors have no shape yet")
 
 
 def _hooks_of_parameters(situation: Situation) -> str | None:
@@ -122,11 +119,9 @@ def _hooks_of_parameters(situation: Situation) -> str | None:
         for name, parameter in situation.module.named_parameters()
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
     ]
-    return (
-        "These parameters have hooks of register_hook() or register_post_accumulate_grad_hook():"
-        f" {_counted(hooked)}."
-        if hooked
-        else None
+    return _if_any(
+        hooked,
+        "These parameters have hooks of register_hook() or register_post_accumulate_grad_hook()",
     )
 
 
@@ -166,10 +161,8 @@ def _changed_forward(situation: Situation) -> str | None:
 
 
 def _synchronised_in_manual(situation: Situation) -> str | None:
-    layers = [*_synchronised(situation)]
-    if situation.module.automatic_optimization or not layers:
-        return None
-    return f"The module optimizes manually and has torch.nn.SyncBatchNorm: {_counted(layers)}."
+    layers = [] if situation.module.automatic_optimization else [*_synchronised(situation)]
+    return _if_any(layers, "The module optimizes manually and has torch.nn.SyncBatchNorm")
 
 
 def _synchronised_in_a_group(situation: Situation) -> str | None:
@@ -191,7 +184,7 @@ def _synchronised_compiled(situation: Situation) -> str | None:
 def _synchronising_metrics(situation: Situation) -> str | None:
     metrics = metrics_of(situation.module)
     found = [name for name, metric in metrics if metric.dist_sync_on_step]
-    return f"These metrics have dist_sync_on_step=True: {_counted(found)}." if found else None
+    return _if_any(found, "These metrics have dist_sync_on_step=True")
 
 
 def _pulling_steps(situation: Situation) -> str | None:
@@ -245,12 +238,10 @@ def _averaged_statistics(situation: Situation) -> str | None:
         if "StochasticWeightAveraging" in lightnings_classes(each)
     ]
     names = batch_norm.batch_norms(situation.module)
-    if not averaging or not names:
+    if not averaging:
         return None
-    return (
-        f"The callback {averaging[0]} computes the running statistics of batch normalisation"
-        f" again: {_counted(names)}."
-    )
+    again = f"The callback {averaging[0]} computes the running statistics of batch normalisation"
+    return _if_any(names, f"{again} again")
 
 
 # -- optimizers -----------------------------------------------------------------------------------
@@ -260,7 +251,7 @@ def _other_parameters(situation: Situation) -> str | None:
     assert situation.model is not None
     known = situation.model.sharded_parameters()
     for optimizer in situation.optimizers:
-        held = [each for group in optimizer.param_groups for each in group["params"]]
+        held = parameters_of(optimizer)
         shapes = [tuple(each.shape) for each in held if id(each) not in known]
         if shapes:
             return (

@@ -20,10 +20,12 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 
 from lightning_cephalo.accelerator.generators import GeneratorsOfSteps, write_generators
-from lightning_cephalo.common.errors import RemoteRankError
+from lightning_cephalo.common.errors import RemoteRankError, UnsupportedError
+from lightning_cephalo.data.containers import own_copy
 from lightning_cephalo.execution.memory_errors import OutOfMemoryInStepError
 from lightning_cephalo.execution.sharded_model import ShardedModel
 
@@ -81,7 +83,8 @@ class RepeatedStep:
 
     def backward(self, run: Callable[[], None], relief: Relief | None) -> None:
         """Run a backward; if a rank lacks the memory, repeat the forward and the backward."""
-        holds_gradients = any(_hold_gradients(flat.sharded) for flat in self._model.flats)
+        flats = self._model.flats
+        holds_gradients = any(p.grad is not None for flat in flats for p in flat.sharded)
         error, _ = _attempt(run)
         while error is not None:
             refused = ""
@@ -151,6 +154,43 @@ class RepeatedStep:
         self._model.executor.state.forget_start()
 
 
+class Attempts:
+    """A rank's batch, for each attempt at its step.
+
+    Containers are those of before the step: code may pop labels. Tensors are the same ones, as a
+    copy of each batch would cost memory in every step.
+    """
+
+    def __init__(self, batch: Any, *, may_repeat: bool) -> None:
+        self._batch, self._is_first = batch, True
+        self._before = own_copy(batch, with_arrays=False) if may_repeat else batch
+        self._may_repeat = may_repeat
+        self._parts: list[tuple[Tensor, int]] = []
+
+    def next(self) -> Any:
+        """Return the batch for the next attempt."""
+        if self._is_first or not self._may_repeat:
+            self._is_first = False
+            return self._batch
+        return own_copy(self._before, with_arrays=False)
+
+    def cut_into(self, pieces: Sequence[tuple[Any, int]]) -> UnsupportedError | None:
+        """Note what an attempt's microbatches are; return why it cannot run, if it cannot."""
+        written = [part for part, version in self._parts if part._version != version]
+        if written:
+            shapes = sorted({tuple(part.shape) for part in written})
+            return UnsupportedError(
+                f"training_step has written to tensors of its batch in place (shapes: {shapes})."
+                " This step has to run again, and would change them twice. Make new tensors, as in"
+                " x = x / 255 rather than x.div_(255)."
+            )
+        if self._may_repeat:
+            leaves = pytree.tree_leaves([piece for piece, _ in pieces])
+            tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            self._parts = [(part, part._version) for part in tensors if not part.is_inference()]
+        return None
+
+
 def _attempt(function: Callable[..., Any], *args: Any) -> tuple[Exception | None, Any]:
     """Return the error of a function, which holds no activations, and its result."""
     try:
@@ -160,10 +200,6 @@ def _attempt(function: Callable[..., Any], *args: Any) -> tuple[Exception | None
             # its frames hold activations, whose memory is needed
             traceback.clear_frames(failure.__traceback__)
         return failure, None
-
-
-def _hold_gradients(parameters: Sequence[Tensor]) -> bool:
-    return any(parameter.grad is not None for parameter in parameters)
 
 
 def _states_of(metric: Metric) -> Callable[[], None]:

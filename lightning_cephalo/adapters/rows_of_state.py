@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from lightning_cephalo.adapters.scope import parameters_of
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.flat import Flat
@@ -99,12 +100,11 @@ class RowsOfState:
 def _states(optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, Tensor, Any]]:
     """Yield the name, the parameter and the value of every tensor of state."""
     for number, optimizer in enumerate(optimizers):
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                entries = optimizer.state.get(parameter, {})
-                for path, leaf in pytree.tree_flatten_with_path(dict(entries))[0]:
-                    if isinstance(leaf, Tensor):
-                        yield f"{number}{pytree.keystr(path)}", parameter, leaf
+        for parameter in parameters_of(optimizer):
+            entries = optimizer.state.get(parameter, {})
+            for path, leaf in pytree.tree_flatten_with_path(dict(entries))[0]:
+                if isinstance(leaf, Tensor):
+                    yield f"{number}{pytree.keystr(path)}", parameter, leaf
 
 
 def _averages(

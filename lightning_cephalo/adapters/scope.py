@@ -109,6 +109,19 @@ def known_scope(optimizer: Optimizer) -> Scope | None:
     return _KNOWN.get(type(optimizer))
 
 
+def not_element_wise(optimizer: Optimizer) -> str:
+    """Return why an optimizer is none of torch's element-wise ones; empty: it is."""
+    known, name = known_scope(optimizer), type(optimizer).__name__
+    if known is None:
+        return f"{name} is none of torch's optimizers"
+    return "" if known is Scope.ELEMENT else f"{name} is not element-wise"
+
+
+def parameters_of(optimizer: Optimizer) -> list[Any]:
+    """Return the parameters of all groups of an optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def is_listed(optimizer: Optimizer) -> bool:
     """Return whether the optimizer is one of a package whose updates were found element-wise."""
     kind = type(optimizer)
@@ -380,7 +393,7 @@ def _unlike(found: Any, wanted: Any) -> str:
 
 def parameters_elsewhere(optimizer: Optimizer) -> list[str]:
     """Return the attributes that hold parameters, modules or other optimizers."""
-    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    own = set(map(id, parameters_of(optimizer)))
     lists = {id(group["params"]) for group in optimizer.param_groups}
 
     def holds(value: Any) -> bool:

@@ -96,8 +96,7 @@ class OptimizerUpdates:
         """Say that one rank holds and updates everything."""
         fractions = self._model.fractions
         rank = max(range(len(fractions)), key=lambda rank: fractions[rank])
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        nbytes = sum(p.numel() * p.element_size() for p in held)
+        nbytes = sum(p.numel() * p.element_size() for p in scope.parameters_of(optimizer))
         draws = " It draws random numbers, which are not those of one device." * trial.draws
         rank_zero_warn(
             f"{type(optimizer).__name__}: {trial.why}. So rank {rank} gathers all its parameters"
