@@ -41,11 +41,7 @@ def averaging_callbacks(callbacks: Sequence[Any]) -> list[Any]:
 
 
 class AveragedWeights:
-    """Shards the copies of a module that callbacks average, like the module.
-
-    Creating it is collective; rank 0's values count, as for the module. The copies are those of the
-    callbacks' ``setup``.
-    """
+    """Shards the copies of a module that callbacks average, like the module; collective."""
 
     def __init__(self, module: nn.Module, callbacks: Sequence[Any]) -> None:
         self._module = module

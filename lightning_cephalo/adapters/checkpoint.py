@@ -32,9 +32,7 @@ if TYPE_CHECKING:
 def full_state_dict(module: nn.Module, wanted: bool) -> dict[str, Any]:
     """Return ``module.state_dict()`` with full tensors; collective.
 
-    Args:
-        wanted: Whether this rank wants the values (rank 0). Others get tensors on the meta device,
-            so that hooks that rename or remove some run on every rank.
+    Unless ``wanted`` they are on the meta device: hooks that rename or remove some run everywhere.
     """
     seen: dict[int, Any] = {}
     result: dict[str, Any] = {}
@@ -133,9 +131,7 @@ def load_full_optimizer_state(
 ) -> None:
     """Load an optimizer state of full tensors; every rank has all of ``state``.
 
-    Args:
-        owned: The optimizer's updates on whole parameters; None: it updates rows.
-        away: Which parameters have their state in host memory, where its rows are left.
+    Without ``owned`` the optimizer updates rows; those that are ``away`` are left in host memory.
     """
     if not _is_torchs(state):
         optimizer.load_state_dict(dict(state))
@@ -176,13 +172,8 @@ def whole_checkpoint(
 ) -> dict[str, Any]:
     """Return a checkpoint with full tensors on the CPU in place of sharded ones; collective.
 
-    Callbacks and hooks put sharded tensors into it: averages of weights, masks.
-
-    Args:
-        wanted: Whether this rank wants the values (rank 0); others get an empty dict.
-
-    Raises:
-        UnsupportedError: If ranks have put different sharded tensors into it.
+    Callbacks and hooks put sharded tensors into it: averages of weights, masks. Ranks that do not
+    need it get an empty dict.
     """
     leaves, tree = pytree.tree_flatten(dict(checkpoint))
     sharded = [leaf for leaf in leaves if isinstance(leaf, DTensor)]
@@ -212,12 +203,6 @@ def cut_earlier_state(
     """Cut anew the state that optimizers have in rows of an earlier run; collective.
 
     Comes before :func:`shard_optimizer`, which communicates nothing.
-
-    Args:
-        away: Which parameters have their state in host memory: its rows never lie on the device.
-
-    Raises:
-        UnsupportedError: On every rank, if ranks hold different state of that run.
     """
     earlier: list[tuple[Tensor, Optimizer, Tensor]] = []
     own: list[tuple[int, ...]] = []
@@ -244,11 +229,7 @@ def cut_earlier_state(
 
 
 def shard_optimizer(optimizer: Optimizer, model: ShardedModel, away: StateAway) -> None:
-    """Let an optimizer that was made before the model was sharded hold the sharded parameters.
-
-    Its parameters are found by identity; state that it has made is cut like them. Parameters that
-    are not the model's stay.
-    """
+    """Let an optimizer that was made before the model was sharded hold the sharded parameters."""
     found = {id(p): model.sharded_in_place_of(p) for p in parameters_of(optimizer)}
     sharded = {key: parameter for key, parameter in found.items() if parameter is not None}
     if not sharded:
@@ -260,14 +241,10 @@ def shard_optimizer(optimizer: Optimizer, model: ShardedModel, away: StateAway) 
 
 
 def release_optimizer(optimizer: Optimizer, plain: Mapping[int, Tensor], *, alone: bool) -> None:
-    """Let an optimizer hold the plain parameters that the module has after a run.
+    """Let an optimizer hold the plain parameters, by ids of the sharded ones, behind a run.
 
     The module may be fitted again with the same optimizer. State stays in rows, which only the next
-    run or a checkpoint gathers.
-
-    Args:
-        plain: By id of a sharded parameter, the plain one in its place.
-        alone: There is one rank, whose rows are the whole state: it becomes plain too.
+    run or a checkpoint gathers. If a rank is ``alone``, its rows are the whole state.
     """
     state = dict(optimizer.state)
     _replace_parameters(optimizer, plain)

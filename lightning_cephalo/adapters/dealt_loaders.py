@@ -100,10 +100,9 @@ class DealtLoaders:
         return not same or now.passes != mark.passes
 
     def first_free_step(self, trained: int, control: ControlGroup) -> float:
-        """Return the first step of the epoch of which no rank has dealt anything; collective.
+        """Return the first step of which no rank has dealt anything; collective.
 
-        Returns:
-            The step; infinite if only the next epoch can be dealt otherwise.
+        Infinite: only the next epoch can be dealt otherwise.
         """
         own = float(trained)
         for loader in self._loaders:
@@ -139,12 +138,9 @@ class DealtLoaders:
 class SamplerTakeover:
     """Takes over the insertion of samplers from a Trainer, until it is given back.
 
+    ``deals`` is False if the user deals the samples, and has set ``use_distributed_sampler=False``.
     Private: ``_accelerator_connector`` is the only way to get the user's own loader;
     tests/lightning/test_data_order.py fails when it changes.
-
-    Attributes:
-        deals: Whether dataloaders are dealt here. False if the user deals the samples and has set
-            ``use_distributed_sampler=False``.
     """
 
     def __init__(self) -> None:

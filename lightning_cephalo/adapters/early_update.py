@@ -115,8 +115,7 @@ def _names_gradients(code: CodeType | None, function: Any, seen: set[CodeType]) 
 def _called(code: CodeType, function: Any) -> Iterator[FunctionType]:
     """Yield the functions that code names: of the user's modules, and through them of others.
 
-    Those of an installed package yield none of theirs: its inside is large, and reads no gradients
-    of modules that it knows nothing of.
+    Those of an installed package yield none of theirs: they read no gradients of unknown modules.
     """
     names = getattr(function, "__globals__", {})
     if _is_installed(names.get("__file__")):
@@ -196,12 +195,8 @@ def _late_by_hooks(optimizer: Optimizer) -> str:
 class EarlyUpdater:
     """Updates parameters of an optimizer one unit at a time.
 
-    Args:
-        consequence: What a late step means for the run, for the warning.
-
-    Attributes:
-        moved: State that lives in host memory; None: all of it is on the device. Another plan may
-            be the first to move some.
+    ``moved`` is state that lives in host memory; None: all of it is on the device. Another plan may
+    be the first to move some.
     """
 
     def __init__(

@@ -34,11 +34,9 @@ _STOP_TOGETHER = (
 
 
 class Ending:
-    """Knows whether the ranks of a run can still meet, and lets them end together.
+    """Finds out whether the ranks of a run can still meet, and lets them end together.
 
-    Attributes:
-        failed_together: Whether the run has ended with an error that all ranks have raised at the
-            same place, together or each by itself.
+    ``failed_together``: all ranks have raised the error that ends the run, at the same place.
     """
 
     def __init__(self, is_half_updated: Callable[[], bool]) -> None:
@@ -85,11 +83,7 @@ class Ending:
             watch.end()
 
     def set_up(self) -> None:
-        """Note that training or evaluation can begin; collective.
-
-        Raises:
-            SIGTERMException: On every rank, if any has received SIGTERM.
-        """
+        """Note that training or evaluation can begin; raise if any rank has SIGTERM; collective."""
         assert self._ranks is not None
         self.termination.check(self._ranks.control)
         self._is_set_up = True

@@ -50,12 +50,9 @@ class UnitState:
 def held_by_unit(
     optimizers: Sequence[Optimizer], model: ShardedModel, *, untrained_moments: int = 0
 ) -> tuple[UnitState, ...]:
-    """Return what the optimizers will hold for each unit.
+    """Return what element-wise optimizers will hold for each unit.
 
-    Args:
-        optimizers: Element-wise optimizers; they may hold the parameters from before the model was
-            sharded.
-        untrained_moments: State of parameters that none of them trains, in sizes of the parameter.
+    ``untrained_moments``: state of parameters that none of them trains, in sizes of the parameter.
     """
     each: dict[int, float] = {}
     for optimizer in optimizers:
@@ -83,13 +80,9 @@ def held_per_parameter(
 ) -> float | None:
     """Return the bytes of state of a trained parameter that a plan counts; None: not known.
 
-    They are not known of optimizers that update whole parameters, whose state lies on owners, and
-    of those that are neither torch's nor of a listed package. A parameter that no optimizer trains
-    counts as with Adam: ``add_param_group`` may follow.
-
-    Args:
-        units_move: Whether state of whole units may live in host memory: then the figure is that of
-            the unit with the most, else the mean, as every rank holds rows of all units.
+    They are known of torch's element-wise optimizers and of listed packages. A parameter that no
+    optimizer trains counts as with Adam: ``add_param_group`` may follow. The figure is the mean, as
+    every rank holds rows of all units; if ``units_move``, it is that of the unit with the most.
     """
     if not all(known_scope(own) is Scope.ELEMENT or is_listed(own) for own in optimizers):
         return None

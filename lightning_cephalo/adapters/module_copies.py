@@ -40,9 +40,7 @@ def full_parameter(sharded: nn.Parameter) -> nn.Parameter:
 class ModuleCopies:
     """Makes the modules of a sharded model copyable.
 
-    Args:
-        works_in_step: Whether every rank runs the code of the present step, and once: it may copy
-            then.
+    ``works_in_step``: whether every rank runs the present step's code, and once; then it may copy.
     """
 
     def __init__(self, model: ShardedModel, works_in_step: Callable[[], bool]) -> None:

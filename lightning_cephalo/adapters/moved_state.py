@@ -159,11 +159,7 @@ class MovedState:
         return self._accelerator.host_is_apart and self._room.holds(tensor)
 
     def reserve(self, optimizers: Sequence[Optimizer]) -> None:
-        """Take the host memory that the optimizers' state will need.
-
-        Raises:
-            HostMemoryError: If there is less; the message says how much is needed.
-        """
+        """Take the host memory that state will need; HostMemoryError if there is less."""
         needed = [0] * len(self._units)
         for optimizer in optimizers:
             groups, each = groups_of(optimizer), state_bytes_per_element(optimizer)
@@ -338,11 +334,7 @@ class MovedState:
         self.finish()
 
     def _place_numbers(self, optimizer: Optimizer) -> None:
-        """Put numbers on the device, such as step counts, that kernels of the device read there.
-
-        What the host updates has them in host memory. The rule is that of torch's optimizers for
-        loaded state.
-        """
+        """Put step counts and other numbers on the device, as torch does in loaded state."""
         for group in optimizer.param_groups:
             if not (group.get("fused") or group.get("capturable")):
                 continue

@@ -60,9 +60,7 @@ def local_update(
     owned: OwnedUpdate | None = None,
     elsewhere: UpdatesElsewhere | None = None,
 ) -> Iterator[None]:
-    """While active, ``optimizer.step`` updates plain tensors.
-
-    Hooks of the optimizer, its closure and all code that the closure calls find DTensors.
+    """While active, ``optimizer.step`` updates plain tensors; hooks and closures find DTensors.
 
     Args:
         owned: Its updates on whole parameters; None: it updates this rank's rows, which is right
@@ -290,13 +288,10 @@ def as_state(name: str, parameter: Tensor, value: Tensor) -> Tensor:
 
 
 def clip_by_norm(parameters: Iterable[Tensor], largest: float) -> Tensor:
-    """Scale gradients down to a norm over all gradients and all ranks; collective.
+    """Scale gradients down to a norm over all ranks, and return the norm before; collective.
 
     Sends one message for all gradients; otherwise like ``torch.nn.utils.clip_grad_norm_``. Of those
-    that have left for the host the norms are known. The host is told the factor.
-
-    Returns:
-        The norm before clipping.
+    that have left for the host the norms are known. The host gets the factor.
     """
     with _without_torch_functions(), torch.no_grad():
         held = [parameter for parameter in parameters if parameter.grad is not None]
@@ -357,11 +352,7 @@ def _square_of_norm(parts: list[_Part], device: torch.device) -> Tensor:
 
 
 def clip_by_value(parameters: Iterable[Tensor], largest: float) -> None:
-    """Clamp every element of the gradients to between minus and plus ``largest``.
-
-    Raises:
-        UnsupportedError: If gradients have left for the host, which is told a factor only.
-    """
+    """Clamp the gradients' elements to ``largest``; UnsupportedError if some are on the host."""
     held = list(parameters)
     left = [name for name in map(_name_of_sent, held) if name]
     if left:

@@ -105,12 +105,7 @@ def adapt(
     before_norm: Callable[[], bool],
     shown: Callable[[Any], Any],
 ) -> lightning.Precision | None:
-    """Adapt a precision plugin to sharded gradients.
-
-    Returns:
-        The plugin itself, if its class is not one of Lightning's; else a plugin that clips over
-        rows and shares the attributes of the given one.
-    """
+    """Return a plugin that clips over rows, if the given one is of Lightning's; else that one."""
     own = None if plugin is None else _PLUGINS.get(type(plugin))
     if own is not None:
         attributes = vars(plugin)
@@ -156,8 +151,7 @@ def is_adapted(plugin: lightning.Precision) -> bool:
 def compute_dtype(plugin: lightning.Precision) -> torch.dtype | None:
     """Return the dtype in which parameters are gathered; None for their own.
 
-    Half precision ("bf16-true") applies to gathered parameters and to compute. The master copy that
-    the optimizer updates stays in full precision.
+    The master copy that the optimizer updates stays in full precision.
     """
     return plugin._desired_input_dtype if isinstance(plugin, lightning.HalfPrecision) else None
 

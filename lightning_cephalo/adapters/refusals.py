@@ -49,12 +49,7 @@ SETUP = When.TRAINING_SETUP | When.EVALUATION_SETUP
 
 @dataclass(frozen=True)
 class Situation:
-    """What a row may look at.
-
-    Attributes:
-        optimizers: Empty before there are any.
-        model: The sharded model; None: nothing is sharded yet.
-    """
+    """What a row may look at; there is no model before it is sharded."""
 
     trainer: Trainer
     module: LightningModule

@@ -64,9 +64,7 @@ class RepeatedStep:
     def forward(self, run: Callable[[bool], Any], relief: Relief | None) -> Any:
         """Return what a forward returns, which runs again if a rank lacks the memory.
 
-        Args:
-            run: Runs it; whether the step goes on from it is its argument.
-            relief: Makes room; None: an error for lack of memory is raised.
+        ``run`` gets whether the step goes on from it. Without relief the error is raised.
         """
         self._evaluations += 1
         self._run = run
@@ -155,10 +153,9 @@ class RepeatedStep:
 
 
 class Attempts:
-    """A rank's batch, for each attempt at its step.
+    """A rank's batch for each attempt at its step, in the containers of before the step.
 
-    Containers are those of before the step: code may pop labels. Tensors are the same ones, as a
-    copy of each batch would cost memory in every step.
+    Code may pop labels. Tensors are the same ones: a copy would cost memory in every step.
     """
 
     def __init__(self, batch: Any, *, may_repeat: bool) -> None:

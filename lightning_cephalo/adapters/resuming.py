@@ -53,11 +53,7 @@ def saved_order(trainer: Trainer) -> dict[str, Any] | None:
 
 
 class Resumption:
-    """Continues the loaders of a training that is resumed from a checkpoint.
-
-    Attributes:
-        seed: The seed of the order; None if the checkpoint has none.
-    """
+    """Continues the loaders of a training that is resumed; without a seed there is no order."""
 
     def __init__(self, trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
         saved = checkpoint.get(KEY) or {}

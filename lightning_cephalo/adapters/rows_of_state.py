@@ -62,12 +62,7 @@ class RowsOfState:
             )
 
     def check(self, flats: Sequence[Flat], control: ControlGroup) -> None:
-        """Raise on every rank if not all of them can move the same tensors; collective.
-
-        Raises:
-            UnsupportedError: If state does not follow the rows of its parameter, or ranks hold
-                different state.
-        """
+        """Raise on every rank if not all of them can move the same tensors; collective."""
 
         def refuse() -> None:
             if self._refused is not None:

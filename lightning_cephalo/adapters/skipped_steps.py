@@ -39,10 +39,7 @@ def without_loss(
 ) -> tuple[tuple[float, ...], int]:
     """Return the weights of microbatches in logged means, and the samples of those with a loss.
 
-    In logged means, the weight of a skipped microbatch is its samples.
-
-    Args:
-        results: What ``training_step`` has returned for each microbatch; None: skipped.
+    In logged means, the weight of a microbatch whose result is None is its samples.
     """
     of_log, trained = list(weights), sum(counts)
     for index, result in enumerate(results):

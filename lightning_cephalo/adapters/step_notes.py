@@ -17,17 +17,7 @@ class TellsRanks(Protocol):
 
 
 class StepNotes:
-    """Puts the numbers of several parts into one row, and takes rows apart again.
-
-    ::
-
-        notes = StepNotes(replanning, recovering, termination)
-        row = notes.of(log.note())          # (..., of replanning, of recovering, of termination)
-        notes.learn(rows_of_all_ranks)
-
-    Args:
-        parts: The parts. The last one learns first.
-    """
+    """Puts the numbers of parts into one row, and takes rows apart; the last part learns first."""
 
     def __init__(self, *parts: TellsRanks) -> None:
         self._parts = parts

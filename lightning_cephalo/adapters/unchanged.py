@@ -36,16 +36,7 @@ class _Inside:
 
 
 def kept(value: Any) -> Any:
-    """Return what :func:`is_unchanged` compares a value with later.
-
-    >>> betas = [0.9, 0.999]
-    >>> before = kept(betas)
-    >>> is_unchanged(betas, before)
-    True
-    >>> betas[0] = 0.8
-    >>> is_unchanged(betas, before)
-    False
-    """
+    """Return what :func:`is_unchanged` compares a value with later."""
     if isinstance(value, Tensor):
         own = local_part(value)
         return _Written(own, _version_of(own))

@@ -28,11 +28,7 @@ class OptimizerUpdates:
         self._chosen: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def of(self, optimizer: Optimizer) -> OwnedUpdate | None:
-        """Return the optimizer's updates on whole parameters; None: on rows; collective at first.
-
-        Raises:
-            UnsupportedError: On every rank, if the optimizer cannot train as on one device.
-        """
+        """Return the optimizer's updates on whole parameters; None: on rows; collective."""
         if optimizer not in self._chosen:
             self._chosen[optimizer] = self._choose(optimizer)
         return self._chosen[optimizer]

@@ -25,11 +25,7 @@ _ONCE = (
 
 
 class UserBackward:
-    """One call of ``LightningModule.backward``.
-
-    Args:
-        layered: Runs the layered backward; its argument multiplies the gradients of all ranks.
-    """
+    """One call of ``LightningModule.backward``; ``layered`` takes the factor of all gradients."""
 
     def __init__(self, control: ControlGroup, layered: Callable[[float], None]) -> None:
         self._control = control
@@ -46,11 +42,7 @@ class UserBackward:
         return loss
 
     def run(self, user: Callable[[], Any]) -> None:
-        """Call the user's ``backward()``, and the layered one within it; collective.
-
-        Raises:
-            UnsupportedError: If the user's code runs no backward of the loss, or another one.
-        """
+        """Call the user's ``backward()``, and the layered one within it; collective."""
         failure: Exception | None = None
         try:
             user()

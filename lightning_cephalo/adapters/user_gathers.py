@@ -13,11 +13,7 @@ from lightning_cephalo.ranks.control import ControlGroup
 
 
 class UserGathers:
-    """Checks collectives inside steps, where ranks may run different numbers of microbatches.
-
-    Args:
-        has_one_microbatch: Whether measured plans give every rank one microbatch.
-    """
+    """Checks collectives inside steps, where ranks may run different numbers of microbatches."""
 
     def __init__(self, control: ControlGroup, has_one_microbatch: bool) -> None:
         self._control = control
@@ -65,8 +61,7 @@ class UserGathers:
     def called(self, training: bool, name: str = "all_gather", *, takes_all: bool = True) -> None:
         """Reject a collective in a microbatch that some rank would not join; collective.
 
-        Args:
-            takes_all: Whether all ranks take part. Others would not come here, and cannot be asked.
+        Unless it ``takes_all`` ranks, others would not come here, and cannot be asked.
         """
         if self._all_refused:
             raise UnsupportedError(f"{name}() inside a step that some ranks do not run.")

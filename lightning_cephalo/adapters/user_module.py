@@ -22,9 +22,8 @@ def step_on(module: LightningModule, batch: Any) -> Any:
 class SwitchedOffCaches:
     """Switches off the key-value caches of Hugging Face models during training.
 
-    The caches are for generation. In training, every block would retain its keys and values until
-    the end of the step, and append them a second time when it is recomputed. Hugging Face switches
-    them off for its own gradient checkpointing too.
+    Every block would retain its keys and values until the end of the step, and append them a second
+    time when it is recomputed.
     """
 
     def __init__(self, module: nn.Module) -> None:
