@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ class ModuleCopies:
         self._model, self._works_in_step = model, works_in_step
         self._modules = list(model.module.modules())
         for module in self._modules:
-            vars(module)[_NAME] = _ModuleCopier(self, module)
+            vars(module)[_NAME] = partial(self._copy, module)
 
     def remove(self) -> None:
         """Restore the modules."""
@@ -55,7 +56,20 @@ class ModuleCopies:
             vars(module).pop(_NAME, None)
         self._modules = []
 
-    def prepare(self, module: nn.Module, memo: dict[int, Any]) -> None:
+    def _copy(self, module: nn.Module, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:  # else a module that contains this one is being copied
+            self._prepare(module, memo)
+            memo[id(self)] = self
+        attributes = vars(module)
+        own = attributes.pop(_NAME)
+        try:
+            copied = copy.deepcopy(module, memo)  # as its class does it
+        finally:
+            attributes[_NAME] = own
+        self._model.executor.hooks.remove_from_copy(copied)
+        return copied
+
+    def _prepare(self, module: nn.Module, memo: dict[int, Any]) -> None:
         """Note the full parameters of a module in the memory of ``copy.deepcopy``; collective."""
         executor = self._model.executor
         if executor.inside_microbatch and not self._works_in_step():
@@ -72,28 +86,3 @@ class ModuleCopies:
             for sharded, gathered in unit.parameter_pairs():
                 if id(sharded) in wanted or id(gathered) in wanted:
                     memo[id(sharded)] = memo[id(gathered)] = full_parameter(sharded)
-
-    def finish(self, copied: nn.Module) -> None:
-        """Remove from a copy what belongs to the sharded model."""
-        self._model.executor.hooks.remove_from_copy(copied)
-
-
-class _ModuleCopier:
-    """The ``__deepcopy__`` of one module."""
-
-    def __init__(self, copies: ModuleCopies, module: nn.Module) -> None:
-        self._copies = copies
-        self._module = module
-
-    def __call__(self, memo: dict[int, Any]) -> Any:
-        if id(self._copies) not in memo:  # else a module that contains this one is being copied
-            self._copies.prepare(self._module, memo)
-            memo[id(self._copies)] = self._copies
-        attributes = vars(self._module)
-        own = attributes.pop(_NAME)
-        try:
-            copied = copy.deepcopy(self._module, memo)  # as its class does it
-        finally:
-            attributes[_NAME] = own
-        self._copies.finish(copied)
-        return copied

@@ -51,12 +51,10 @@ class UserGathers:
         So ranks compare before each of these.
         """
         self._own = (microbatches, failed)
-        if stage == "evaluation":
+        if stage == "evaluation" or stage in self._stages:
             self._exchange()
-            if stage in self._stages:
-                _refuse_unequal_collectives(self._counts, self._name)
-        elif stage in self._stages:
-            self._compare()
+        if stage in self._stages:
+            _refuse_unequal_collectives(self._counts, self._name)
 
     def called(self, training: bool, name: str = "all_gather", *, takes_all: bool = True) -> None:
         """Reject a collective in a microbatch that some rank would not join; collective.
@@ -82,11 +80,8 @@ class UserGathers:
                 # step may differ.
                 self._stages.add("training")
                 self._name = name
-                self._compare()
-
-    def _compare(self) -> None:
-        self._exchange()
-        _refuse_unequal_collectives(self._counts, self._name)
+                self._exchange()
+                _refuse_unequal_collectives(self._counts, self._name)
 
     def _exchange(self) -> None:
         microbatches, failed = self._own
