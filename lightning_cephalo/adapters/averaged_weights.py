@@ -25,10 +25,7 @@ _COPY = "_average_model"
 
 
 def lightnings_classes(callback: Any) -> set[str]:
-    """Return the names of Lightning's own classes that a callback is an instance of.
-
-    Both packages of Lightning count. A user's class of such a name does not.
-    """
+    """Return the names of the classes of Lightning, in either package, that a callback is of."""
     packages = ("lightning", "pytorch_lightning")
     kinds = type(callback).__mro__
     return {kind.__name__ for kind in kinds if kind.__module__.partition(".")[0] in packages}
@@ -90,10 +87,7 @@ def _places(module: nn.Module) -> list[tuple[str, nn.Module, str, nn.Parameter]]
 
 
 def _sharded_like(sharded: nn.Parameter, parameter: nn.Parameter) -> nn.Parameter:
-    """Return a parameter with the rows of another, on its own device and with its tags; collective.
-
-    The ranks may communicate with another device: callbacks keep averages in host memory.
-    """
+    """Return a parameter with the rows of another, on its own device, with its tags; collective."""
     assert isinstance(sharded, DTensor)
     mesh = sharded.device_mesh
     values = parameter.detach().to(mesh.device_type, sharded.dtype, copy=True)

@@ -36,10 +36,9 @@ def synchronised(module: nn.Module) -> list[str]:
 
 
 class SynchronisedLayers:
-    """Replaces batch normalisation by ``torch.nn.SyncBatchNorm`` until :meth:`restore`.
+    """Makes batch normalisation a ``torch.nn.SyncBatchNorm`` until :meth:`restore`.
 
-    This is ``Trainer(sync_batchnorm=True)``. Lightning's own plugin makes other layers at the end,
-    all of them in training mode.
+    Lightning's own plugin makes other layers at the end, all of them in training mode.
     """
 
     def __init__(self, module: nn.Module) -> None:

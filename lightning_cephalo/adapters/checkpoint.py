@@ -200,10 +200,7 @@ def whole_checkpoint(
 def cut_earlier_state(
     optimizers: Sequence[Optimizer], model: ShardedModel, control: ControlGroup, away: StateAway
 ) -> None:
-    """Cut anew the state that optimizers have in rows of an earlier run; collective.
-
-    Comes before :func:`shard_optimizer`, which communicates nothing.
-    """
+    """Cut anew the state that optimizers have in rows of an earlier run; collective."""
     earlier: list[tuple[Tensor, Optimizer, Tensor]] = []
     own: list[tuple[int, ...]] = []
     for place, optimizer in enumerate(optimizers):

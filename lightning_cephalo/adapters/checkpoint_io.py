@@ -96,10 +96,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def with_default(plugin: CheckpointIO | None) -> CheckpointIO:
-    """Return the user's plugin, or this package's if there is none.
-
-    A plugin that is to wrap another, and has none, gets this package's.
-    """
+    """Return the user's plugin, or this package's if there is none, also inside of a wrapper."""
     if plugin is None:
         return AtomicCheckpointIO()
     if isinstance(plugin, _WrappingCheckpointIO):

@@ -81,8 +81,7 @@ def late_by_job(trainer: Trainer, module: LightningModule) -> str:
 def _reader_of_gradients(owner: object) -> str:
     """Return the first method of the user's that names gradients; empty: none does.
 
-    It may do so itself, or call a function of a module that does. What hides behind attributes of
-    other objects is not found. A gradient that is read there is refused by name.
+    What hides behind attributes of other objects is not found: reading is refused by name there.
     """
     for kind in type(owner).__mro__:
         if kind.__module__.partition(".")[0] in _KNOWN:
@@ -168,10 +167,7 @@ def gradients_leave(late: str, trainer: Trainer) -> bool:
 
 
 def may_send_gradients(late: str, optimizer: Optimizer, trainer: Trainer) -> bool:
-    """Return whether gradients of a step may leave for the host before its late updates.
-
-    Then nothing but the norm makes them late: nobody else reads gradients.
-    """
+    """Return whether gradients may leave for the host, as nothing but the norm delays updates."""
     if torch.is_anomaly_enabled() or _late_by_trainer(trainer) != _CLIPS:
         return False
     return gradients_leave(late, trainer) and not late_by_optimizer(optimizer)

@@ -65,11 +65,9 @@ class Ending:
     def connect(
         self, ranks: Ranks, abort: Callable[[], None], watch: LossWatch | None = None
     ) -> None:
-        """Note that the ranks of the run are connected, and receive SIGTERM from now on.
+        """Note that the ranks are connected, and receive SIGTERM from now on.
 
-        Args:
-            abort: Called when this rank fails alone, so that no other rank waits for it.
-            watch: Ends waits of the device for ranks that are gone; None: it never waits long.
+        ``abort`` is called when this rank fails alone, so that no other rank waits for it.
         """
         assert self._trainer is not None
         self._ranks, self._abort, self._watch = ranks, abort, watch
@@ -138,8 +136,7 @@ class Ending:
     def refuse_alone(self, what: str) -> None:
         """Raise this rank's failure again in hooks for it that need ranks which do not share it.
 
-        ``on_exception`` of callbacks and modules comes before the strategy's. Those that save a
-        checkpoint would wait for ranks that are elsewhere, or gone, and nobody would learn why.
+        Others would wait for ranks that are elsewhere, or gone, and nobody would learn why.
         """
         failure = sys.exc_info()[1]  # Lightning calls these hooks where it handles the failure
         trainer = self._trainer

@@ -100,10 +100,7 @@ def held_per_parameter(
 
 
 def untrained_bytes(optimizers: Sequence[Optimizer], model: ShardedModel) -> int:
-    """Return the bytes of parameters that need gradients, and that no optimizer trains.
-
-    Their gradients stay: no update gives them back.
-    """
+    """Return the bytes of parameters that no optimizer trains, whose gradients stay."""
     trained = {
         id(_of_model(model, parameter))
         for optimizer in optimizers

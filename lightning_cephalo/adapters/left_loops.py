@@ -40,10 +40,7 @@ def is_between_loops(trainer: Trainer) -> bool:
 
 
 def left_loop(trainer: Trainer) -> str | None:
-    """Return where the loop that has just ended was left; None: all of its batches are through.
-
-    Example: ``"ending the epoch early, before batch 1"``.
-    """
+    """Return where the loop that has just ended was left; None: all of its batches are through."""
     if trainer.training:
         batch = trainer.fit_loop.epoch_loop.batch_progress
         left = _left(batch.current, "the epoch")

@@ -267,8 +267,7 @@ class MovedState:
     def update_left(self) -> Container[int]:
         """Update what the program has left out; return the ids of all updated parameters.
 
-        These are parameters of which no rank could know before that any rank had used them, and
-        those whose gradients are older than this step.
+        Their use was known late, or their gradients are older than this step.
         """
         for unit, parameters in list(self._away()):
             left = [p for p in parameters if id(p) not in self._updated]
@@ -304,11 +303,7 @@ class MovedState:
     # -- changes of plan, and loading -----------------------------------------------------------
 
     def follow(self, homes: Sequence[StateHome], optimizers: Sequence[Optimizer]) -> None:
-        """Let state live elsewhere from now on, or where rows have moved.
-
-        Raises:
-            HostMemoryError: If the host has less memory than that takes.
-        """
+        """Let state live elsewhere from now on, or where rows have moved."""
         self._homes = tuple(homes)
         self._host.drop()
         self._host.close()

@@ -167,10 +167,7 @@ class _Exchange:
                         entries[name] = _mapped(local_part, value) if held is None else held
 
     def finish(self, failure: BaseException | None) -> None:
-        """Put the DTensors back, with the update's additions to the state.
-
-        Does nothing unless rows are shown.
-        """
+        """Put the DTensors back where rows are shown, with the update's additions to the state."""
         if self._state is None:
             return
         optimizer, by_rows = self._optimizer, self._optimizer.state
@@ -250,10 +247,7 @@ def step_is_replaced(optimizer: Optimizer) -> bool:
 
 
 def put_in_order(optimizer: Optimizer, before: int) -> None:
-    """Put states that a step has made into the order of the groups, as ``step`` makes them.
-
-    Checkpoints keep this order.
-    """
+    """Put states that a step has made into the order of the groups, which checkpoints keep."""
     state = cast("dict[Any, Any]", optimizer.state)
     made = set(list(state)[before:])
     for group in optimizer.param_groups if made else ():

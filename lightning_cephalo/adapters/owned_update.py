@@ -232,10 +232,7 @@ class OwnedUpdate:
             )
 
     def finish(self, failure: BaseException | None) -> None:
-        """End the step: new values, state and options for all ranks; collective.
-
-        Does nothing unless whole parameters are shown.
-        """
+        """End a step that has begun: new values, state and options for all ranks; collective."""
         if self._shown is None:
             return
         optimizer, control = self._optimizer, self._control

@@ -69,12 +69,7 @@ class Refusal:
 
 
 def refuse(when: When, situation: Situation, control: ControlGroup) -> None:
-    """Raise on all ranks if a row of the table is found on any of them; collective.
-
-    Raises:
-        UnsupportedError: The message says what was found, why it cannot work, and what to do.
-        RemoteRankError: If only other ranks have found something.
-    """
+    """Raise on all ranks if a row of the table is found on any of them; collective."""
 
     def look() -> None:
         for row in ROWS:

@@ -59,7 +59,6 @@ class _NoLoss:
 def no_loss() -> dict[str, Any]:
     """Return what makes Lightning skip a step on several ranks, where it refuses None.
 
-    It takes the loss of a dict and divides it, and skips the backward if the result is None
-    (``ClosureResult.from_training_step_output``). Hooks get empty outputs, as for None.
+    It divides the loss of a dict, and skips the backward if the result is None.
     """
     return {"loss": _NoLoss()}

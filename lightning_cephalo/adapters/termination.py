@@ -34,10 +34,7 @@ class Termination:
         self._handler: Any = None
 
     def begin(self, trainer: Trainer) -> None:
-        """Receive the signal from now on.
-
-        Call this before Lightning registers its handlers, which it removes at the end.
-        """
+        """Receive the signal from now on; comes before Lightning registers its handlers."""
         self.end()
         self._trainer = trainer
         # on the instances: the exchange of every step does what these methods are for

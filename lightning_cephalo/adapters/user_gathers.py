@@ -48,7 +48,6 @@ class UserGathers:
         """Check that all ranks would join, if the steps of this stage gather; collective.
 
         A rank without samples comes to no gather of an evaluation step, and cannot be asked there.
-        So ranks compare before each of these.
         """
         self._own = (microbatches, failed)
         if stage == "evaluation" or stage in self._stages:
