@@ -38,9 +38,8 @@ from lightning_cephalo.adapters import (
     precision,
 )
 from lightning_cephalo.adapters.dealt_loaders import SamplerTakeover
-from lightning_cephalo.adapters.ending import Ending
+from lightning_cephalo.adapters.ending import Ending, evaluation_loop
 from lightning_cephalo.adapters.hook_logs import HookLogs, mean_over_samples
-from lightning_cephalo.adapters.left_loops import evaluation_loop
 from lightning_cephalo.adapters.logging import StepLog
 from lightning_cephalo.adapters.optimizer import local_update
 from lightning_cephalo.adapters.refusals import Situation, When, refuse

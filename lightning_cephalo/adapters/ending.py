@@ -5,6 +5,11 @@ or with an error of this rank, of which the others must learn. A hook may also e
 ranks that end at the same place may communicate afterwards. Lightning calls hooks after an error in
 which callbacks save checkpoints and wait for other ranks; those are refused here where the others
 do not come.
+
+[Note: Lightning's progress] A loop counts each batch when it is ready, when it starts, when its
+step is done, and when its last hook is; a loop that is left leaves the last count behind.
+``_first_loop_iter`` is None from the end of a loop to the next batch, then True, and False from the
+second batch on. It is private; tests/lightning/test_one_sided.py fails when it changes.
 """
 
 from __future__ import annotations
@@ -12,12 +17,11 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
-from lightning_cephalo.adapters import left_loops
 from lightning_cephalo.adapters.termination import Termination
 from lightning_cephalo.ranks import refusals
 
@@ -27,6 +31,11 @@ if TYPE_CHECKING:
     from lightning_cephalo.ranks.connection import Ranks
     from lightning_cephalo.ranks.loss_watch import LossWatch
 
+_LEAVE_TOGETHER = (
+    "A StopIteration in a hook, or a -1 that on_train_batch_start() returns, ends an epoch. Do so"
+    " on every rank at the same batch, by the answer of"
+    " trainer.strategy.reduce_boolean_decision(leave, all=False)."
+)
 _STOP_TOGETHER = (
     "If trainer.should_stop depends on a rank's own values, set it to"
     " trainer.strategy.reduce_boolean_decision(stop, all=False) on every rank."
@@ -102,36 +111,36 @@ class Ending:
             return
         if trainer.should_stop:
             self.meet("stopping, as trainer.should_stop is set", _STOP_TOGETHER)
-        if self._is_set_up and left_loops.is_between_loops(trainer):
-            self._leave_together(left_loops.left_loop(trainer))
+        if self._is_set_up and _is_between_loops(trainer):
+            self._leave_together(_left_loop(trainer))
 
     def begin_reading(self) -> None:
         """Let all ranks meet before they read a batch of a stream that begins an epoch."""
         trainer = self._trainer
-        if self._is_set_up and trainer is not None and left_loops.is_between_loops(trainer):
-            self.meet("reading the first batch of an epoch", left_loops.REMEDY)
+        if self._is_set_up and trainer is not None and _is_between_loops(trainer):
+            self.meet("reading the first batch of an epoch", _LEAVE_TOGETHER)
 
     def begin_batch(self) -> None:
         """Let all ranks meet before the first batch of an epoch, as one may have left the last."""
         assert self._trainer is not None
         self._batches += 1
-        if left_loops.begins_epoch(self._trainer):
-            self.meet(f"beginning epoch {self._trainer.current_epoch}", left_loops.REMEDY)
+        if _begins_epoch(self._trainer):
+            self.meet(f"beginning epoch {self._trainer.current_epoch}", _LEAVE_TOGETHER)
 
     def begin_validation(self) -> None:
         """Let all ranks meet before a validation, as one may have left the epoch instead."""
         self.stop_together()
-        self.meet("beginning a validation", left_loops.REMEDY)
+        self.meet("beginning a validation", _LEAVE_TOGETHER)
 
     def end_training(self) -> None:
         """Let all ranks meet where this one has left training."""
         assert self._trainer is not None
         self.stop_together()
-        self._leave_together(left_loops.left_training(self._trainer))
+        self._leave_together(_left_training(self._trainer))
 
     def _leave_together(self, where: str | None) -> None:
         if where is not None:
-            self.meet(where, left_loops.REMEDY)
+            self.meet(where, _LEAVE_TOGETHER)
 
     def refuse_alone(self, what: str) -> None:
         """Raise this rank's failure again in hooks for it that need ranks which do not share it.
@@ -188,3 +197,60 @@ class Ending:
 
 def _nothing() -> None:
     pass
+
+
+def evaluation_loop(trainer: Trainer) -> Any:
+    """Return the loop of the validation, test or prediction that runs."""
+    loops = {
+        TrainerFn.VALIDATING: trainer.validate_loop,
+        TrainerFn.TESTING: trainer.test_loop,
+        TrainerFn.PREDICTING: trainer.predict_loop,
+    }
+    return loops.get(trainer.state.fn or TrainerFn.FITTING, trainer.fit_loop.epoch_loop.val_loop)
+
+
+def _is_between_loops(trainer: Trainer) -> bool:
+    """Return whether a loop has ended, and no other has had a batch yet."""
+    return trainer._logger_connector._first_loop_iter is None
+
+
+def _left_loop(trainer: Trainer) -> str | None:
+    """Return where the loop that has just ended was left; None: all of its batches are through."""
+    if trainer.training:
+        batch = trainer.fit_loop.epoch_loop.batch_progress
+        left = _left(batch.current, "the epoch")
+        next_batch = batch.current.ready
+        is_through = (
+            batch.is_last_batch
+            or next_batch >= trainer.num_training_batches
+            or 0 <= trainer.max_steps <= trainer.global_step
+            or trainer.should_stop
+        )
+        # a hook of a validation between two batches may have left the epoch
+        return left if left or is_through else f"ending the epoch early, before batch {next_batch}"
+    what = "the prediction" if trainer.predicting else "the validation"
+    what = "the test" if trainer.testing else what
+    return _left(evaluation_loop(trainer).batch_progress.current, what)
+
+
+def _left_training(trainer: Trainer) -> str | None:
+    """Return where training was left at its end; None: its last epoch is through."""
+    epoch = trainer.fit_loop.epoch_progress.current
+    if epoch.ready == epoch.completed:
+        return None
+    return f"ending training early, in epoch {epoch.ready - 1}"
+
+
+def _begins_epoch(trainer: Trainer) -> bool:
+    """Return whether the batch that starts is the first of an epoch, or of the rest of one."""
+    return trainer._logger_connector._first_loop_iter is True
+
+
+def _left(batch: Any, what: str) -> str | None:
+    if batch.ready == batch.completed:
+        return None
+    if batch.started < batch.ready:
+        where = "before"
+    else:
+        where = "within" if batch.processed < batch.ready else "behind"
+    return f"ending {what} early, {where} batch {batch.ready - 1}"

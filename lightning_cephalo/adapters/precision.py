@@ -93,10 +93,8 @@ class DoublePrecision(_OverRows, lightning.DoublePrecision):
 
 
 _PLUGINS: dict[type[lightning.Precision], type[lightning.Precision]] = {
-    lightning.Precision: Precision,
-    lightning.MixedPrecision: MixedPrecision,
-    lightning.HalfPrecision: HalfPrecision,
-    lightning.DoublePrecision: DoublePrecision,
+    getattr(lightning, own.__name__): own
+    for own in (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 }
 
 
