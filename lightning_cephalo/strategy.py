@@ -905,8 +905,7 @@ class CephaloStrategy(ParallelStrategy):
 
         notes = StepNotes(self._ending.termination)
         executor = session.model.executor
-        evaluate = partial(executor.evaluate, call, f"running {name}", lambda: notes.of(log.note()))
-        outcome = evaluate()
+        outcome = executor.evaluate(call, f"running {name}", lambda: notes.of(log.note()))
         notes.learn(outcome.notes)
         session.logs.finish(log, outcome, (log.weight,) if samples else (), self.reduce)
         if self._evaluation_ends():  # hooks at the end of the epoch may write parameters

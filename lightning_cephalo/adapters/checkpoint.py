@@ -7,7 +7,7 @@ rank 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -115,14 +115,6 @@ def _is_torchs(state: Mapping[str, Any]) -> bool:
     return "state" in state and "param_groups" in state
 
 
-def _numbered_parameters(
-    state: Mapping[str, Any], optimizer: Optimizer
-) -> Iterator[tuple[int, Tensor]]:
-    """Yield the parameters with their numbers in an optimizer's state dict."""
-    for saved, group in zip(state["param_groups"], optimizer.param_groups, strict=False):
-        yield from zip(saved["params"], group["params"], strict=False)
-
-
 def load_full_optimizer_state(
     optimizer: Optimizer,
     state: Mapping[str, Any],
@@ -136,7 +128,12 @@ def load_full_optimizer_state(
     if not _is_torchs(state):
         optimizer.load_state_dict(dict(state))
         return
-    parameters = dict(_numbered_parameters(state, optimizer))
+    groups = zip(state["param_groups"], optimizer.param_groups, strict=False)
+    parameters = {
+        number: parameter
+        for saved, group in groups
+        for number, parameter in zip(saved["params"], group["params"], strict=False)
+    }
     on_host: dict[Tensor, dict[str, Any]] = {}
 
     def rows(parameter: Tensor, entries: Mapping[str, Any]) -> dict[str, Any]:

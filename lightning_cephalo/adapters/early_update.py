@@ -117,7 +117,7 @@ def _called(code: CodeType, function: Any) -> Iterator[FunctionType]:
     Those of an installed package yield none of theirs: they read no gradients of unknown modules.
     """
     names = getattr(function, "__globals__", {})
-    if _is_installed(names.get("__file__")):
+    if not {"site-packages", "dist-packages"}.isdisjoint(Path(names.get("__file__") or "").parts):
         return
     found = [names.get(name) for name in code.co_names]
     found += [
@@ -142,10 +142,6 @@ def _in_closure(function: Any) -> list[Any]:
         with suppress(ValueError):  # it is empty
             found.append(cell.cell_contents)
     return found
-
-
-def _is_installed(file: str | None) -> bool:
-    return file is not None and not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
 def _late_by_trainer(trainer: Trainer) -> str:

@@ -317,7 +317,8 @@ class MovedState:
             self._optimizer = optimizer
             self.settle(optimizer)
             self._place_numbers(optimizer)
-            for parameter in _parameters_of(self._units, self._homes, StateHome.RESIDENT):
+            units = [i for i, home in enumerate(self._homes) if home is StateHome.RESIDENT]
+            for parameter in chain.from_iterable(map(self._parameters, units)):
                 for name, value in list(optimizer.state.get(parameter, {}).items()):
                     rows = local_part(value) if isinstance(value, Tensor) else None
                     if rows is None or not has_rows(name, parameter, rows):
@@ -480,10 +481,3 @@ def groups_of(optimizer: Optimizer) -> dict[int, int]:
     """Return the index of each parameter's group, by the parameter's id."""
     groups = enumerate(optimizer.param_groups)
     return {id(p): index for index, group in groups for p in group["params"]}
-
-
-def _parameters_of(
-    units: Sequence[Unit], homes: Sequence[StateHome], home: StateHome
-) -> list[nn.Parameter]:
-    pairs = zip(units, homes, strict=True)
-    return [p for unit, own in pairs if own is home for _, p in unit.named_sharded()]

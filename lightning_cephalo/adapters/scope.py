@@ -262,8 +262,10 @@ def _run(
         def closure(step: int = step, last: Mapping[Any, Tensor] = last) -> Tensor:
             nonlocal evaluations
             if evaluations == 0:
-                moved = any(not _same_bits(held[place], last[place]) for place in held)
-                run.moves_first |= moved
+                run.moves_first |= not all(
+                    torch.equal(held[place].nan_to_num(), last[place].nan_to_num())
+                    for place in held
+                )
             evaluations += 1
             for place, tensor in held.items():
                 # gradients of many sizes, so that clipping by a norm of all becomes visible
@@ -355,10 +357,6 @@ def _equal(found: Sequence[Tensor], wanted: Sequence[Tensor], start: Tensor) -> 
         if not bool(((one - other).abs() <= _ALIKE * most).all()):
             return False
     return True
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    return bool(torch.equal(one.nan_to_num(), other.nan_to_num()))
 
 
 def _difference(one: _Run, together: _Run, g: int, i: int, start: Tensor) -> str:

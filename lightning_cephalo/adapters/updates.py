@@ -78,7 +78,8 @@ class OptimizerUpdates:
                 " class without 'Closure' in its name)."
             )
         found = _judged(name, claimed, trial, scope.is_listed(optimizer))
-        if found is not Scope.ELEMENT and _switches(optimizer):
+        switches = [callable(getattr(optimizer, name, None)) for name in ("train", "eval")]
+        if found is not Scope.ELEMENT and all(switches):
             raise UnsupportedError(
                 f"{name} has train() and eval(), which change parameters outside of step(). That"
                 " works for element-wise updates only. If its update is element-wise, say so:"
@@ -156,7 +157,3 @@ def _check_held(optimizer: Optimizer) -> None:
             f" attributes {found}, where they stay in shards during its update. Use an optimizer"
             " that finds its parameters in param_groups, and its state in `state`, only."
         )
-
-
-def _switches(optimizer: Optimizer) -> bool:
-    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
