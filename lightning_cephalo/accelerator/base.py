@@ -81,8 +81,6 @@ class Copies(Protocol):
         Both tensors must keep their memory until :meth:`wait` was called for the copy.
 
         Args:
-            target: Where to.
-            source: Where from.
             after: Copies that it runs after, also of another object; it then waits for no other
                 work that was submitted before.
 
@@ -182,11 +180,7 @@ class Accelerator(ABC):
     :func:`~lightning_cephalo.accelerator.accelerator_of` makes one for each rank. Code that needs
     it gets it as an argument. Each kind of device is one subclass, in one file.
 
-    Args:
-        device: The torch device.
-
     Attributes:
-        device: The torch device.
         computes_on_host: Whether the host itself runs the kernels, so that its clock shows when
             they are done. Otherwise the host queues kernels and runs ahead: waiting for the device
             in every step would cost time.
@@ -218,11 +212,7 @@ class Accelerator(ABC):
 
     @abstractmethod
     def describe(self, processes_on_host: int) -> Device:
-        """Return the facts that planning needs.
-
-        Args:
-            processes_on_host: Ranks that share this host's memory.
-        """
+        """Return the facts that planning needs."""
 
     @property
     def default_backend(self) -> str:

@@ -33,31 +33,19 @@ def read_generators(accelerator: Accelerator) -> tuple[Any, ...]:
         states = read_generators(accelerator)
         step()
         write_generators(accelerator, states)      # the same numbers come again
-
-    Args:
-        accelerator: This rank's device.
     """
     return accelerator.random_states(), np.random.get_state(legacy=False), random.getstate()
 
 
 def write_generators(accelerator: Accelerator, states: tuple[Any, ...]) -> None:
-    """Set the states that :func:`read_generators` has read.
-
-    Args:
-        accelerator: This rank's device, of the same kind.
-        states: The states.
-    """
+    """Set the states that :func:`read_generators` has read."""
     accelerator.restore_random_states(states[0])
     np.random.set_state(states[1])
     random.setstate(states[2])
 
 
 class GeneratorsOfSteps:
-    """Reads states before every step, and those of numpy and Python where they have changed only.
-
-    Args:
-        accelerator: This rank's device.
-    """
+    """Reads states before every step; those of numpy and Python only where they have changed."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator

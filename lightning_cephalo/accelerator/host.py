@@ -67,7 +67,6 @@ def host_share(
     control group where it allows less.
 
     Args:
-        processes_on_host: Number of ranks that share the host.
         limit_of: Returns the limit of the control group; None: there is none.
     """
     ranks = max(processes_on_host, 1)

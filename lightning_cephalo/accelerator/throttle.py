@@ -16,9 +16,6 @@ class Throttle:
     Nothing else in a step makes the host wait for the device. A host that queues many steps holds
     memory for all of them, because a backend keeps the buffers of its collectives until they have
     run. It also sees an error long after its cause. The CPU has no queue and is never throttled.
-
-    Args:
-        accelerator: This rank's device.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:

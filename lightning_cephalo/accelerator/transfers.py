@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_cephalo.accelerator.base import Accelerator, Copies, HostWorker
+from lightning_cephalo.accelerator.base import Accelerator, HostWorker
 
 
 class Told:
@@ -48,11 +48,7 @@ class Told:
 
 
 class ToldWorker:
-    """A thread of the host whose updates a listener is told of.
-
-    Args:
-        accelerator: The device, which has the listener.
-    """
+    """A thread of the host whose updates a listener is told of."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -100,8 +96,3 @@ def _begun_s(device_s: float, now_s: float, after: Sequence[Any] | None) -> floa
     if after is None:
         return device_s
     return max([now_s, *(each for each in after if isinstance(each, float))])
-
-
-def told(accelerator: Accelerator, to_host: bool | None = None) -> Copies:
-    """Return copies of a device, of which its listener is told."""
-    return Told(accelerator, to_host)

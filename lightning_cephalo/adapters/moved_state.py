@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_cephalo.accelerator import Accelerator
-from lightning_cephalo.accelerator.transfers import told
+from lightning_cephalo.accelerator.transfers import Told
 from lightning_cephalo.adapters.checkpoint import rows_like
 from lightning_cephalo.adapters.host_update import HostUpdates
 from lightning_cephalo.adapters.optimizer import (
@@ -122,7 +122,7 @@ class MovedState:
     ) -> None:
         self._units, self._accelerator = list(units), accelerator
         self._homes = tuple(homes)
-        self._in, self._out = told(accelerator, to_host=False), told(accelerator, to_host=True)
+        self._in, self._out = Told(accelerator, to_host=False), Told(accelerator, to_host=True)
         self._capacity_bytes = capacity_bytes
         self._room = HostRoom(accelerator, capacity_bytes)
         self._host = self._host_updates()

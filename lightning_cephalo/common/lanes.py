@@ -24,12 +24,7 @@ class Lane:
         self.busy_s = 0.0
 
     def place(self, ready_s: float, took_s: float) -> float:
-        """Return when a job is done.
-
-        Args:
-            ready_s: When it may begin.
-            took_s: How long it takes.
-        """
+        """Return when a job is done."""
         self.busy_s += took_s
         if not took_s:
             return ready_s

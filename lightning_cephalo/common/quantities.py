@@ -39,8 +39,6 @@ class Dimension:
     """A physical dimension with its units.
 
     Attributes:
-        name: for messages.
-        example: a valid spelling.
         units: each unit and its size in the base unit; :meth:`text` uses the first that fits.
     """
 
@@ -49,13 +47,7 @@ class Dimension:
     units: tuple[tuple[str, float], ...]
 
     def parse(self, field: str, value: Any, *, zero: bool = False) -> float:
-        """Return the number in the base unit, or raise PlanError naming ``field``.
-
-        Args:
-            field: for the message.
-            value: the text to parse; any other type is an error.
-            zero: whether 0 is a legal value.
-        """
+        """Return the number in the base unit, or raise PlanError naming ``field``."""
         match = _NUMBER.fullmatch(value) if isinstance(value, str) else None
         size = dict(self.units).get(match[2]) if match else None
         if match is None or size is None:

@@ -177,7 +177,6 @@ class OneOf:
 
     Attributes:
         options: The allowed values. True and False do not equal 1 and 0.
-        spelled: The options' text in a message.
     """
 
     options: tuple[Any, ...]
@@ -196,7 +195,6 @@ class ListOf:
     """Checks a list of records that is not empty, and reads it from a list of mappings.
 
     Attributes:
-        record: The class of the records.
         one: Name of one record in a message.
         many: Name of the mappings in a message.
     """

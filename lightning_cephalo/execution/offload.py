@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_cephalo.accelerator import Accelerator
-from lightning_cephalo.accelerator.transfers import told
+from lightning_cephalo.accelerator.transfers import Told
 from lightning_cephalo.common.errors import HostMemoryError
 from lightning_cephalo.common.quantities import format_mib
 from lightning_cephalo.execution.boundaries import is_plain, take_memory
@@ -56,7 +56,7 @@ class HostArena:
         self._offset = 0
         self._used_bytes = 0
         self.most_bytes = 0
-        self._copies = told(accelerator)
+        self._copies = Told(accelerator)
         self._leaving: deque[tuple[Tensor, Any]] = deque()
 
     @property

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_cephalo.sharding.line import Line
 from lightning_cephalo.sharding.routes import Route
-from lightning_cephalo.sharding.transfers import Transfer
+from lightning_cephalo.sharding.transfers import Transfer, sum_of
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,6 @@ class Across:
     """The groups of ranks that hold the whole state, and what connects them.
 
     Attributes:
-        members: The ranks of each group.
         gathers: Process group of all ranks, apart from their reduces.
         reduces: Process group of all ranks for reduces.
         line: Sends the sums of this rank's group.
@@ -114,13 +113,7 @@ class _AcrossGroups:
             for transfer in sent:
                 transfer.wait()
 
-        def total() -> Tensor:
-            whole = rows[0].to(dtype)
-            for row in rows[1:]:
-                whole.add_(row)
-            return whole
-
-        return [*arriving, self.across.line.run(send)], total
+        return [*arriving, self.across.line.run(send)], lambda: sum_of(rows.unbind(), dtype)
 
     def received_numel(self, sizes: Sequence[int], rank: int) -> int:
         inside = self.inside.received_numel(sizes, rank)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cephalo.sharding.line import Line
-from lightning_cephalo.sharding.transfers import Transfer, receive, send
+from lightning_cephalo.sharding.transfers import Transfer, receive, send, sum_of
 
 # Straight sends have tag 0, and may overtake slices that are still to be passed on.
 _FIRST_TAG = 1
@@ -98,14 +98,8 @@ class ByNode:
             for transfer in [_send(slices[owner], owner, owner, group) for owner in role.relayed]:
                 transfer.wait()
 
-        def total() -> Tensor:
-            whole = slices[rank].to(dtype)
-            for row in own:
-                whole.add_(row)
-            return whole
-
         relaying = [self._reduces.run(collect)] if role.relayed else []
-        return [*arriving, *leaving, *relaying], total
+        return [*arriving, *leaving, *relaying], lambda: sum_of([slices[rank], *own], dtype)
 
     def received_numel(self, sizes: Sequence[int], rank: int) -> int:
         """Return the elements that a reduce receives into on a rank."""

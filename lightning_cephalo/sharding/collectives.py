@@ -179,8 +179,6 @@ def all_gather_rows(
 
     Args:
         local: This rank's rows, shape ``(sizes[rank], ...)``.
-        sizes: Number of rows of every rank.
-        group: The process group.
     """
     offsets = _offsets(sizes)
     rank = group.rank()

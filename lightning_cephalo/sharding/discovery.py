@@ -17,13 +17,7 @@ from lightning_cephalo.sharding.blocks import blocks_of, type_of
 
 @dataclass(frozen=True)
 class Owner:
-    """A place where a module holds a parameter.
-
-    Attributes:
-        module: The module that owns the parameter.
-        attribute: The parameter's name in that module.
-        name: The parameter's full name from the top module.
-    """
+    """A place where a module holds a parameter."""
 
     module: nn.Module
     attribute: str
@@ -36,7 +30,6 @@ class UnitMembers:
 
     Attributes:
         name: Full name of the module; "" for the root unit.
-        module: The module; the top module for the root unit.
         parameters: Each distinct parameter with all the places that hold it.
     """
 

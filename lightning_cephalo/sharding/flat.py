@@ -91,14 +91,9 @@ class ShardingContext:
     """The device, process groups and memory pools of flats.
 
     Attributes:
-        device: This rank's device.
         mesh: One-dimensional mesh over all ranks.
-        gather_group: Group of the gathers.
         reduce_group: Group of the reduces; a separate group lets gathers and reduces overlap.
-        routing: The way that slices take.
         compute_dtype: Dtype of gathered floating-point parameters (None: their own).
-        buffers: Lends the memory of gathered parameters.
-        gradient_buffers: Lends the memory of full gradients.
         padding: Whether nearly equal slices are padded.
         stage: Moves device tensors over backends that run on the host; None: not needed.
         meet: Waits for all ranks before operators on sharded tensors communicate; None: not.
@@ -173,7 +168,6 @@ class Flat:
         originals: The parameters; rank 0's values count, those of other ranks are ignored.
         layout: Cuts between the ranks; None keeps a copy on every rank (0-d parameters, which
             have no rows to shard).
-        context: Device, mesh and groups.
     """
 
     def __init__(
@@ -482,11 +476,7 @@ class Flat:
                 self._read_versions[index] += 1
 
     def updated(self, parameters: Container[int]) -> None:
-        """Note that the optimizer has changed parameters, so that retained graphs are refused.
-
-        Args:
-            parameters: Ids of the sharded parameters that it may have changed.
-        """
+        """Refuse retained graphs: an optimizer may have changed these (ids of sharded ones)."""
         self._raise_versions(
             [id(sharded) in parameters and sharded.grad is not None for sharded in self.sharded]
         )
@@ -575,11 +565,7 @@ class Flat:
                 parameter.grad = view
 
     def lock(self, names: Sequence[str]) -> None:
-        """Refuse all use of the sharded parameters until :meth:`unlock`.
-
-        Args:
-            names: Names of the parameters, for messages.
-        """
+        """Refuse all use of the sharded parameters until :meth:`unlock`."""
         self.locking.is_on = True
         self._unlocked = [local_part(face) for face in self.sharded]
         if not self._locked:
@@ -660,7 +646,6 @@ class Flat:
         Adds to gradients that the sharded parameters still hold (accumulation over steps).
 
         Args:
-            scale: Factor of the sum.
             in_place: Whether the sum may stay in the memory of ``grad_full``, which is given back
                 with it, where there are no such gradients; see [Note: gradients in place].
         """
@@ -827,8 +812,6 @@ class Flat:
         Gradients of other parameters move to memory of their own.
 
         Args:
-            updated: Per parameter, whether it was updated.
-            names: Names of the parameters, for messages.
             keeps_unused: Whether to keep gradients that are not published yet.
         """
         faces: list[DTensor | None] = []

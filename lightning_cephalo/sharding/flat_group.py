@@ -23,19 +23,34 @@ class UnitState(enum.Enum):
     GATHERED = "gathered"
 
 
-class FlatGroup:
-    """Flats of a unit that move together: all of them, or one end of the root unit.
+class Flats:
+    """Several flats, and the bytes of their full tensors."""
 
-    Args:
-        flats: The flats.
-        names: Full names of their parameters.
-        show: Lets the modules hold what is gathered now.
+    flats: list[Flat]
 
-    Attributes:
-        flats: The flats.
-        names: Full names of their parameters.
-        state: Whether they are gathered.
-    """
+    @property
+    def trained(self) -> list[Flat]:
+        """The flats that need gradients now."""
+        return [flat for flat in self.flats if flat.trainable]
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the gathered parameters."""
+        return sum(flat.numel * flat.dtype.itemsize for flat in self.flats)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the full gradients during a backward."""
+        return sum(flat.numel * flat.master_dtype.itemsize for flat in self.trained)
+
+    @property
+    def sent_gradient_bytes(self) -> int:
+        """Bytes of the full gradients as they travel."""
+        return sum(flat.numel * flat.sent_dtype.itemsize for flat in self.trained)
+
+
+class FlatGroup(Flats):
+    """Flats of a unit that move together: all of them, or one end of the root unit."""
 
     def __init__(
         self, flats: Sequence[Flat], names: Sequence[str], show: Callable[[], None]
@@ -59,33 +74,14 @@ class FlatGroup:
         return bool(self._reducing)
 
     @property
-    def _trained(self) -> list[Flat]:
-        return [flat for flat in self.flats if flat.trainable]
-
-    @property
     def trainable(self) -> bool:
         """Whether any parameter needs a gradient now."""
         return any(flat.trainable for flat in self.flats)
 
     @property
-    def full_bytes(self) -> int:
-        """Bytes of the gathered parameters."""
-        return sum(flat.numel * flat.dtype.itemsize for flat in self.flats)
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of the full gradients during a backward."""
-        return sum(flat.numel * flat.master_dtype.itemsize for flat in self._trained)
-
-    @property
-    def sent_gradient_bytes(self) -> int:
-        """Bytes of the full gradients as they travel."""
-        return sum(flat.numel * flat.sent_dtype.itemsize for flat in self._trained)
-
-    @property
     def trained_parameters(self) -> int:
         """Number of parameters in its trainable flats."""
-        return sum(len(flat.sharded) for flat in self._trained)
+        return sum(len(flat.sharded) for flat in self.trained)
 
     def start_gather(self) -> None:
         """Begin to gather; does nothing if the gather has already begun."""
@@ -97,11 +93,7 @@ class FlatGroup:
         self.state = UnitState.GATHERING
 
     def finish_gather(self, wait: Wait = wait_for) -> None:
-        """Wait for a gather that has begun, and give the modules the full parameters.
-
-        Args:
-            wait: Waits for one handle of torch.distributed.
-        """
+        """Wait for a gather that has begun, and give the modules the full parameters."""
         if self.state is not UnitState.GATHERING:
             return
         for pending in self._pending:
@@ -111,11 +103,7 @@ class FlatGroup:
         self._show()
 
     def free(self, wait: Wait = wait_for) -> None:
-        """Free the full parameters and give the modules the sharded ones.
-
-        Args:
-            wait: Waits for one handle of a gather that is under way.
-        """
+        """Free the full parameters and give the modules the sharded ones."""
         if self.state is UnitState.SHARDED:
             return
         for pending in self._pending:
@@ -133,13 +121,12 @@ class FlatGroup:
 
     def arm(self) -> None:
         """Prepare zeroed gradients of the trainable parameters for accumulation."""
-        for flat in self.flats:
-            if flat.trainable:
-                flat.arm()
+        for flat in self.trained:
+            flat.arm()
 
     def arm_late(self) -> None:
         """Do so when gradients may have landed already, which count."""
-        for flat in self._trained:
+        for flat in self.trained:
             flat.arm_late()
 
     @property
@@ -157,19 +144,15 @@ class FlatGroup:
 
     def used(self) -> list[bool]:
         """Per trainable flat and parameter, whether a gradient has landed on this rank."""
-        return [used for flat in self.flats if flat.trainable for used in flat.used()]
+        return [used for flat in self.trained for used in flat.used()]
 
     def start_reduce(self, scale: float, *, in_place: bool = False) -> None:
         """Begin to sum the gradients over the ranks; see ``Flat.reduce``."""
-        for flat in self._trained[len(self._reducing) :]:  # as in start_gather
+        for flat in self.trained[len(self._reducing) :]:  # as in start_gather
             self._reducing.append(flat.reduce(scale, in_place=in_place))
 
     def wait_reduce(self, wait: Wait = wait_for) -> None:
-        """Wait for this rank's slice of the summed gradients and free the full gradients.
-
-        Args:
-            wait: Waits for one handle of torch.distributed.
-        """
+        """Wait for this rank's slice of the summed gradients and free the full gradients."""
         for pending in self._reducing:
             pending.wait(wait)
         self._reducing = []
@@ -179,8 +162,7 @@ class FlatGroup:
     def publish(self, used: Sequence[bool]) -> None:
         """Set ``.grad`` where any rank used the parameter; flags in the order of :meth:`used`."""
         start = 0
-        for flat in self.flats:
-            if flat.trainable:
-                end = start + len(flat.sharded)
-                flat.publish(used[start:end])
-                start = end
+        for flat in self.trained:
+            end = start + len(flat.sharded)
+            flat.publish(used[start:end])
+            start = end

@@ -31,7 +31,6 @@ class Slot:
 
     Attributes:
         shape: The parameter's shape; never empty (0-d parameters are replicated, not sharded).
-        offset: Index of its first element in the flat.
     """
 
     shape: tuple[int, ...]
@@ -149,7 +148,6 @@ class GroupDivider(Divider):
     """Cuts flats that each of several groups of ranks holds whole, by the group's own shares.
 
     Args:
-        fractions_of_groups: The shares of the ranks of each group; each sums to 1.
         own: Number of the group whose cuts count here.
     """
 

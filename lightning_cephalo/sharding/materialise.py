@@ -17,7 +17,6 @@ def initialise_members(top: nn.Module, members: UnitMembers, *, materialise: boo
 
     Args:
         top: The whole model (Hugging Face models initialise through their top module).
-        members: The unit.
         materialise: Whether this rank's values count; other ranks only need shapes.
 
     Returns:
@@ -42,8 +41,7 @@ def initialise_members(top: nn.Module, members: UnitMembers, *, materialise: boo
         return members
     for module in modules.values():
         # every rank needs the buffers; only ranks that materialise need the parameters
-        buffers_only = not materialise
-        _initialise(top, module, buffers_only)
+        _initialise(top, module, buffers_only=not materialise)
     parameters = tuple(
         (owners[0].module._parameters[owners[0].attribute], owners)
         for _, owners in members.parameters
@@ -75,16 +73,16 @@ def _initialise(top: nn.Module, module: nn.Module, buffers_only: bool) -> None:
             " reset_parameters() to initialise them with. Add one, or create the module on a real"
             " device, or load its values from a checkpoint (ckpt_path=)."
         )
-    if buffers_only:
-        if not _has_meta_buffers(module):
-            return
-        parameters = dict(module._parameters)
-        with _kept(module):
-            _run(module, reset, hugging_face)
-        module._parameters.update(parameters)
+    if buffers_only and not _has_meta_buffers(module):
         return
-    with _kept(module):
-        _run(module, reset, hugging_face)
+    parameters = dict(module._parameters)
+    with _kept(module), torch.no_grad():
+        if hugging_face is not None:
+            hugging_face(module)
+        elif callable(reset):
+            reset()
+    if buffers_only:
+        module._parameters.update(parameters)
 
 
 @contextmanager
@@ -114,14 +112,6 @@ def on_cpu(value: torch.Tensor) -> torch.Tensor:
         empty = nn.Parameter(empty, requires_grad=value.requires_grad)
         empty.__dict__.update(value.__dict__)
     return empty
-
-
-def _run(module: nn.Module, reset: object, hugging_face: object) -> None:
-    with torch.no_grad():
-        if hugging_face is not None:
-            hugging_face(module)  # type: ignore[operator]
-        elif callable(reset):
-            reset()
 
 
 def _hugging_face_model(top: nn.Module, module: nn.Module) -> nn.Module | None:

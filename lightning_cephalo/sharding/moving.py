@@ -45,7 +45,6 @@ class Column:
     """Tensors that have the rows of a flat's parameters: optimizer state of one kind, averages.
 
     Attributes:
-        name: What it is, for messages: "exp_avg".
         tensors: One DTensor per parameter of the flat, or None. All have one dtype and lie on one
             device. Every rank has them at the same places.
     """

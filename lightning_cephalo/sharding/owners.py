@@ -48,8 +48,6 @@ class Owners:
         owners.collect(rows, whole)                      # whole[i] is filled on the owner of i
 
     Args:
-        fractions: Each rank's share of the state.
-        rank: This rank.
         single: Whether the rank with the largest share owns everything.
     """
 
@@ -94,7 +92,6 @@ class Owners:
         """Fill whole tensors on their owners with the rows of all ranks; collective and blocking.
 
         Args:
-            parameters: The parameters whose layouts the tensors have.
             rows: This rank's rows of each.
             whole: A tensor of the parameter's shape where this rank owns it, else None.
         """
@@ -117,13 +114,7 @@ class Owners:
         whole: Sequence[Tensor | None],
         rows: Sequence[Tensor],
     ) -> None:
-        """Fill every rank's rows from the whole tensors on their owners; collective and blocking.
-
-        Args:
-            parameters: As in :meth:`collect`.
-            whole: As in :meth:`collect`.
-            rows: As in :meth:`collect`.
-        """
+        """Fill every rank's rows from the owners' whole tensors; collective and blocking."""
         for bucket in _buckets(parameters):
             sends, receives = self._slots(), self._slots()
             for index in bucket:
@@ -146,9 +137,7 @@ def on_owner(value: Tensor | None, owner: int, like: DTensor, meta: Tensor) -> D
 
     Args:
         value: The tensor, of one dimension or more; None on ranks other than the owner.
-        owner: The rank that holds the rows.
         like: A parameter with the mesh, the device and the meetings of the result.
-        meta: A tensor on meta of the result's shape and dtype.
     """
     count = len(meta)
     rows = (

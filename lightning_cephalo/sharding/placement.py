@@ -201,17 +201,11 @@ def refuse_dlpack(tensor: torch.Tensor) -> NoReturn:
 
 
 def row_spec(
-    mesh: DeviceMesh,
-    rows: Sequence[tuple[int, int]] | Placement | None,
-    shape: Sequence[int],
-    dtype: torch.dtype,
+    mesh: DeviceMesh, placement: Placement, shape: Sequence[int], dtype: torch.dtype
 ) -> DTensorSpec:
-    """Describe a parameter of ``shape`` with these rows per rank (None: a copy on every rank)."""
+    """Describe a parameter of ``shape``: :class:`Rows`, or :class:`Copies`."""
     size = torch.Size(shape)
     stride = torch.empty(size, device="meta").stride()
-    if rows is None:
-        rows = Copies()
-    placement = rows if isinstance(rows, Placement) else Rows(rows)
     return DTensorSpec(mesh, (placement,), tensor_meta=TensorMeta(size, stride, dtype))
 
 
@@ -253,16 +247,14 @@ def meet_of(tensor: torch.Tensor) -> Meet | None:
 
 
 def own_part(whole: torch.Tensor, like: DTensor, rank: int | None = None) -> torch.Tensor:
-    """Return a view of the rows of a whole tensor that a rank holds of a sharded one.
+    """Return a view of the rows of a whole tensor that a rank (None: this one) holds.
 
     ::
 
         own_part(torch.zeros(5, 3), parameter)    # shape (4, 3) on a rank that holds four rows
 
     Args:
-        whole: A plain tensor with the rows of all ranks.
         like: The sharded tensor; all of ``whole`` if every rank holds a copy.
-        rank: The rank; None: this one.
     """
     rows = rows_of(like)
     if rows is None:
@@ -310,11 +302,8 @@ def agreed(number: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     """Return a number of the whole tensor with the same bits on all ranks; collective.
 
     Groups of ranks that each hold the whole state cut it in different places. Their sums are thus
-    rounded differently, and copies of one row would drift apart: rank 0's number counts.
-
-    Args:
-        number: A tensor that all ranks of a mesh have computed from their rows together; changes.
-        mesh: The mesh.
+    rounded differently, and copies of one row would drift apart: rank 0's number counts. The
+    given tensor changes.
     """
     if mesh.size() < dist.get_world_size():
         own = number.to(mesh.device_type)

@@ -52,8 +52,6 @@ def ends_of(
     A parameter that stands at both ends (tied weights) belongs to none.
 
     Args:
-        module: The whole model.
-        members: All units, the root unit first.
         smallest_share: Least parameters of an end, as a share of an average unit's.
     """
     root, *units = members

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cephalo.sharding.by_node import ByNode
-from lightning_cephalo.sharding.transfers import exchange
+from lightning_cephalo.sharding.transfers import exchange, sum_of
 
 
 class Route(Protocol):
@@ -53,34 +53,24 @@ class Straight:
         own = slices[group.rank()]
         rows = memory.view(len(slices), own.numel()).unbind()
         rows[group.rank()].copy_(own)
-        return exchange(slices, rows, group), lambda: _sum(rows, dtype)
+        return exchange(slices, rows, group), lambda: sum_of(rows, dtype)
 
     def received_numel(self, sizes: Sequence[int], rank: int) -> int:
         """See :meth:`Route.received_numel`."""
         return len(sizes) * sizes[rank]
 
 
-def _sum(rows: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    total = rows[0].to(dtype)
-    for row in rows[1:]:
-        total.add_(row)
-    return total
-
-
 class Routing:
     """The choice of the way that slices take.
 
     Args:
-        nodes: The node of every rank, by any number.
         on_host: Whether slices travel in sends and receives at all, rather than in the collectives
             of a backend that runs on the device and finds its own ways.
         groups: Number of groups of ranks that each hold the whole state; nodes are then those of
             the largest group.
 
     Attributes:
-        nodes: The node of every rank.
         has_choice: Whether going by node differs from the straight way.
-        route: The way that slices take now.
     """
 
     def __init__(self, nodes: Sequence[int], *, on_host: bool = True, groups: int = 1) -> None:

@@ -119,9 +119,6 @@ def cut_gradients(parameters: Iterable[Tensor]) -> None:
         parameter.square().sum().backward()    # in a hook: a plain gradient of all rows
         cut_gradients([parameter])             # this rank's rows
 
-    Args:
-        parameters: Sharded ones may hold whole gradients; others stay.
-
     Raises:
         UnsupportedError: On every rank, if a gradient differs between ranks.
     """

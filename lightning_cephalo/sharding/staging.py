@@ -27,9 +27,6 @@ class HostStage:
     """Runs the collectives of one rank's device tensors in host memory, in two threads.
 
     It keeps pinned memory for the next collective, because torch would not return it to the system.
-
-    Args:
-        accelerator: This rank's device.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:

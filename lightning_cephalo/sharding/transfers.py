@@ -78,6 +78,14 @@ def receive(part: torch.Tensor, source: int, group: dist.ProcessGroup, tag: int 
     return Transfer(group.recv([part], source, tag))
 
 
+def sum_of(rows: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Return the sum of tensors in their order, in a dtype; the first one changes if it has it."""
+    total = rows[0].to(dtype)
+    for row in rows[1:]:
+        total.add_(row)
+    return total
+
+
 def exchange(
     outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], group: dist.ProcessGroup
 ) -> list[Any]:

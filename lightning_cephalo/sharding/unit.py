@@ -14,7 +14,7 @@ from lightning_cephalo.plan.program import FIRST_LAYERS, LAST_LAYERS
 from lightning_cephalo.sharding.buffers import BufferPool
 from lightning_cephalo.sharding.discovery import UnitMembers
 from lightning_cephalo.sharding.flat import Flat, Residence, ShardingContext, divide_flat
-from lightning_cephalo.sharding.flat_group import FlatGroup, UnitState
+from lightning_cephalo.sharding.flat_group import FlatGroup, Flats, UnitState
 from lightning_cephalo.sharding.layout import Divider
 from lightning_cephalo.sharding.moving import Column
 from lightning_cephalo.sharding.root_ends import NO_ENDS, RootEnds
@@ -30,16 +30,14 @@ _ALIGNED_NUMEL = 16
 _LITTLE = 1 / 16
 
 
-class Unit:
+class Unit(Flats):
     """The flats of one unit and the module attributes that refer to their parameters.
 
     While sharded, the modules hold the DTensor parameters; while gathered, the full ones. Names and
     shapes are always those of the user's model.
 
     Args:
-        members: The unit as found by :func:`~lightning_cephalo.sharding.discovery.find_units`.
         divider: Cuts the flats; carries rounding errors from unit to unit.
-        context: Device, mesh and groups.
         ends: Parameters at the ends of the root unit, which have flats of their own.
 
     Attributes:
@@ -121,7 +119,7 @@ class Unit:
     @property
     def works(self) -> tuple[list[Any], list[Any]]:
         """Pending handles of torch.distributed: those of the gather, and those of the reduce."""
-        works = [group.works for group in self._groups.values()]
+        works = [group.works for group in self._all]
         return (
             [work for gathers, _ in works for work in gathers],
             [work for _, reduces in works for work in reduces],
@@ -139,26 +137,10 @@ class Unit:
         return False
 
     @property
-    def full_bytes(self) -> int:
-        """Bytes of the gathered parameters."""
-        return sum(flat.numel * flat.dtype.itemsize for flat in self.flats)
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes of the full gradients during a backward."""
-        return sum(flat.numel * flat.master_dtype.itemsize for flat in self.flats if flat.trainable)
-
-    @property
-    def sent_gradient_bytes(self) -> int:
-        """Bytes of the full gradients as they travel."""
-        return sum(flat.numel * flat.sent_dtype.itemsize for flat in self.flats if flat.trainable)
-
-    @property
     def receiving_bytes(self) -> int:
         """Bytes that a reduce takes which is under way, in addition to gradients."""
-        reducing = [group for group in self._groups.values() if group.is_reducing]
-        flats = [flat for group in reducing for flat in group.flats]
-        return sum(flat.received_bytes for flat in flats if flat.trainable)
+        reducing = [group for group in self._all if group.is_reducing]
+        return sum(flat.received_bytes for group in reducing for flat in group.trained)
 
     def named_sharded(self) -> list[tuple[str, nn.Parameter]]:
         """Return name and DTensor of every parameter (once, under its first name)."""
@@ -299,39 +281,22 @@ class Unit:
     # -- gathering ----------------------------------------------------------------------------
 
     def start_gather(self, apart: Collection[int] = ()) -> None:
-        """Begin to gather; does nothing if the gather has already begun.
-
-        Args:
-            apart: Ends that stay as they are.
-        """
+        """Begin to gather; does nothing if the gather has already begun."""
         for group in self._beside(apart):
             group.start_gather()
 
     def wait_gather(self, wait: Wait = wait_for) -> None:
-        """Gather if needed, wait, and give the modules the full parameters.
-
-        Args:
-            wait: Waits for one handle of torch.distributed.
-        """
+        """Gather if needed, wait, and give the modules the full parameters."""
         self.start_gather()
         self.finish_gather(wait)
 
     def finish_gather(self, wait: Wait = wait_for, apart: Collection[int] = ()) -> None:
-        """Wait for what is being gathered, and give the modules the full parameters.
-
-        Args:
-            wait: Waits for one handle of torch.distributed.
-            apart: Ends that stay as they are.
-        """
+        """Wait for what is being gathered, and give the modules the full parameters."""
         for group in self._beside(apart):
             group.finish_gather(wait)
 
     def free(self, wait: Wait = wait_for) -> None:
-        """Free the full parameters and give the modules the sharded ones.
-
-        Args:
-            wait: Waits for one handle of a gather that is under way.
-        """
+        """Free the full parameters and give the modules the sharded ones."""
         for group in self._all:
             group.free(wait)
 
@@ -346,7 +311,6 @@ class Unit:
         """Move the shards to other fractions, in place; collective.
 
         Args:
-            divider: Cuts the flats, as in the constructor.
             columns_of: Returns what has the rows of a flat's parameters and moves with them.
         """
         assert self.state is UnitState.SHARDED, self
@@ -386,11 +350,7 @@ class Unit:
     # -- gradients ----------------------------------------------------------------------------
 
     def arm(self, apart: Collection[int] = ()) -> None:
-        """Prepare zeroed gradients of the trainable parameters for accumulation.
-
-        Args:
-            apart: Ends that stay as they are.
-        """
+        """Prepare zeroed gradients of the trainable parameters for accumulation."""
         for group in self._beside(apart):
             group.arm()
 
@@ -404,19 +364,13 @@ class Unit:
         """Begin to sum the gradients over the ranks, times ``scale``.
 
         Args:
-            scale: Factor of the sum.
-            apart: Ends that stay as they are.
             in_place: Whether the sum may stay in the memory of the full gradient.
         """
         for group in self._beside(apart):
             group.start_reduce(scale, in_place=in_place)
 
     def wait_reduce(self, wait: Wait = wait_for) -> None:
-        """Wait for this rank's slice of the summed gradients and free the full gradients.
-
-        Args:
-            wait: Waits for one handle of torch.distributed.
-        """
+        """Wait for this rank's slice of the summed gradients and free the full gradients."""
         for group in self._all:
             group.wait_reduce(wait)
 
@@ -435,7 +389,7 @@ class Unit:
 
     def reduced_parameters(self) -> list[nn.Parameter]:
         """Return the sharded parameters, in the order of :meth:`used`."""
-        return [parameter for flat in self.flats if flat.trainable for parameter in flat.sharded]
+        return [parameter for flat in self.trained for parameter in flat.sharded]
 
     def surely_used(self, own: Sequence[bool], has_samples: bool) -> Sequence[bool]:
         """Per parameter, whether some rank has surely used it; flags in the order of :meth:`used`.
@@ -445,7 +399,6 @@ class Unit:
         layers than those of other ranks.
 
         Args:
-            own: Whether this rank has used each.
             has_samples: Whether this rank has any microbatch.
         """
         sizes = [p.numel() if p.requires_grad else 0 for p in self.reduced_parameters()]
@@ -460,13 +413,12 @@ class Unit:
 
         Call it when the reduce is done.
         """
-        return [landed for flat in self.flats if flat.trainable for landed in flat.landed()]
+        return [landed for flat in self.trained for landed in flat.landed()]
 
     def give_back(self, updated: Sequence[bool], *, keeps_unused: bool = True) -> None:
         """Release gradients of updated parameters; flags in the order of :meth:`used`.
 
         Args:
-            updated: Whether each was updated.
             keeps_unused: Whether to keep gradients that are not published yet.
         """
         start = 0

@@ -73,15 +73,8 @@ class Locked(Tensor):
 
     Shape, dtype and device of the tensor stay readable.
 
-    Args:
-        like: The tensor that it stands in for.
-        full_name: Name of the parameter, for messages.
-
     Attributes:
         refusal: The message, with places for the names and the operator.
-
-    Raises:
-        ShardedUseError: When an operator reads or writes it.
     """
 
     full_name: str

@@ -10,7 +10,7 @@ from virtual_time import VirtualHost
 
 from lightning_cephalo.accelerator import Accelerator, accelerator_of
 from lightning_cephalo.accelerator.emulated.accelerator import Emulated
-from lightning_cephalo.accelerator.transfers import ToldWorker, told
+from lightning_cephalo.accelerator.transfers import Told, ToldWorker
 from lightning_cephalo.emulation import EmulatedDevice
 from lightning_cephalo.observe.recorder import Recorder
 from lightning_cephalo.plan.program import Instruction, Operation
@@ -49,7 +49,7 @@ def test_jobs_of_an_emulated_link_have_the_times_of_its_lanes():
     matrix, gradient, rows = torch.ones(10, 10), torch.ones(ELEMENTS), torch.zeros(ELEMENTS)
     with EmulatedDevice(flops_per_s=2000 / COMPUTE_S, **given) as device:
         accelerator = Emulated(torch.device("cpu"), device)
-        out, back = told(accelerator, to_host=True), told(accelerator, to_host=False)
+        out, back = Told(accelerator, to_host=True), Told(accelerator, to_host=False)
         worker = ToldWorker(accelerator)
         memory = accelerator.allocate_host(4 * ELEMENTS).view(torch.float32)
         out.start(memory, gradient)  # nobody listens: nothing happens but the copy
@@ -113,7 +113,7 @@ def test_a_recorder_joins_the_copies_of_an_instruction_each_way():
 def test_the_thread_of_the_host_is_told_of_too():
     accelerator = accelerator_of(torch.device("cpu"))
     listener = accelerator.listener = Listener(accelerator)
-    worker, back = ToldWorker(accelerator), told(accelerator, to_host=False)
+    worker, back = ToldWorker(accelerator), Told(accelerator, to_host=False)
     rows, memory = torch.zeros(8), torch.ones(8)
     future = worker.submit(lambda: memory.mul_(3), 8, [], lambda after: [back.start(rows, memory)])
     assert future.result() == [None]

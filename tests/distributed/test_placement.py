@@ -112,7 +112,7 @@ def _confused(rank):
     faces = []
     for rows in layouts:
         first, end = rows[rank]
-        spec = row_spec(mesh, rows, (4, 3), torch.float32)
+        spec = row_spec(mesh, Rows(rows), (4, 3), torch.float32)
         faces.append(as_dtensor(whole[first:end].clone(), spec))
     for _ in range(2):  # the second time from DTensor's caches
         for face, rows in zip(faces, layouts, strict=True):

@@ -17,9 +17,6 @@ from lightning_cephalo.accelerator.emulated.rate import (
     usable_processors,
 )
 
-__all__ = ["Emulation"]
-
-
 Rates = float | Sequence[float | None] | None
 """A rate of every rank, or one for each; None: what has it takes no time."""
 
@@ -165,11 +162,7 @@ class Emulation(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._track(pl_module)
 
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._track(pl_module)
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._track(pl_module)
+    on_test_start = on_predict_start = on_validation_start
 
     def on_train_epoch_start(self, *_: Any) -> None:
         self._forget_delays()
@@ -180,14 +173,7 @@ class Emulation(Callback):
     def on_train_batch_end(self, *_: Any, **__: Any) -> None:
         self._synchronize()
 
-    def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
-        self._synchronize()
-
-    def on_test_batch_end(self, *_: Any, **__: Any) -> None:
-        self._synchronize()
-
-    def on_predict_batch_end(self, *_: Any, **__: Any) -> None:
-        self._synchronize()
+    on_validation_batch_end = on_test_batch_end = on_predict_batch_end = on_train_batch_end
 
     def __getstate__(self) -> dict[str, Any]:
         # A device belongs to the thread that entered it: a copy of the callback has no device.

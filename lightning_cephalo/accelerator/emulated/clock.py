@@ -6,8 +6,6 @@ import os
 import time
 from collections.abc import Callable
 
-__all__ = ["CREDIT_LIMIT_S", "ThreadActivity", "VirtualClock"]
-
 CREDIT_LIMIT_S = 0.25
 """How far a starved rank may fall behind its clock and still catch up, in seconds."""
 

@@ -20,8 +20,6 @@ from lightning_cephalo.accelerator.emulated.memory_tracker import MemoryTracker
 from lightning_cephalo.accelerator.emulated.operators import FlopCounter, Operator, bytes_in
 from lightning_cephalo.common.quantities import format_mib
 
-__all__ = ["EmulatedDevice", "active_device", "host_now_s"]
-
 
 class EmulatedDevice(MemoryTracker):
     """Runs the operators of a ``with`` block at the pace and in the memory of another device.

@@ -22,8 +22,6 @@ from torch import Tensor
 from lightning_cephalo.accelerator.emulated.device import EmulatedDevice
 from lightning_cephalo.common.lanes import Lane as Jobs
 
-__all__ = ["UPDATE_BYTES", "Lane", "LaneCopies", "LaneWorker"]
-
 # Of host memory, for one parameter that the host updates: AdamW in fp32 reads four numbers and
 # writes three.
 UPDATE_BYTES = 28

@@ -18,8 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_cephalo.accelerator.emulated.operators import Operator, describe, tensors_in
 from lightning_cephalo.accelerator.versions import count_foreach_writes
 
-__all__ = ["MemoryTracker"]
-
 
 class _Live:
     """A live storage, and its bytes at the last check."""

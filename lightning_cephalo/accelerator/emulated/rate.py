@@ -13,8 +13,6 @@ from torch.nn import functional
 
 from lightning_cephalo.accelerator.emulated.device import EmulatedDevice
 
-__all__ = ["emulated_flops_per_s", "measure_flops_per_s", "usable_processors"]
-
 _LARGEST_SHARE_OF_MACHINE = 0.5
 _LARGEST_SHARE_OF_CORE = 0.8
 _MEASURED_REPETITIONS = 5
