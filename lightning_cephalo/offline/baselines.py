@@ -57,11 +57,7 @@ def _either_way(baseline: Baseline) -> Baseline:
 
 @_either_way
 def even(problem: Problem) -> Plan:
-    """Split batch and state evenly, as FSDP does.
-
-    All ranks run the same number of microbatches: the fastest number that fits every rank. The
-    first ranks get one remaining sample each.
-    """
+    """Split batch and state evenly, as FSDP does, in the fastest equal number of microbatches."""
     started = time.perf_counter()
     problem = replace(problem, has_even_state=True)
     batches, limits = even_batches(problem), [rank.capacity_bytes for rank in problem.ranks]
@@ -78,9 +74,7 @@ def _with_even_state(problem: Problem, runs: Sequence[RankPlan]) -> list[RankPla
 def proportional(problem: Problem) -> Plan:
     """Split the batch by speed and the state evenly, as Whale and Poplar do.
 
-    A rank's speed is its highest rate in samples per second while it holds an even share of the
-    state. The batch is dealt by largest remainder. Every rank chooses its own number of
-    microbatches, unless the problem requires one.
+    A rank's speed is its highest rate in samples per second beside an even share of the state.
     """
     started = time.perf_counter()
     problem = replace(problem, has_even_state=True)

@@ -36,7 +36,6 @@ def empty_figure(
     columns: int = 1,
     rows: Sequence[float] = (1.0,),
 ) -> tuple[Figure, Sequence[Axes]]:
-    """Return a figure and its axes, row by row."""
     suffix = Path(path).suffix.lower()
     if suffix not in _SUFFIXES:
         raise PlanError(
@@ -68,7 +67,6 @@ def empty_figure(
 
 
 def add_title(axes: Axes, title: str, below: str) -> None:
-    """Put a title over the axes, and an explanation below the title."""
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold", pad=20)
     axes.text(0, 1, below, transform=axes.transAxes, va="bottom", fontsize=9, color="#555555")
 

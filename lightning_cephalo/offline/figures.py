@@ -1,7 +1,4 @@
-"""Figures of simulations and comparisons; needs matplotlib (the extra ``plot``).
-
-``canvas.py`` defines their style and writes the files.
-"""
+"""Figures of simulations and comparisons; needs matplotlib (the extra ``plot``)."""
 
 from __future__ import annotations
 
@@ -62,8 +59,6 @@ _STATE_PLACES = {
 
 @dataclass(frozen=True)
 class ComparisonRow:
-    """One allocation in a comparison."""
-
     name: str
     step_s: float | None = None
     samples_per_s: float | None = None
@@ -72,11 +67,7 @@ class ComparisonRow:
 
 
 def timeline_figure(simulation: Simulation, problem: Problem, path: str | PathLike[str]) -> None:
-    """Draw the streams of every rank over one step.
-
-    Beyond 16 ranks, equal ranks share a row, such as "16 × V100". Beyond 16 such rows, only the
-    busiest are drawn.
-    """
+    """Draw the streams of every rank over one step; beyond 16 rows only the busiest are drawn."""
     _check_ranks(simulation, len(problem.ranks), "the problem")
     rows, left_out = _rows(simulation, problem)
     figure, (axes,) = empty_figure(path, 13, 1.6 + 0.62 * len(rows))
@@ -109,11 +100,7 @@ def timeline_figure(simulation: Simulation, problem: Problem, path: str | PathLi
 def memory_figure(
     simulation: Simulation, problem: Problem, plan: Plan, path: str | PathLike[str]
 ) -> None:
-    """Draw the parts of every rank's memory, and its memory over one step.
-
-    Ranks share rows and lines as in :func:`timeline_figure`. Bars are the prediction of
-    ``plan/cost.py``, lines are simulated.
-    """
+    """Draw every rank's memory: bars are predicted by ``plan/cost.py``, lines are simulated."""
     _check_ranks(simulation, len(problem.ranks), "the problem")
     _check_ranks(simulation, len(plan.ranks), "the plan")
     rows, left_out = _rows(simulation, problem)
@@ -273,10 +260,7 @@ def _draw_memory_lines(
 
 
 def _memory_parts(problem: Problem, plan: Plan, rank: int) -> tuple[float, float, float, float]:
-    """Return the bytes of state, gathered buffers, boundaries and peak, as in ``plan/cost.py``.
-
-    They are those of the moment of the step at which the rank holds the most.
-    """
+    """Return the bytes of each part at the moment of the step at which the rank holds the most."""
     problem = cost.as_planned(problem, plan)
     part, profile = plan.ranks[rank], problem.ranks[rank]
     mode, sizes = cost.Mode.of(part), part.microbatch_sizes

@@ -52,10 +52,7 @@ _OF_STATE = frozenset({Operation.FETCH_STATE, Operation.STORE_STATE, *_NEEDS_GRA
 
 
 def simulate(problem: Problem, plan: Plan, *, steps: int = 1) -> Simulation:
-    """Simulate ``steps`` training steps of a plan.
-
-    Ranks with equal profiles and equal plans are simulated once.
-    """
+    """Simulate training steps of a plan; equal ranks with equal plans are simulated once."""
     steps = records.whole("steps", steps, minimum=1)
     cost.predict(problem, plan)  # raises the PlanError for plans that do not match the problem
     problem = cost.as_planned(problem, plan)
@@ -151,9 +148,8 @@ class _Microbatch:
 class _Change(NamedTuple):
     """A change of a rank's memory.
 
-    Boundaries, retained activations and host boundaries are counted in unit-samples. Integers make
-    releases cancel allocations exactly. ``moment`` is the index of ``Problem.states_bytes`` that
-    holds from then on; None: as before.
+    Boundaries and activations are counted in unit-samples: integers cancel exactly.
+    ``moment`` is the index of ``Problem.states_bytes`` from then on; None: as before.
     """
 
     time_s: float
@@ -165,8 +161,6 @@ class _Change(NamedTuple):
 
 
 class _Lane:
-    """The program, the streams and the memory of one kind of rank."""
-
     def __init__(
         self,
         problem: Problem,
@@ -269,7 +263,6 @@ class _Lane:
                 self._changes.append(_Change(end_s, host=-microbatch.size))
 
     def communicate(self, instruction: Instruction, start_s: float, end_s: float) -> None:
-        """Take part in a collective of all ranks."""
         self.record(Stream.COMMUNICATION, instruction, start_s, end_s)
         if instruction.operation is Operation.GATHER:
             self._gathered_s[instruction.unit] = end_s
@@ -277,7 +270,6 @@ class _Lane:
             self._reduced_s[instruction.unit] = end_s
 
     def run_update(self, start_s: float) -> float:
-        """Simulate the optimizer's step and return when it ends."""
         rest_s = self._problem.update_overhead_s - self._updates * self._unit_update_s
         rest_s = max(0.0, rest_s) + max(0.0, self._rows_s - self._updates * self._unit_rows_s)
         if self._state is not None:
@@ -290,7 +282,6 @@ class _Lane:
         return self.free_s if self._state is None else max(self.free_s, self._state.done_s)
 
     def _move(self, instruction: Instruction) -> None:
-        """Let optimizer state go its way, if the instruction says so."""
         if self._state is not None and instruction.operation in _OF_STATE:
             self._state.run(instruction, max(self.free_s, self._ready_s(instruction)))
 
@@ -313,14 +304,12 @@ class _Lane:
     def record(
         self, stream: Stream, instruction: Instruction, start_s: float, end_s: float
     ) -> None:
-        """Record an event, if it took time."""
         if end_s > start_s:
             self._events.append(Event(self._ranks[0], stream, instruction, start_s, end_s))
 
     # -- results ------------------------------------------------------------------------------
 
     def timeline(self, step_s: float) -> Timeline:
-        """Return the recorded timeline of a step that took ``step_s``."""
         busy_s = dict.fromkeys(Stream, 0.0)
         for event in self._events:
             busy_s[event.stream] += event.end_s - event.start_s
@@ -345,11 +334,7 @@ class _Lane:
         keep: int = 0,
         release: int = 0,
     ) -> None:
-        """Run an instruction on the compute stream.
-
-        Boundaries of ``keep`` samples are held from its start on; those of ``release`` samples are
-        freed at its end.
-        """
+        """Hold boundaries of ``keep`` samples from its start, free those of ``release`` after."""
         start_s = max(self.free_s, ready_s)
         self.free_s = start_s + seconds
         self.record(Stream.COMPUTE, instruction, start_s, self.free_s)
@@ -371,7 +356,6 @@ class _Lane:
         return start_s, self._copy_free_s
 
     def _memory(self) -> tuple[StepFunction, StepFunction]:
-        """Return device and host memory over time."""
         problem = self._problem
         state_bytes, gathered_bytes = self._states_bytes[_FORWARD], self._resting_bytes
         device = [(0.0, state_bytes + gathered_bytes)]

@@ -86,7 +86,6 @@ class StateLanes:
 
     @property
     def done_s(self) -> float:
-        """When all work is done."""
         return max(0.0, *(lane.done_s for lane in self._lanes.values()))
 
     def _update(self, instruction: Instruction, start_s: float) -> float:

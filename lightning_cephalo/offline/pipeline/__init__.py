@@ -1,7 +1,4 @@
-"""Advice about pipelines of node groups: would one be faster than sharding over all ranks?
-
-Nothing here trains: the runtime does not run pipelines. The advice says what a cluster's links
-cost, and below which bandwidth between nodes a pipeline would win.
+"""Advice about pipelines of node groups (docs/design/planner.md): training does not run them.
 
 ::
 

@@ -46,7 +46,6 @@ class LeastTimes:
         self._rates: dict[tuple[int, ...], np.ndarray] = {}
 
     def kinds(self, blocks: tuple[int, ...]) -> list[_Kind]:
-        """Return the kinds of ranks of some blocks."""
         if blocks not in self._kinds:
             ranks = Counter(
                 dataclasses.replace(rank, name="")
@@ -59,10 +58,7 @@ class LeastTimes:
         return self._kinds[blocks]
 
     def wave_s(self, blocks: tuple[int, ...]) -> np.ndarray:
-        """Return least seconds by samples of a wave, of shape (2, batch).
-
-        They are those of a unit's forward and backward together, and those of the tail.
-        """
+        """Return least seconds by samples, (2, batch): a unit's forward and backward; the tail."""
         if blocks not in self._rates:
             batch = np.arange(1, self.problem.batch + 1)
             kinds = self.kinds(blocks)
@@ -125,10 +121,9 @@ def _placed(
 
 
 class StageTable:
-    """Seconds of a stage for every number of units and both ways to gather.
+    """Seconds of a stage, of shape (2, units + 1): hold and regather, by units.
 
-    Arrays have the shape (2, units + 1): hold and regather, by units. They are bounds until a plan
-    replaces them, and infinite where nothing fits.
+    Bounds until a plan replaces them; infinite where nothing fits.
     """
 
     def __init__(self, least: LeastTimes, stage: Stage) -> None:
@@ -147,7 +142,6 @@ class StageTable:
         self.ends_s = one.ready_s + one.reduce_s + one.after_s + one.update_s
 
     def stage_of(self, way: int, units: int) -> Stage:
-        """Return the stage of so many units, gathered that way."""
         return dataclasses.replace(self.stage, units=units, gathering=GATHERINGS[way])
 
     def times(self, way: int, units: int) -> StageTimes:

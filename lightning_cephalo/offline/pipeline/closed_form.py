@@ -38,7 +38,6 @@ def reduced_s(stages: Sequence[StageTimes], crossings: Sequence[Crossing], waves
 
 
 def forward_s(stages: Sequence[StageTimes], crossings: Sequence[Crossing], waves: int) -> float:
-    """Return the seconds until the last stage has run the forward of all waves."""
     found = after_s = slowest_s = 0.0
     for index in reversed(range(len(stages))):
         stage = stages[index]

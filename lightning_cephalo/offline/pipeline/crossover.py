@@ -1,8 +1,7 @@
-"""The bandwidth between nodes below which a pipeline wins.
+"""The bandwidth between nodes below which a pipeline certainly wins, by the predicted times.
 
-All links between nodes are scaled by one factor. At each factor the fastest pipelines are searched
-again, and compared with seconds that no plan of one stage beats. So below the bandwidth found a
-pipeline certainly wins, by these times; a little above it may still do so.
+At each factor on the bandwidths, the fastest pipelines are searched again, and compared with
+seconds that no plan of one stage beats. So a little above, a pipeline may still win.
 """
 
 from __future__ import annotations
@@ -38,8 +37,6 @@ class Point:
 
 @dataclass(frozen=True)
 class Crossover:
-    """Where pipelines begin to win."""
-
     bandwidth_bytes_per_s: float
     points: tuple[Point, ...]
 

@@ -41,7 +41,6 @@ class Order:
     waves: int
 
     def times(self, choices: Sequence[tuple[int, int]]) -> tuple[StageTimes, ...]:
-        """Return the seconds of each stage of a cut."""
         times = [
             table.times(way, units)
             for table, (way, units) in zip(self.tables, choices, strict=True)

@@ -1,7 +1,4 @@
-"""Who may be a stage: ways to divide blocks into groups, equal ones once.
-
-The search divides atoms: single blocks, or several blocks that stay together where there are many.
-"""
+"""Who may be a stage: ways to divide atoms (blocks that stay together), equal ones once."""
 
 from __future__ import annotations
 
@@ -22,11 +19,7 @@ _ALL_ORDERS = 4
 
 
 def atoms_of(problem: PipelineProblem, most: int = MOST_ATOMS) -> tuple[Atom, ...]:
-    """Return at most ``most`` atoms that together have all blocks.
-
-    Each block is its own where that is possible. Otherwise the blocks of a node stay together, then
-    pairs of equal nodes, then neighbours.
-    """
+    """Return at most ``most`` atoms: blocks, or else nodes, pairs of equal nodes, neighbours."""
     atoms: list[Atom] = [(index,) for index in range(len(problem.blocks))]
     if len(atoms) > most:
         of_node: dict[int, Atom] = {}
@@ -44,10 +37,7 @@ def atoms_of(problem: PipelineProblem, most: int = MOST_ATOMS) -> tuple[Atom, ..
 
 
 def kinds_of(problem: PipelineProblem, atoms: Sequence[Atom]) -> tuple[int, ...]:
-    """Return a number for each atom; those of one number may be exchanged for each other.
-
-    On a network whose pairs of nodes differ, and where blocks share a node, each atom has its own.
-    """
+    """Return a number for each atom; atoms of one number may be exchanged for each other."""
     nodes = [problem.blocks[block].node for atom in atoms for block in atom]
     if not problem.network.is_uniform or len(set(nodes)) < len(nodes):
         return tuple(range(len(atoms)))
@@ -87,10 +77,7 @@ def _set_partitions(atoms: list[int]) -> Iterator[list[list[int]]]:
 
 
 def orders(partition: Partition, kinds: Sequence[int]) -> Iterator[Partition]:
-    """Yield the orders of a partition's groups to try, one of those that are equal by kind.
-
-    With more than four stages, all first and last stages are tried, and one order between them.
-    """
+    """Yield the orders to try; beyond four stages, one between each first and last stage."""
     seen = set()
     for order in _some_orders(partition):
         of_kinds = tuple(tuple(sorted(kinds[atom] for atom in group)) for group in order)
@@ -100,7 +87,6 @@ def orders(partition: Partition, kinds: Sequence[int]) -> Iterator[Partition]:
 
 
 def tries_all_orders(stages: int) -> bool:
-    """Return whether :func:`orders` yields every order of so many stages."""
     return stages <= _ALL_ORDERS
 
 

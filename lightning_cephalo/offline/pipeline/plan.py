@@ -16,8 +16,6 @@ from lightning_cephalo.plan import Plan
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """A stage with the plan of its wave."""
-
     stage: Stage
     plan: Plan
     times: StageTimes
@@ -33,17 +31,14 @@ class Pipeline:
 
     @property
     def waves(self) -> int:
-        """Number of waves."""
         return self.stages[0].stage.waves
 
     @property
     def units(self) -> tuple[int, ...]:
-        """Number of units of each stage."""
         return tuple(planned.stage.units for planned in self.stages)
 
     @property
     def times(self) -> tuple[StageTimes, ...]:
-        """The seconds of each stage."""
         return tuple(planned.times for planned in self.stages)
 
     @property
@@ -65,10 +60,7 @@ class PipelinePlan:
 
     @property
     def step_s(self) -> float:
-        """Predicted seconds of a step.
-
-        Units are updated while others still exchange their gradients: both are counted in full.
-        """
+        """All updates and exchanges of gradients are counted in full, though they overlap."""
         return max(pipeline.step_s for pipeline in self.pipelines) + self.sync_s
 
     def to_dict(self, problem: PipelineProblem) -> dict[str, Any]:
@@ -100,7 +92,6 @@ class Advice:
 
     @property
     def pipeline_wins(self) -> bool:
-        """Whether the pipelines are faster than today's plan."""
         return self.best is not None and self.best.step_s < self.today_s
 
     @property

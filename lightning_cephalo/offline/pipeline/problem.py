@@ -80,12 +80,10 @@ class PipelineProblem(Checked):
 
     @property
     def units(self) -> int:
-        """Number of units of the model."""
         return self.whole.units
 
     @property
     def batch(self) -> int:
-        """Samples of a step."""
         return self.whole.global_batch_size
 
     def nodes(self, blocks: Collection[int]) -> tuple[int, ...]:
@@ -100,10 +98,7 @@ class PipelineProblem(Checked):
         return self.uneven_factor * self.network.ring_s(ranks, nbytes)
 
     def crossing(self, one: Collection[int], other: Collection[int], samples: int) -> Crossing:
-        """Return what a wave's boundary takes from the blocks ``one`` to the blocks ``other``.
-
-        All of it is priced on the slowest link between the two groups.
-        """
+        """Return what a wave's boundary takes, on the slowest link between the two groups."""
         link = self.network.between_groups(self.nodes(one), self.nodes(other))
         nbytes = samples * self.crossing_bytes
         return Crossing(nbytes / link.bandwidth_bytes_per_s, link.latency_s)

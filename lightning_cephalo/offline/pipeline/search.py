@@ -86,8 +86,7 @@ class Planned:
 def wave_counts(samples: int) -> list[int]:
     """Return the numbers of waves to try: 1, 2, 3, 4, 6, 8, 12, ... and those of equal waves.
 
-    Waves have ``ceil(samples / waves)`` samples; where that does not divide the batch, the last
-    waves have less and are priced as whole.
+    Where they do not divide the batch, the last waves have less and are priced as whole.
     """
     powers = itertools.takewhile(lambda n: n <= samples, (2**n for n in itertools.count()))
     tried = {count * part // 2 for count in powers for part in (2, 3)} | {samples}
@@ -194,7 +193,6 @@ class _Search:
         self._pairs(today_s)
 
     def covers(self) -> str:
-        """Say among which pipelines the bound holds."""
         merged = max((len(atom) for atom in self.atoms), default=1)
         counts = wave_counts(self.problem.batch)
         together = f"groups of up to {merged} blocks" if merged > 1 else "whole blocks"
@@ -392,7 +390,6 @@ class _Search:
                     self._pair(one, other, today_s)
 
     def _pair(self, one: tuple[int, ...], other: tuple[int, ...], today_s: float) -> None:
-        """Search two pipelines of these atoms."""
         sides = (one, other)
         sync = Sync(self.problem, self._blocks(one), self._blocks(other))
         part = -(-self.problem.batch // _PARTS)
@@ -453,11 +450,7 @@ class _Search:
 
 @dataclass(frozen=True)
 class Sync:
-    """What two parallel pipelines exchange: each adds the other's gradients to its own.
-
-    A stage sends and receives as many bytes as its gradients have, over its slowest link to the
-    other pipeline. Stages exchange at the same time, after all backwards.
-    """
+    """What two parallel pipelines exchange: the gradients of all stages, after all backwards."""
 
     problem: PipelineProblem
     one: tuple[int, ...]
@@ -465,7 +458,6 @@ class Sync:
     below_s: float = math.inf
 
     def seconds(self, stage: Stage) -> float:
-        """Return the seconds of a stage's exchange."""
         rate, fixed_s = self._line(stage)
         return fixed_s + stage.units * rate
 

@@ -16,8 +16,6 @@ from lightning_cephalo.offline.pipeline.times import Crossing, StageTimes
 
 
 class Work(enum.Enum):
-    """What a stage does in a span of time."""
-
     FORWARD = "forward"
     BACKWARD = "backward"
     UPDATE = "update"
@@ -45,10 +43,7 @@ class PipelineRun:
 def simulate_pipeline(
     stages: Sequence[StageTimes], crossings: Sequence[Crossing], waves: int
 ) -> PipelineRun:
-    """Simulate a step: all forwards, then all backwards.
-
-    Arguments and errors are those of :func:`~.closed_form.pipeline_s`.
-    """
+    """Simulate a step: all forwards, then all backwards."""
     check_shape(stages, crossings, waves)
     lanes = [_Lane(index, stage) for index, stage in enumerate(stages)]
     arrived = [0.0] * waves
@@ -128,12 +123,10 @@ class _Lane:
         return self.free_s
 
     def reduced_s(self) -> float:
-        """Return when all gradients of the stage are reduced."""
         self._reduce()
         return max(self._link_s, self.free_s) + self.times.after_s
 
     def update(self, start_s: float) -> None:
-        """Update the stage's units."""
         end_s = start_s + self.times.update_s
         self.spans.append(Span(self.index, -1, Work.UPDATE, start_s, end_s))
 

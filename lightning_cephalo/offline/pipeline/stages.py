@@ -1,9 +1,4 @@
-"""A stage of a pipeline: its wave as an ordinary planning problem, and its seconds.
-
-A stage is a group of uneven ranks that shard its units among them. One wave through the stage is a
-:class:`~lightning_cephalo.plan.Problem`, so :func:`~lightning_cephalo.plan.solve` divides it. All
-waves pass forward before the first passes backward, so a rank retains the boundaries of all.
-"""
+"""A stage of a pipeline: its wave as an ordinary planning problem, and its seconds."""
 
 from __future__ import annotations
 
@@ -18,8 +13,6 @@ from lightning_cephalo.plan import Plan, Problem, RankProfile
 
 @dataclass(frozen=True)
 class Stage:
-    """What identifies a stage."""
-
     blocks: tuple[int, ...]
     units: int
     gathering: Gathering
@@ -30,7 +23,6 @@ class Stage:
 
     @property
     def regathers(self) -> bool:
-        """Whether units are gathered in every wave."""
         return self.gathering is Gathering.REGATHER
 
     @property
@@ -40,10 +32,7 @@ class Stage:
 
 
 def stage_problem(problem: PipelineProblem, stage: Stage) -> Problem:
-    """Return one wave of a stage as a problem; its memory is that of the whole step.
-
-    Collectives that a stage runs once in a step are not part of it: ``StageTimes`` has them.
-    """
+    """Return one wave of a stage, with the step's memory, without once-a-step collectives."""
     whole, held = problem.whole, stage_bytes(problem, stage)
     gather_s, reduce_s = _collectives_s(problem, stage) if stage.regathers else (0.0, 0.0)
     return Problem(
@@ -87,7 +76,6 @@ def stage_bytes(problem: PipelineProblem, stage: Stage) -> StageBytes:
 
 
 def planned_times(problem: PipelineProblem, stage: Stage, plan: Plan) -> StageTimes:
-    """Return the seconds of a stage under a plan of its wave, with the predictions of the plan."""
     return stage_times(
         problem,
         stage,
@@ -125,10 +113,7 @@ def stage_times(
 def with_shared_root(
     problem: PipelineProblem, first: Stage, last: Stage, times: StageTimes
 ) -> StageTimes:
-    """Return the last stage's seconds where the first one owns the weights that both use.
-
-    They come from there before the last stage gathers them, and their gradient goes there.
-    """
+    """Return the last stage's seconds where the first one owns the weights that both use."""
     if first is last:
         return times
     link = problem.network.between_groups(problem.nodes(first.blocks), problem.nodes(last.blocks))

@@ -26,7 +26,6 @@ def pipeline_name(plan: PipelinePlan) -> str:
 
 
 def crossover_text(crossover: Crossover) -> str:
-    """Say below which bandwidth between nodes a pipeline wins."""
     rate = crossover.bandwidth_bytes_per_s
     if math.isinf(rate):
         most = crossover.points[-1].bandwidth_bytes_per_s
@@ -38,7 +37,6 @@ def crossover_text(crossover: Crossover) -> str:
 
 
 def advice_lines(advice: Advice, crossover: Crossover | None = None) -> list[str]:
-    """Return the advice in sentences."""
     if advice.best is None:
         return [f"No pipeline fits. Tried: {advice.covers}.", ADVICE_ONLY]
     today = f"{format_seconds(advice.today_s)} with one stage of all ranks, as training runs it"
@@ -61,7 +59,6 @@ def advice_lines(advice: Advice, crossover: Crossover | None = None) -> list[str
 
 
 def pipeline_table(advice: Advice, plan: PipelinePlan) -> Table:
-    """Return a table with one row for each stage."""
     table = Table(
         title=f"Pipeline (advice only), {format_seconds(plan.step_s)} a step",
         caption="forward and backward: by how much one wave follows the other",

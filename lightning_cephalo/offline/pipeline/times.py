@@ -1,7 +1,6 @@
 """The seconds of a stage and of what crosses to the next one.
 
-A wave is a part of the batch that passes the stages one after another. All waves pass a stage
-forward, then all pass it backward.
+A wave is a part of the batch. All waves pass a stage forward, then all pass it backward.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ class StageTimes:
 
     @property
     def regathers(self) -> bool:
-        """Whether units are gathered in every wave."""
         return self.gathering is Gathering.REGATHER
 
     @property
@@ -53,10 +51,7 @@ class StageTimes:
 
     @property
     def wave_backward_s(self) -> float:
-        """Seconds by which one wave's backward follows the other at best, tail included.
-
-        The tail hides collectives too: those of the two units whose buffers are free.
-        """
+        """Seconds by which one wave's backward follows another; the tail hides collectives too."""
         collectives_s, own_s = self._backward_collectives_s, self.backward_s
         free = min(2, self.units)
         rest_s = (self.units - free) * max(collectives_s, own_s)

@@ -1,8 +1,4 @@
-"""Draws a run as inline SVG: the step of each rank, its memory, and the times of all steps.
-
-matplotlib draws. Lines and letters take the colour of the page's text, so that they are seen on
-light and dark.
-"""
+"""Draws a run as inline SVG, in the colour of the page's text, to be seen on light and dark."""
 
 from __future__ import annotations
 

@@ -26,8 +26,6 @@ class Comparison:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """What a run has left in its folder."""
-
     name: str
     record: RunRecord
     comparison: Comparison | None = None

@@ -1,9 +1,7 @@
 """What was lost where in a recorded step: waiting for slower ranks, for the network, and the rest.
 
-A rank that waits for a gather or a reduce waits in two parts. Until the last rank has issued it,
-others are late: the work is divided unevenly, or a rank is slower than planned. From then on the
-network is at work, and no compute hides it. Exchanges of a few bytes, such as the one that ends a
-forward, only wait for others.
+A wait for a collective is for others until the last rank has issued it, then for the network. An
+exchange of a few bytes only waits for others.
 """
 
 from __future__ import annotations

@@ -40,8 +40,6 @@ Row = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page."""
-
     heading: str
     notes: tuple[str, ...] = ()
     drawing: str = ""
