@@ -1,7 +1,5 @@
 """Deals each global batch unevenly to the ranks, and splits a rank's batch into microbatches.
 
-``shares`` is pure. ``samplers`` gives each rank its part of one global order. ``loaders`` puts the
-samplers into the user's own DataLoader. ``batch_layout`` splits a collated batch into microbatches.
 Nothing here communicates: ranks agree through functions that the caller passes in.
 """
 

@@ -2,8 +2,7 @@
 
 One batch does not show which leaves have one row per sample: a tensor of shape ``[8, 8]`` may be
 eight samples or a constant. So the layout is learned by comparing two batches of different sizes.
-A check cuts the larger batch and compares the result with the smaller one. The layout is only
-guessed if nothing was learned, or if a hook has changed the batch since.
+It is only guessed if nothing was learned, or if a hook has changed the batch since.
 """
 
 from __future__ import annotations
@@ -53,14 +52,7 @@ def not_splittable(reason: str, batch: object = None) -> BatchSplitError:
 class MicrobatchList(list[Any]):
     """A list of batches that were collated separately, one per microbatch.
 
-    Its class holds the sizes, so that a copy made by ``type(batch)(batches)`` has them. Lightning
-    copies so when it moves a batch to a device or converts its precision. Without sizes, the
-    samples of batches such as graphs could only be guessed.
-
-    Example:
-        >>> batch = MicrobatchList([[1, 2, 3], [4, 5]], (3, 2))
-        >>> type(batch)(part * 2 for part in batch).sizes
-        (3, 2)
+    Its class holds the sizes, so that Lightning's copies ``type(batch)(batches)`` have them.
     """
 
     sizes: tuple[int, ...] | None = None
@@ -87,23 +79,17 @@ def _with_sizes(sizes: tuple[int, ...]) -> type[MicrobatchList]:
 
 
 class NoSamples(NamedTuple):
-    """The batch of a rank without samples in a step; a tuple, as torch pins the memory of those.
-
-    Attributes:
-        shown: a repeated sample, as a batch, which hooks see and which counts nowhere.
-    """
+    """The batch of a rank without samples (torch pins tuples); ``shown`` is what hooks see."""
 
     shown: Any
 
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """The leaves of a batch that have one row per sample.
+    """The leaves of a batch that have one row per sample; without arguments it guesses.
 
-    Without arguments it guesses, as Lightning's ``extract_batch_size`` does. The first array with a
-    dimension 0 gives the batch size; without arrays, the first flat list does. Every array of that
-    length is cut, and every list of that length without arrays. Use `learn` if two batches are
-    available.
+    A guess takes the batch size from dimension 0 of the first array, or without arrays from the
+    first flat list. Every array, and every list without arrays, of that length is cut.
 
     Args:
         rows: paths of the leaves that have one row per sample.
@@ -124,13 +110,7 @@ class BatchLayout:
         sizes: tuple[int, int] = (3, 2),
         splitter: Splitter | None = None,
     ) -> BatchLayout:
-        """Learns the layout from two collated batches of the first ``sizes`` samples.
-
-        Args:
-            larger: batch of ``sizes[0]`` samples.
-            smaller: batch of ``sizes[1]`` samples, fewer.
-            splitter: the user's own function, stored in the layout. With it, a batch that only it
-                can split is no error.
+        """Learns the layout from two collated batches of the first ``sizes`` samples, larger first.
 
         Raises:
             BatchSplitError: a leaf does not have one row per sample (time-major, packed, an
@@ -154,11 +134,7 @@ class BatchLayout:
         return layout
 
     def batch_size(self, batch: Any) -> int:
-        """Returns the number of samples in ``batch``.
-
-        Raises:
-            BatchSplitError: the number is unknown, or the leaves disagree.
-        """
+        """Returns the samples; raises BatchSplitError if unknown, or if leaves disagree."""
         if isinstance(batch, MicrobatchList):
             if batch.sizes is not None:
                 return sum(batch.sizes)
@@ -178,13 +154,8 @@ class BatchLayout:
     def split(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
         """Splits ``batch`` into consecutive batches of ``sizes`` samples.
 
-        Tensors and arrays are views, containers keep their types, and every part gets all leaves
-        without rows. A padded batch keeps the padding of the whole batch, which the same samples
-        have on one device.
-
-        Args:
-            batch: a collated batch, or a `MicrobatchList` with one batch for each of ``sizes``.
-            sizes: samples per part, 0 or more each.
+        Tensors and arrays are views. A padded batch keeps the padding of the whole batch, which the
+        same samples have on one device.
 
         Raises:
             BatchSplitError: the batch cannot be cut, ``sizes`` do not sum to its samples, or the
@@ -222,12 +193,7 @@ class BatchLayout:
         return _cut_rows(batch, (), rows, start, stop)
 
     def repeated(self, batch: Any, times: int) -> Any:
-        """Returns a batch of so many copies of ``batch``, one behind the other.
-
-        Raises:
-            BatchSplitError: cephalo does not cut such batches itself, so that it cannot join them.
-            TypeError: a leaf with rows is neither an array nor a sequence.
-        """
+        """Returns so many copies in one batch; raises BatchSplitError if they cannot be joined."""
         if isinstance(batch, MicrobatchList) or self.splitter is not None:
             raise not_splittable("only cephalo's own parts are put together", batch)
         return _repeat_rows(batch, (), self._resolve(batch)[0], times)

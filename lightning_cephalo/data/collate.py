@@ -24,11 +24,7 @@ def fetch(dataset: Any, keys: Sequence[Any]) -> Any:
 
 
 def copied(samples: Any) -> Any:
-    """Returns copies of samples that are read more than once: some collate functions change theirs.
-
-    Each is copied by itself, so that a sample that occurs twice becomes two. A sample that cannot
-    be copied stays itself.
-    """
+    """Returns copies of samples, each by itself: some collate functions change what they get."""
     if isinstance(samples, list | tuple):
         return [_copy_of(sample) for sample in samples]
     return _copy_of(samples)
@@ -55,16 +51,8 @@ def rank_collate(dataset: Any, microbatch_sizes: Sequence[int] | None) -> Callab
 class RankCollate:
     """The user's ``collate_fn``, extended to accept zero samples.
 
-    Most collate functions fail on an empty list. A rank without samples in a step gets `NoSamples`,
-    which shows a sample of the dataset. Reading that does not change the global generators. A
-    function that drops samples may return None for all of them. That counts as no samples too:
-    Lightning would skip the step on this rank alone.
-
-    Args:
-        collate_fn: the user's function.
-        dataset: the loader's map-style dataset, or samples of a stream.
-        microbatch_sizes: if given, the samples are cut by `split_sizes`, and each part is collated
-            separately into a `MicrobatchList`.
+    A rank without samples gets `NoSamples`, as most collate functions fail on an empty list. So it
+    does for None, which drops all samples: Lightning would skip the step on this rank alone.
     """
 
     def __init__(
@@ -125,11 +113,7 @@ def collating_apart(loader: Any) -> RankCollate | None:
 
 
 class EmptyFetchDataset(Dataset[Any]):
-    """Wraps a dataset whose ``__getitems__`` fails on an empty list, and returns an empty list.
-
-    Used only for such datasets. It looks like the user's dataset: it has the same attributes and
-    the same ``__class__``.
-    """
+    """Looks like the dataset, whose ``__getitems__`` fails on an empty list, and returns ``[]``."""
 
     def __init__(self, dataset: Any) -> None:
         self.wrapped = dataset

@@ -1,8 +1,6 @@
-"""Reads and rebuilds the containers of nested batches.
+"""Reads and rebuilds the containers of nested batches: encodings, dataclasses, per-sample lists.
 
-torch's pytree knows only registered container types, and treats a list of strings like a list of
-tensors. But batches hold Hugging Face encodings, dataclasses and per-sample lists, so this file has
-the few rules that splitting needs.
+torch's pytree knows only registered types, and treats lists of strings like lists of tensors.
 """
 
 from __future__ import annotations
@@ -81,13 +79,7 @@ def rebuild(node: Any, children: list[Any]) -> Any:
 
 
 def own_copy(node: Any, *, with_arrays: bool) -> Any:
-    """Returns a batch whose changes leave ``node`` as it is.
-
-    Its containers are new. Objects of unknown type that hold arrays are copied where they can be.
-
-    Args:
-        with_arrays: Whether arrays are copied too; else both share them.
-    """
+    """Returns a copy in containers of its own; ``with_arrays``: with arrays of its own, too."""
     if isinstance(node, torch.Tensor):
         if not with_arrays:
             return node
@@ -119,11 +111,7 @@ def cut(node: Any, start: int, stop: int) -> Any:
 
 
 def repeat(node: Any, times: int) -> Any:
-    """Returns so many copies of a leaf's rows, one behind the other.
-
-    Raises:
-        TypeError: the leaf is no array and no plain sequence.
-    """
+    """Returns so many copies of a leaf's rows; TypeError: it is no array and no plain sequence."""
     if isinstance(node, torch.Tensor):
         return torch.cat([node] * times)
     if isinstance(node, np.ndarray):
@@ -183,10 +171,7 @@ def spell(path: Path) -> str:
 
 
 def known_length(sized: Any) -> int | None:
-    """Returns the length of a loader or sampler; None if it has none, which is no error.
-
-    Loaders of streams raise TypeError for it, samplers without a length NotImplementedError.
-    """
+    """Returns the length of a loader or sampler; None if it has none, which is no error."""
     try:
         return len(sized)
     except (TypeError, NotImplementedError):

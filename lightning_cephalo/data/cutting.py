@@ -19,22 +19,15 @@ from lightning_cephalo.data.containers import children_of, rebuild
 
 
 class StepResultError(CephaloError, TypeError, MisconfigurationException):
-    """``training_step`` has returned something that is no loss.
-
-    It is also the error that Lightning's own strategies raise then.
-    """
+    """``training_step`` has returned no loss; Lightning's own strategies raise the same error."""
 
 
 @dataclass(frozen=True)
 class BatchCutter:
     """Cuts the batches of the training loaders into microbatches.
 
-    Attributes:
-        layouts: One for each of the training dataloaders, in the order of their tree.
-        spec: How several loaders' batches are nested (None for a single loader).
-        microbatch_sizes: This rank's planned sizes.
-        leaves_whole: Nothing is ever cut, as one rank has one microbatch. So batches may be
-            anything.
+    ``spec`` nests several loaders' batches, and is None for a single one. With ``leaves_whole``
+    nothing is ever cut, so batches may be anything.
     """
 
     layouts: tuple[BatchLayout, ...]
@@ -43,11 +36,7 @@ class BatchCutter:
     leaves_whole: bool = False
 
     def shown(self, batch: Any) -> tuple[Any, tuple[bool, ...]]:
-        """Return what hooks see of a batch, and for each loader whether it counts nowhere.
-
-        Args:
-            batch: What the training loaders yield on this rank.
-        """
+        """Return what hooks see of a batch, and for each loader whether it counts nowhere."""
         if self.spec is None or batch is None:
             return shown(batch)
         parts = [shown(part) for part in self.spec.flatten_up_to(batch)]
@@ -57,13 +46,8 @@ class BatchCutter:
     def cut(self, batch: Any, lacks: Sequence[bool] = ()) -> list[tuple[Any, int]]:
         """Return the microbatches and their numbers of samples; none without samples.
 
-        Args:
-            batch: The batch of this rank, as hooks have left it.
-            lacks: For each loader, whether this rank has no samples of it; empty: it has of all.
-
-        With several loaders a microbatch holds a part of each loader's batch, and its sample count
-        is the sum over all loaders. If a loader has fewer samples than there are microbatches, its
-        part of some microbatches has no rows.
+        ``lacks`` marks loaders of which this rank has no samples; empty: it has of all. The
+        number is the sum over all loaders, whose parts of some microbatches may have no rows.
         """
         if self.leaves_whole:
             return [(batch, evaluation_samples(batch))]
@@ -107,15 +91,7 @@ class BatchCutter:
 
 
 def refuse_plain_lists(batch: Any, spec: Any) -> None:
-    """Raise if a hook has returned a plain list in place of batches that were collated apart.
-
-    Args:
-        batch: What the training loaders yield, all of which collate microbatches apart.
-        spec: How several loaders' batches are nested; None for a single loader.
-
-    Raises:
-        BatchSplitError: The samples of the batches in a list are unknown.
-    """
+    """Raise BatchSplitError if a hook has put a plain list in place of batches collated apart."""
     parts = [batch] if spec is None else spec.flatten_up_to(batch)
     if any(part is not None and not isinstance(part, MicrobatchList) for part in parts):
         raise BatchSplitError(
@@ -177,11 +153,7 @@ def loss_and_weight(result: Any, samples: int) -> tuple[Tensor, float | Tensor] 
     """Return the loss and the weight from the result of ``training_step`` for one microbatch.
 
     None stays None: the microbatch is skipped. A weight on the device remains a tensor: reading it
-    would wait for the device.
-
-    Raises:
-        StepResultError: If the result has no loss.
-        TypeError: If the loss is no scalar.
+    would wait for the device. Raises StepResultError or TypeError if there is no scalar loss.
     """
     if result is None:
         return None
@@ -212,10 +184,7 @@ def loss_and_weight(result: Any, samples: int) -> tuple[Tensor, float | Tensor] 
 
 
 def evaluation_samples(batch: Any) -> int:
-    """Return the number of samples in an evaluation batch; 1 if it is unknown.
-
-    It is the ``len()`` of an object of the user's own that cephalo cannot see into, as in training.
-    """
+    """Return the number of samples in an evaluation batch; 1 if it is unknown."""
     try:
         return BatchLayout().batch_size(batch)
     except BatchSplitError:
@@ -246,10 +215,7 @@ def empty_like(result: Any, samples: int) -> Any:
 
 
 class EmptyPredictions:
-    """Predictions without rows, for steps in which this rank has no samples.
-
-    They have the structure of this rank's first result for the same dataloader.
-    """
+    """Predictions without rows, in the structure of this rank's first result of the dataloader."""
 
     def __init__(self) -> None:
         self._empty: dict[Any, Any] = {}

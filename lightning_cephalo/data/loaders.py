@@ -62,30 +62,20 @@ def rebuild_train_loader(
 ) -> Any:
     """Returns a loader of the user's own class that yields this rank's part of each global batch.
 
-    This is a collective: every rank calls it for every loader, in the same order.
+    This is a collective: every rank calls it for every loader, in the same order. The result shows
+    the same options as the user's loader, and the attributes of its sampler.
 
     Args:
-        loader: the user's loader, before Lightning has put a DistributedSampler into it. For a
-            loader that was rebuilt here before, the user's loader is used.
-        rank: this rank.
-        batch_sizes: the plan's samples per step of every rank. They are exact if they sum to this
-            loader's global batch, else proportions (for a second loader).
+        loader: the user's, before Lightning has put a DistributedSampler into it, or a rebuilt one.
+        batch_sizes: samples per step of every rank. They are exact if they sum to this loader's
+            global batch, else proportions (for a second loader).
         seed: the seed of the order (`agreed_seed`).
-        broadcast: called once, to give all ranks rank 0's generator states.
-        all_have_next: lets the ranks agree on continuing, for streams.
-        gather: lets the ranks compare what they read, for streams.
         global_batch_size: samples per step over all ranks; by default as in the module's table.
             For a custom batch sampler it must be a multiple of the length of its lists.
-        epoch: epoch of the first pass.
-        microbatch_sizes: this rank's planned microbatch sizes. If given, the loader yields a
-            `MicrobatchList` of separately collated batches (``collate_per_microbatch=True``).
+        microbatch_sizes: this rank's; if given, these are collated apart (`MicrobatchList`).
         layout: the layout for cutting ready batches and empty ones, for streams.
         every_rank: give every rank a sample in each step; drop a step with too few for that, with
             a warning. For steps whose code every rank must run.
-
-    Returns:
-        A DataLoader of the same class that shows the same options and the attributes of the user's
-        sampler, or a `LockStepLoader` around one.
 
     Raises:
         ValueError: a DistributedSampler for several ranks, ``batch_size=None`` with a map-style
@@ -144,21 +134,10 @@ def rebuild_eval_loader(
 ) -> Any:
     """Returns a validation, test or predict loader that yields each sample on exactly one rank.
 
-    This is a collective. Every rank takes the same number of steps; a rank without samples in a
-    step gets a batch of zero rows. A step is ``batch_size * world_size`` consecutive samples of the
-    user's order (for a custom batch sampler, ``world_size`` consecutive lists). Each rank gets a
-    contiguous slice of it. A predict loader keeps Lightning's record of the indices that this rank
-    saw.
-
-    Streams are dealt as in training, but evenly. If a stream divides itself between ranks, each
-    rank reads its own part, and all ranks continue until the last part ends. Ready batches that
-    cannot be cut go to one rank each, in turn.
-
-    Args:
-        loader: the user's loader, before Lightning has put a DistributedSampler into it.
-        shares: one weight per rank for dealing; None deals evenly.
-
-    The other arguments and the errors are those of `rebuild_train_loader`.
+    This is a collective. A step is ``batch_size * world_size`` consecutive samples of the user's
+    order, of which each rank gets a contiguous slice, perhaps of zero rows. Streams are dealt as in
+    training, but evenly (None for ``shares``). Ready batches that cannot be cut go to one rank
+    each, in turn. Other arguments and errors are those of `rebuild_train_loader`.
     """
     loader = original_of(loader)
     share_generator_states(loader, broadcast)
@@ -243,12 +222,7 @@ def _rebuild_map_style(
 def _show_options(
     rebuilt: DataLoader[Any], loader: DataLoader[Any], mine: RankBatchSampler
 ) -> None:
-    """Let a loader show what the user's shows: users read ``trainer.train_dataloader``.
-
-    torch ignores these options of a loader with a batch sampler, and forbids setting them. The
-    loader shows the order around the user's sampler instead of that sampler. Lightning sets the
-    epoch of both, and a sampler whose epoch is set twice may draw twice.
-    """
+    """Let a loader show the user's options: torch ignores and locks these with a batch sampler."""
     sampler = mine.sampler if mine.sampler.source is loader.sampler else loader.sampler
     shown = {"sampler": sampler, "batch_size": loader.batch_size, "drop_last": loader.drop_last}
     for name, value in shown.items():
@@ -297,13 +271,10 @@ def _lists_per_step(loader: DataLoader[Any], world_size: int, total: int | None)
 
 
 def share_generator_states(loader: Any, broadcast: Broadcast) -> None:
-    """Sets the generators that a loader's samplers, or its stream, hold to rank 0's states.
+    """Sets the generators of a loader's samplers, or its stream, to rank 0's states; collective.
 
-    This is a collective. If ranks hold different ones in a stream, each keeps its own: such a
-    stream differs between ranks anyway.
-
-    Raises:
-        ValueError: samplers hold different generators on different ranks.
+    Raises ValueError if samplers hold different generators on different ranks. A stream that does
+    so keeps its own: it differs between ranks anyway.
     """
     drawn, streamed = reading.generators_of_loader(loader)
     kinds = [type(generator).__name__ for generator in streamed]

@@ -1,7 +1,6 @@
 """Keeps loaders that give each rank samples of its own in step across ranks.
 
-Their lengths may be unknown in advance, so ranks may run out of samples at different steps. A rank
-that continued alone would wait for the others forever.
+Ranks may run out at different steps; one that continued alone would wait for the others forever.
 """
 
 from __future__ import annotations
@@ -25,21 +24,14 @@ class LockStepLoader:
     """Iterates ``loader`` on every rank until the last rank has run out.
 
     Ranks that have run out continue with `NoSamples`, so that every sample counts once. With
-    ``every_rank`` all end with the first rank.
-
-    Reads and writes of unknown attributes go to the wrapped loader, so that Lightning and callbacks
-    find ``dataset``, ``worker_init_fn`` or ``num_workers`` there. It also passes for an instance of
-    the user's class, as users ask ``isinstance(trainer.train_dataloader, DataLoader)``.
+    ``every_rank`` all end with the first. Attributes and the class are those of the wrapped loader,
+    as Lightning, callbacks and users look for them.
 
     Args:
-        loader: this rank's loader.
         all_have_next: lets the ranks agree. It is called once per step, once more at the end, and
             at least once on construction: more often if every rank's ``loader`` has a length.
         idle: this rank takes no samples. It shows one of the loader's first batch, the only one
             that it loads.
-        layout: the layout for cutting a sample out of a batch.
-        every_rank: every rank needs samples in each step.
-        original: the user's loader if ``loader`` was rebuilt from it.
     """
 
     _own = frozenset(
@@ -176,11 +168,7 @@ class StatefulLockStepLoader(LockStepLoader):
 
 
 def is_stateful(loader: Any) -> bool:
-    """Returns whether Lightning can save and restore ``loader`` mid-epoch.
-
-    Its wrapper then needs a class of its own: Lightning checks isinstance(loader, _Stateful), which
-    uses hasattr.
-    """
+    """Returns whether Lightning can save and restore ``loader`` mid-epoch."""
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 

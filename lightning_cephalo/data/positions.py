@@ -1,8 +1,7 @@
 """Where an epoch's order of samples stands, and how a resumed run continues it.
 
-An order follows from a seed, an epoch, the number of the pass, and the states of generators when
-the pass began. So a position in it is small, and depends on no plan and no number of ranks. Batches
-that workers have prefetched do not count: training says how many steps are done.
+An order follows from a seed, an epoch, the pass, and the generators' states when it began. So a
+position is small, and depends on no plan, no number of ranks, and no prefetched batch.
 """
 
 from __future__ import annotations

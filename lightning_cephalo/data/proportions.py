@@ -1,8 +1,7 @@
 """Finds whether the batches of several loaders are divided alike in every step.
 
-A loss that adds a mean over each loader is a weighted mean over microbatches only if each
-microbatch has the same part of every loader's batch. A last batch that is smaller than the others
-cannot always be divided like them.
+Only then is a loss that adds a mean over each loader a weighted mean over microbatches. A smaller
+last batch cannot always be divided like the others.
 """
 
 from __future__ import annotations
@@ -14,13 +13,7 @@ from math import inf
 
 @dataclass(frozen=True)
 class Batches:
-    """The batches of one loader in one pass.
-
-    Attributes:
-        size: samples of a full global batch; None: unknown.
-        rest: samples of a smaller last one; 0: there is none; None: unknown.
-        steps: number of batches, the last one included; infinite: unknown.
-    """
+    """One loader's batches in a pass; ``size`` and ``rest`` (the last one's) may be unknown."""
 
     size: int | None
     rest: int | None
@@ -28,12 +21,7 @@ class Batches:
 
     @classmethod
     def of(cls, size: int | None, samples: int | None, *, drop_last: bool) -> Batches:
-        """Returns the batches of a loader.
-
-        Args:
-            size: samples of a full global batch; None: unknown.
-            samples: samples of the loader; None: unknown.
-            drop_last: leaves out a smaller last batch.
+        """Returns the batches of a loader; sizes and ``samples`` are None where unknown.
 
         Example:
             >>> Batches.of(8, 30, drop_last=False)
@@ -49,11 +37,6 @@ def are_divided_alike(
     loaders: Sequence[Batches], mode: str, sizes: Sequence[int] | None = None
 ) -> bool:
     """Returns whether each microbatch has the same part of every loader's batch, in all steps.
-
-    Args:
-        loaders: the batches of each loader; the first one's are those that a plan divides.
-        mode: of Lightning's CombinedLoader.
-        sizes: the sizes of the microbatches of all ranks; None: not known yet.
 
     Example:
         >>> eight = Batches.of(8, 32, drop_last=False)

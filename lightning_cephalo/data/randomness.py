@@ -1,10 +1,8 @@
 """Random states for samplers: separate from training's, and equal on all ranks.
 
-A sampler may draw from torch's, numpy's and Python's global generators. Ranks that trained
-different numbers of microbatches have drawn different amounts from them. A sampler's draws would
-then differ between ranks, and the slices of one global batch would overlap. Samplers therefore run
-under separate global states (`SwappedRandomness`). Generators inside samplers are set to rank 0's
-state once (`generators_of`, `read_states`, `write_states`).
+Ranks that trained different numbers of microbatches have drawn different amounts from the global
+generators. Samplers that drew from these would differ between ranks, and slices of one global batch
+would overlap. So samplers run under separate global states, and their own generators start equally.
 """
 
 from __future__ import annotations
@@ -67,11 +65,7 @@ def preserved_randomness() -> Generator[None, None, None]:
 
 
 class SwappedRandomness:
-    """Separate global random states, which replace the real ones during the ``with`` block.
-
-    Entering again continues where the last block stopped. So a lazily drawn order does not depend
-    on draws from the global generators in between. Only CPU generators are swapped.
-    """
+    """Separate global CPU random states in a ``with`` block; entering again continues them."""
 
     def __init__(self, entropy: Sequence[int]) -> None:
         words = np.random.SeedSequence(entropy).generate_state(3, np.uint64)
@@ -128,10 +122,7 @@ def samplers_within(source: object) -> list[object]:
 
 
 def generators_of(source: object) -> list[Any]:
-    """Returns the generators that the samplers within ``source`` hold, in a fixed order.
-
-    torch's default generator is excluded: it belongs to training, and is swapped instead.
-    """
+    """Returns the samplers' generators in a fixed order, without torch's default one."""
     found: list[Any] = []
     for sampler in samplers_within(source):
         for value in getattr(sampler, "__dict__", {}).values():
@@ -145,10 +136,7 @@ def generators_of(source: object) -> list[Any]:
 
 
 def generators_within(stream: object) -> list[Any]:
-    """Returns the generators that a stream's objects hold, in an order that ranks agree on.
-
-    It looks into attributes and short containers, and calls no code of the user's.
-    """
+    """Returns the generators that a stream's objects hold, in an order that ranks agree on."""
     found: list[Any] = []
     seen: dict[int, object] = {}
 
@@ -201,11 +189,7 @@ def mark_of(generator: Any) -> Any:
 
 
 def write_states(generators: Sequence[Any], states: Sequence[Any]) -> None:
-    """Sets ``generators`` to ``states`` from `read_states`.
-
-    Raises:
-        ValueError: the numbers of generators and states differ: ranks built different samplers.
-    """
+    """Sets ``generators``; raises ValueError if ranks built samplers with other ones."""
     if len(generators) != len(states):
         raise ValueError(
             f"Expects samplers with the same generators on every rank, but this rank's hold "

@@ -1,8 +1,4 @@
-"""Reads properties and samples of a user's loader before it is rebuilt.
-
-Reading does not affect training: it starts no iterator of the loader unless it must, and restores
-random generators.
-"""
+"""Reads properties and samples of a user's loader before it is rebuilt, and restores generators."""
 
 from __future__ import annotations
 
@@ -39,21 +35,13 @@ Broadcast = Callable[[Any], Any]
 
 
 def agreed_seed(broadcast: Broadcast) -> int:
-    """Returns rank 0's seed of the data order: ``PL_GLOBAL_SEED`` if set, else torch's seed.
-
-    Args:
-        broadcast: called once on every rank.
-    """
+    """Returns rank 0's seed of the data order: ``PL_GLOBAL_SEED`` if set, else torch's seed."""
     seed = os.environ.get("PL_GLOBAL_SEED")
     return int(broadcast(torch.initial_seed() if seed is None else int(seed)))
 
 
 def loader_batch_size(loader: Any) -> int | None:
-    """Returns the samples per batch of the user's loader, or None if only iterating would show it.
-
-    For a custom batch sampler without a ``batch_size``, this is the length of its first list, read
-    without changing any random generator.
-    """
+    """Returns the samples per batch, or the first list's; None if only iterating would show it."""
     loader = original_of(loader)
     if not isinstance(loader, DataLoader):
         return None
@@ -72,20 +60,13 @@ def loader_batch_size(loader: Any) -> int | None:
 
 
 def global_batch_size(loader: Any, world_size: int) -> int | None:
-    """Returns the samples per step over all ranks: batch size times ``world_size``, as under DDP.
-
-    Returns None if `loader_batch_size` is None, as for loaders that yield ready batches.
-    """
+    """Returns the samples per step over all ranks, as under DDP; None for ready batches."""
     size = loader_batch_size(loader)
     return None if size is None else size * world_size
 
 
 def original_of(loader: Any) -> Any:
-    """Returns the user's loader for a loader that was rebuilt here, else ``loader`` itself.
-
-    Lightning replaces the loaders inside the user's CombinedLoader, so a second run with the same
-    CombinedLoader passes in a rebuilt loader.
-    """
+    """Returns the user's loader; Lightning puts rebuilt ones into the user's CombinedLoader."""
     if isinstance(loader, LockStepLoader):
         return loader.original
     sampler = rank_batch_sampler(loader)
@@ -137,22 +118,11 @@ def generators_kept(loader: Any) -> Generator[None, None, None]:
 def sample_batches(
     loader: Any, sizes: Sequence[int], layout: BatchLayout | None = None
 ) -> list[Any]:
-    """Returns collated batches of the loader's first samples, for profiling and `learn_layout`.
+    """Returns collated batches of ``sizes`` of the loader's first samples, for profiling.
 
-    For a map-style dataset no iterator is started. Keys are taken in dataset order (from the
-    user's sampler if it is not torch's sequential or random one), and repeated if there are fewer
-    than ``max(sizes)``. For an iterable dataset, one new iterator is started in this process. For a
-    loader that yields ready batches, one new iterator is started and its first batch is cut; a
-    loader that cannot be iterated twice loses that batch. The CPU random generators, and those of
-    the loader's samplers and of its stream, are restored.
-
-    Args:
-        loader: the user's loader.
-        sizes: samples in each batch to return.
-        layout: cuts a ready batch; None: its rows are guessed.
-
-    Returns:
-        One batch per size; all start at the same first sample.
+    For a map-style dataset no iterator is started; keys repeat if there are too few. Else one new
+    iterator is started in this process, and its first ready batch is cut. A loader that cannot be
+    iterated twice loses that batch. All random generators are restored.
 
     Raises:
         ValueError: the dataset is empty, or a ready batch is smaller than asked for.
@@ -177,11 +147,7 @@ def sample_batches(
 
 
 def learn_layout(loader: Any, *, splitter: Splitter | None = None) -> BatchLayout:
-    """Returns the layout of the loader's batches, learned from two batches of its first samples.
-
-    Raises:
-        BatchSplitError: the batches cannot be cut; see `BatchLayout.learn`.
-    """
+    """Returns the layout, learned from two batches; raises BatchSplitError without a cut."""
     loader = original_of(loader)
     if yields_ready_batches(loader):
         # Ready batches come in one size, so there is nothing to compare.
@@ -216,11 +182,7 @@ def is_standard(batch_sampler: Any) -> bool:
 
 
 def draws_order_before_seed(loader: DataLoader[Any]) -> bool:
-    """Returns whether the loader draws an order before its workers' seed, from one generator.
-
-    torchdata's StatefulDataLoader does, if it is given a generator and shuffles; torch's DataLoader
-    draws the seed first. Its samplers draw when their iterators are made (torchdata 0.11).
-    """
+    """Returns whether the loader draws an order before its workers' seed (torchdata 0.11 does)."""
     batch_sampler = unwrapped_batch_sampler(loader)
     return (
         is_standard(batch_sampler)
@@ -258,11 +220,7 @@ def is_stream(loader: Any) -> bool:
 
 
 def refuse_one_pass(loader: Any) -> None:
-    """Raises for generators and the like: they lose the batches that are read before training.
-
-    Raises:
-        UnsupportedError: the message names the remedy.
-    """
+    """Raises for generators and the like: they lose the batches that are read before training."""
     # not every iterator: some classes start anew in their __iter__
     if isinstance(loader, Iterator) and type(loader).__module__ in ("builtins", "itertools"):
         raise UnsupportedError(

@@ -1,8 +1,6 @@
-"""Creates a user's DataLoader a second time with different arguments.
+"""Creates a user's DataLoader a second time with different arguments, by Lightning's private way.
 
-Only this file uses Lightning's private functions for that. Lightning itself uses them to put a
-DistributedSampler into any loader, so user classes that work under DDP also work here.
-``tests/data/test_reinstantiate.py`` fails when they change.
+``tests/data/test_reinstantiate.py`` fails when Lightning's private functions change.
 """
 
 from __future__ import annotations

@@ -2,11 +2,6 @@
 
 Every rank runs the user's own sampler with the same result, and takes its slice. So the samples of
 step t over all ranks are those of one device with the global batch size, in the same order.
-
-Example: six samples per step, dealt 3:2:1, and ten samples in sequential order::
-
-    step 0   rank 0 [0, 1, 2]   rank 1 [3, 4]   rank 2 [5]
-    step 1   rank 0 [6, 7]      rank 1 [8]      rank 2 [9]
 """
 
 from __future__ import annotations
@@ -43,11 +38,8 @@ def too_few_samples(step: str, samples: int, ranks: int) -> str:
 class GlobalOrder(Sampler[Any]):
     """The order in which all ranks together visit the samples; the same on every rank.
 
-    It keeps the behavior of the user's sampler: a sequential sampler stays sequential, and a
-    sampler with its own generator draws from that generator. A sampler that draws from global
-    generators runs under states seeded from ``(seed, epoch, pass)``. So the ranks agree and
-    training's own random numbers do not change. The sampler is read lazily, one step at a time, so
-    an endless sampler works. This object also has the attributes of the user's sampler.
+    A sampler that draws from global generators runs under states seeded from ``(seed, epoch,
+    pass)``. It is read lazily, so that an endless one works; its attributes show here.
     """
 
     def __init__(self, source: Iterable[Any], *, seed: int, epoch: int = 0) -> None:
@@ -158,25 +150,18 @@ class GlobalOrder(Sampler[Any]):
 class RankBatchSampler(Sampler[list[Any]]):
     """Yields this rank's keys of each global step; a drop-in ``batch_sampler`` for a DataLoader.
 
-    It yields ``[]`` in a step without samples for this rank, so that all ranks take the same number
-    of steps. It can be iterated repeatedly, has a length if the user's sampler has one, and can be
-    pickled.
+    It yields ``[]`` in a step without samples for this rank, so that all take the same number.
 
     Args:
         order: the global order of keys, or of lists of keys if ``lists_per_step`` is given.
-        rank: position of this rank among ``batch_sizes``.
-        batch_sizes: samples per step of every rank; their sum is the global batch size.
-        drop_last: drop the last step if it is smaller than the global batch. Ignored with
-            ``lists_per_step``.
+        drop_last: drop a smaller last step. Ignored with ``lists_per_step``.
         lists_per_step: for a custom batch sampler, the number of its consecutive lists in one
             global step. They are dealt in proportion to ``batch_sizes``, whatever their lengths.
         every_rank: give every rank a sample in each step; drop a last step with too few for that.
 
     Attributes:
         sampler: the `GlobalOrder`; Lightning calls its ``set_epoch``.
-        counts: samples of this rank in each step of the current pass so far (including prefetched
-            steps), from the `GlobalOrder`'s ``first_step`` on.
-        passes: number of passes that have begun.
+        counts: this rank's samples in the steps of the pass so far, prefetched ones included.
         original: the user's loader that was rebuilt with this sampler, or None; not pickled.
     """
 
@@ -228,16 +213,8 @@ class RankBatchSampler(Sampler[list[Any]]):
     def change_batch_sizes(self, batch_sizes: Sequence[int], *, from_step: float) -> None:
         """Deals other sizes from a step of the latest pass on, and in all later passes.
 
-        The samples of the steps stay the same over all ranks.
-
-        Args:
-            batch_sizes: samples per step of every rank. If they sum to another number than before,
-                they are proportions.
-            from_step: first step of the latest pass with these sizes; steps that workers have
-                prefetched must come before it.
-
-        Raises:
-            ValueError: as for `batch_sizes`.
+        The samples of a step over all ranks stay the same. Sizes that sum to another number than
+        before are proportions. Prefetched steps must come before ``from_step``.
         """
         sizes = tuple(batch_sizes)
         if self.lists_per_step is None and sum(sizes) != sum(self._batch_sizes):
@@ -246,15 +223,7 @@ class RankBatchSampler(Sampler[list[Any]]):
         self._change(sizes, from_step)
 
     def dealt_steps(self, trained: int, ahead: int) -> int | None:
-        """Returns the steps of the latest pass that are dealt, prefetched ones included.
-
-        Args:
-            trained: steps of this epoch that are trained.
-            ahead: steps that may have been read ahead of training.
-
-        Returns:
-            The number; None if something else than training has iterated the loader.
-        """
+        """Returns the dealt steps of the latest pass; None if not only training has iterated."""
         dealt = self.sampler.first_step + len(self.counts)
         return dealt if not self.passes or trained <= dealt <= trained + ahead else None
 
@@ -292,10 +261,7 @@ class RankBatchSampler(Sampler[list[Any]]):
             yield keys[start : start + dealt[self.rank]]
 
     def warn_of_samples_left_out(self) -> None:
-        """Warns before a pass if its last step has samples, but too few for every rank.
-
-        If the number of samples is unknown, the warning comes when they are left out.
-        """
+        """Warns before a pass if its last step has too few samples for every rank; else then."""
         if not self.every_rank or self.drop_last or self.lists_per_step is not None:
             return
         samples = known_length(self.sampler)
@@ -327,16 +293,10 @@ class RankBatchSampler(Sampler[list[Any]]):
         return self._items_per_step(self._batch_sizes)
 
     def position(self, trained: int, *, cycles: bool, ahead: int) -> Position | None:
-        """Returns where training stands in the latest pass.
+        """Returns where training stands in the latest pass; None if that is unknown.
 
-        Args:
-            trained: steps of this epoch that are trained.
-            cycles: the loader begins anew within an epoch when it has run out.
-            ahead: steps that may have been read ahead of training.
-
-        Returns:
-            The position; None if it is unknown: something else than training has iterated the
-            loader, or the loader begins anew and has no length.
+        It is if something else than training has iterated, or if the loader ``cycles`` (begins
+        anew within an epoch) and has no length. ``ahead`` steps may have been read already.
         """
         length = known_length(self)
         step = trained

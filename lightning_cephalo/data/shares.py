@@ -1,8 +1,4 @@
-"""Computes the samples of each rank, and the sizes of a rank's microbatches.
-
-The functions are pure: integers in, integers out. Every rank calls them with the same arguments and
-gets the same answer without communication.
-"""
+"""Computes the samples of each rank, and the sizes of its microbatches, without communication."""
 
 from __future__ import annotations
 
@@ -15,13 +11,6 @@ def deal(total: int, shares: Sequence[int]) -> tuple[int, ...]:
     Exact when ``total == sum(shares)``: the answer is then ``shares``. Equal remainders go to the
     larger share first, then to the lower rank, so that every rank computes the same answer. If
     there are enough samples, every rank with a share above 0 gets one.
-
-    Args:
-        total: number of samples to deal, 0 or more.
-        shares: one non-negative weight per rank, in any unit; usually the planned batch sizes.
-
-    Returns:
-        One count per rank; they sum to ``total``, and a rank whose share is 0 gets 0.
 
     Raises:
         ValueError: a negative argument, or samples to deal while every share is 0.

@@ -1,12 +1,10 @@
 """Deals streams: loaders whose samples have no index, so that no sampler can deal them.
 
-These are iterable datasets, and all loaders that yield ready batches. Every rank reads the whole
-stream, and keeps its part of each global batch. So a step has the samples of one device, in the
-same order, with any number of workers. Only a rank's own samples are collated and moved.
+Every rank reads the whole stream, and keeps its part of each global batch. So a step has the
+samples of one device, in the same order, with any number of workers.
 
-A stream may also divide itself between ranks. Then nobody can deal it: each rank trains its own
-part. Ranks find out which of the two they have by a checksum of its first samples, and compare a
-checksum of every global batch.
+A stream may also divide itself between ranks. Then each rank trains its own part. Checksums of the
+first samples tell the two apart, and those of every global batch are compared.
 """
 
 from __future__ import annotations
@@ -57,11 +55,9 @@ class Start:
     """The start of a rank's stream.
 
     Attributes:
-        fingerprint: checksum of the first samples, or of the first ready batch; 0 if there is
-            none, None if nothing in it can be seen.
+        fingerprint: of the first samples or batch; 0: there is none; None: nothing can be seen.
         rows: samples of the first batch, for loaders of ready batches; else 0.
         begins_anew: a second iterator of the dataset begins with the same sample.
-        read: samples that were read to find this out.
     """
 
     fingerprint: int | None
@@ -84,17 +80,7 @@ class Start:
 def start_of(
     loader: Any, layout: BatchLayout | None, seed: int, *, leaves_whole: bool = False
 ) -> Start:
-    """Reads the first samples of a stream, by an iterator of their own.
-
-    Args:
-        loader: the user's loader.
-        layout: counts the rows of a ready batch.
-        seed: seeds the global generators while it reads, equally on all ranks.
-        leaves_whole: count a ready batch whose samples cannot be counted as one.
-
-    Raises:
-        BatchSplitError: the number of samples in a ready batch cannot be found.
-    """
+    """Reads the first samples of a stream, by an iterator of their own."""
     loader = reading.original_of(loader)
     if not reading.yields_ready_batches(loader):
         samples = _first_samples(loader, seed, _COMPARED)
@@ -132,11 +118,7 @@ class GlobalStep(NamedTuple):
 
 
 class StreamCollate:
-    """Collates this rank's part of the samples of a global batch.
-
-    The user's function draws from global states of its own, seeded differently on each rank. It
-    draws more where a rank has more samples, and a stream that draws too must not see that.
-    """
+    """Collates this rank's part under global random states that the stream does not see."""
 
     def __init__(
         self,
@@ -199,15 +181,10 @@ class DealtStream(LockStepLoader):
     """Yields this rank's part of each global batch of a stream that every rank reads whole.
 
     Args:
-        loader: yields a `GlobalStep`, or a ready batch if ``cut`` is given.
         gather: compares the global batches of all ranks, once per step and once at the end.
-        seed: seeds the global generators while the stream is read; equal on all ranks.
-        epoch: the epoch in which the stream is dealt; later passes are counted.
         items: samples of a step over all ranks; 0 if ready batches have any sizes.
-        cut: makes a `GlobalStep` of a ready batch.
+        cut: makes a `GlobalStep` of a ready batch; None: the loader yields these.
         fewest: leaves out steps with fewer samples; 0 for none.
-        warns: this rank warns of the first step that is left out.
-        options: the other arguments of `LockStepLoader`.
 
     Raises:
         UnsupportedError: on iteration, on every rank, if ranks read different samples.
@@ -271,15 +248,7 @@ class DealtStream(LockStepLoader):
         return self._cut is not None or not getattr(self.loader, "num_workers", 0)
 
     def dealt_steps(self, trained: int, ahead: int) -> int | None:
-        """Returns the steps of the latest pass that are dealt, read ahead ones included.
-
-        Args:
-            trained: steps of this epoch that are trained.
-            ahead: steps that may have been read ahead of training.
-
-        Returns:
-            The number; None if only the next pass can be dealt otherwise.
-        """
+        """Returns the dealt steps of the latest pass; None if only the next one can change."""
         known = self._deals_here and trained <= self._drawn <= trained + ahead
         return self._drawn if known else None
 
@@ -290,13 +259,7 @@ class DealtStream(LockStepLoader):
         from_step: float,
         microbatch_sizes: Sequence[int] | None = None,
     ) -> None:
-        """Deals other sizes from a step of the latest pass on, and in all later passes.
-
-        Args:
-            batch_sizes: samples per step of every rank, or proportions.
-            from_step: first step with these sizes; infinite: the next pass.
-            microbatch_sizes: this rank's microbatches, if they are collated apart.
-        """
+        """Deals other sizes (or proportions) from a step on; infinite: from the next pass on."""
         sizes = tuple(batch_sizes)
         if self._items and sum(sizes) != self._items:
             sizes = deal(self._items, sizes)
@@ -323,11 +286,7 @@ class DealtStream(LockStepLoader):
             self._change(self._changes.pop(0))
 
     def continue_at(self, position: Position, way: Continue) -> None:
-        """Makes the next pass begin where another run has stopped.
-
-        Raises:
-            ValueError: the loader has another generator than in the other run.
-        """
+        """Makes the next pass begin where another run has stopped; ValueError: other generators."""
         self._restore(position.now)
         self._epoch = position.epoch
         self._passes = position.number + (way is not Continue.INSIDE)
@@ -409,10 +368,7 @@ class DealtStream(LockStepLoader):
         self._warns = False
 
     def _own_length(self) -> int | None:
-        """Returns the number of steps, less a last one that is left out; None if that is unknown.
-
-        A length that is too large would let Lightning miss the end of the epoch.
-        """
+        """Returns the number of steps, never too many (no epoch would end); None: unknown."""
         steps = super()._own_length()
         if not steps or not self._fewest:
             return steps
@@ -458,10 +414,7 @@ def deal_stream(
     training: bool = True,
     every_rank: bool = False,
 ) -> LockStepLoader:
-    """Returns a loader of this rank's part of each global batch; collective.
-
-    The other arguments are those of `rebuild_train_loader`.
-    """
+    """Returns a loader of this rank's part of each global batch; collective."""
     ready = reading.yields_ready_batches(loader)
     common = {"all_have_next": all_have_next, "layout": layout, "original": loader}
     alone = len(sizes) == 1  # nobody can have other samples, so that nothing is read ahead
@@ -520,11 +473,7 @@ def _equally_seeded(loader: Any) -> Any:
 
 
 def _equal_seeds(loader: Any) -> dict[str, Any]:
-    """Returns the option that gives workers of all ranks the seeds of one device.
-
-    After seed_everything(workers=True) Lightning seeds the workers of each rank differently, by a
-    function that it leaves in the loader. An earlier fit may have left one.
-    """
+    """Returns the option that seeds workers as on one device: Lightning's differs by rank."""
     if not isinstance(loader, DataLoader) or not loader.num_workers:
         return {}
     own = loader.worker_init_fn

@@ -22,10 +22,7 @@ _ALIKE = 0.9
 def first_shares(
     job: Job, units: Sequence[UnitMembers], compute_dtype: torch.dtype | None = None
 ) -> list[float]:
-    """Return shares of the state before a plan is made: those of a given plan, or by memory. ::
-
-    first_shares(job, find_units(model))    # memories of 24 and 8 GiB: [0.75, 0.25]
-    """
+    """Return shares of the state before a plan is made: those of a given plan, or by memory."""
     if job.plan is not None:
         return [rank.state_fraction for rank in job.plan.ranks]
     held_bytes = sum(_bytes_of(members, None) for members in units)
@@ -36,11 +33,7 @@ def first_shares(
 
 
 def _by_memory(job: Job, gathered_bytes: float, held_bytes: float) -> list[float]:
-    """Return shares of the state with which a model can be measured that does not fit in even ones.
-
-    Where a rank would have no room for its share beside full units, shares go by what these leave
-    of each memory.
-    """
+    """Return shares with room for full units, for a model that does not fit in even ones."""
     capacities = [own.device.capacity_bytes for own in job.limits]
     if math.isinf(max(capacities)):
         return list(even_shares(job.state_groups, len(capacities)))
@@ -67,10 +60,7 @@ def _by(room: Sequence[float], state_groups: Sequence[int]) -> list[float]:
 
 
 def _gathered_bytes(units: Sequence[UnitMembers], compute_dtype: torch.dtype | None) -> float:
-    """Return the bytes of full units at a step's peak: the root unit and the two largest others.
-
-    Their gradients are as large, but of frozen parameters.
-    """
+    """Return the bytes of full units at a step's peak: the root unit and the two largest others."""
     sizes = [
         _bytes_of(members, compute_dtype) + _bytes_of(members, compute_dtype, trained=True)
         for members in units

@@ -1,11 +1,8 @@
 """Corrects the plan for the state that the user's optimizers hold.
 
-The plan is made before the optimizers, and counts on two moments of a parameter's size, as Adam
-has. Where they hold another amount, predictions follow. If a rank then lacks memory, or state that
-lives in host memory is of another size, the plan is made anew, before training.
-
-Parameters that need gradients, and that no optimizer trains, keep their gradients. Where state may
-move to host memory, plans count these on the devices.
+The plan is made before the optimizers, and counts on Adam's two moments. Where they hold another
+amount, predictions follow. If a rank then lacks memory, or state in host memory has another size,
+the plan is made anew, before training. So are gradients counted that no optimizer trains.
 """
 
 from __future__ import annotations
@@ -44,10 +41,7 @@ def count_on_optimizers(
     optimizers: Sequence[Optimizer],
     trainer: Trainer,
 ) -> Problem:
-    """Let plan and predictions count on the optimizers' state; collective.
-
-    Comes before optimizers have state of their own. A plan that the user gives stays as it is.
-    """
+    """Let plan and predictions count on the optimizers' state, before they have any; collective."""
     control, model = session.control, session.model
     units_move = problem.optimizer_offload is not False or session.plan.moves_state
     own = held_per_parameter(optimizers, model, units_move=units_move)

@@ -28,16 +28,7 @@ if TYPE_CHECKING:
 
 
 class HostState:
-    """Optimizer state that may live in host memory, under one plan after the other.
-
-    ::
-
-        state = HostState(model, capacity_bytes=host.capacity_bytes, control=control)
-        state.begin(optimizers, trainer, plan)       # once the optimizers exist
-        ...
-        state.follow(other_plan, optimizers)         # its rows have moved
-        state.close()
-    """
+    """Optimizer state that may live in host memory, under one plan after the other."""
 
     def __init__(
         self,

@@ -38,10 +38,7 @@ _COPIED_BYTES, _REPEATS = 2**24, 3
 class Cap:
     """A memory cap of the user: a float is a fraction of the existing memory, an int is bytes.
 
-    Attributes:
-        name: Name of the option, for messages.
-        everyone: Cap of ranks that ``by_rank`` does not name; None: the user has set none.
-        by_rank: Caps of single ranks.
+    ``everyone`` is for ranks that ``by_rank`` does not name; None: no cap.
     """
 
     name: str
@@ -50,16 +47,13 @@ class Cap:
 
     @classmethod
     def parse(cls, name: str, value: Any, *, by_rank: bool = False, zero: bool = False) -> Cap:
-        """Read the value of an option.
+        """Read the value of an option: a fraction, bytes, text such as "8 GB", or None.
 
         Args:
-            name: Name of the option.
-            value: A fraction, bytes, text such as "8 GB", or None.
             by_rank: Whether a mapping from ranks to these is allowed too.
             zero: Whether 0 is allowed too: no memory at all.
 
-        Raises:
-            PlanError: If the value is none of these; the message says what was expected.
+        Raises PlanError for other values.
         """
         if value is None:
             return cls(name)

@@ -1,8 +1,7 @@
 """Compares the loss of a batch with that of its parts, once in each training.
 
-Before a job is measured, a few samples of the dataset are compared on every rank. With a given plan
-nothing is read before training: then each rank compares a microbatch of its first step with its
-halves. Both leave no trace in the model, its logs, or its random numbers.
+Before a job is measured, a few samples are compared on every rank. With a given plan each rank
+compares a microbatch of its first step with its halves. No trace is left.
 """
 
 from __future__ import annotations
@@ -47,18 +46,9 @@ Parted = tuple[Any, list[tuple[Any, int]]]
 
 
 class LossCheck:
-    """Compares losses once: when a job is measured, else in its first step.
-
-    ::
-
-        check = LossCheck(job, model, trainer, gathers)
-        check.of_samples(problem)                        # if the job is measured
-        check.of_first_step(batch, microbatches, step)   # before the first step, on every rank
+    """Compares losses once: when a job is measured, else in its first step, on every rank.
 
     Args:
-        job: The training to run.
-        model: The sharded model.
-        trainer: The trainer that is fitting.
         gathers: Refuses the user's collectives, as some ranks may have no microbatch to compare.
         manual: Runs steps that call their backwards themselves; None: the executor runs both.
     """
@@ -91,11 +81,7 @@ class LossCheck:
     def of_first_step(
         self, batch: Any, pieces: Sequence[tuple[Any, int]], step: Callable[[Any], Any]
     ) -> None:
-        """Warn if a microbatch's loss is not the weighted mean of its halves'; collective.
-
-        Runs once, and later does nothing. Smaller microbatches than the halves need are joined.
-        With manual optimization every rank runs the code, and each backward's loss is compared.
-        """
+        """Warn if a microbatch's loss is not the weighted mean of its halves'; collective, once."""
         if not self._is_due:
             return
         self._is_due = False
@@ -168,10 +154,7 @@ def check_measured(
 
 
 def _in_two(job: Job, batch: Any, world_size: int) -> list[tuple[Any, int]]:
-    """Cut a batch into halves; into others for one loader, if steps divide several so.
-
-    A loss that adds a mean over each loader is then no weighted mean of its parts.
-    """
+    """Cut a batch into halves; into others for one loader, if steps divide several so."""
     if job.loaders.spec is None:
         rows = job.layouts[0].batch_size(batch)
         return _cut(job, batch, (rows - rows // 2, rows // 2))

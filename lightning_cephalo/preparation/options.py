@@ -31,11 +31,7 @@ REMOVED_OPTIONS: dict[str, str] = {
 
 
 def refuse_removed(given: Iterable[str]) -> None:
-    """Raise for options that ``CephaloStrategy`` does not have.
-
-    Raises:
-        TypeError: The message names one; of those that are no more, also the way on.
-    """
+    """Raise TypeError for options that do not exist; of those that are no more, name the way on."""
     for name in given:
         if name in REMOVED_OPTIONS:
             raise TypeError(f"CephaloStrategy({name}=...) is no more. {REMOVED_OPTIONS[name]}")
@@ -44,23 +40,14 @@ def refuse_removed(given: Iterable[str]) -> None:
 
 @dataclass(frozen=True)
 class Choice:
-    """A yes-or-no choice that the user or the plan makes.
-
-    Attributes:
-        default: The value if a plan does not say.
-        is_planned: Whether the planner chooses, so that both ways are measured.
-    """
+    """A yes-or-no choice of the user, or of the planner: then both ways are measured."""
 
     default: bool
     is_planned: bool = False
 
     @classmethod
     def parse(cls, name: str, value: bool | Literal["auto"]) -> Choice:
-        """Read an option that may be True, False or "auto".
-
-        Raises:
-            ValueError: If the value is none of these; the message says what was expected.
-        """
+        """Read an option; raise ValueError if it is not True, False or "auto"."""
         if isinstance(value, bool):
             return cls(value)
         if value == "auto":
@@ -78,22 +65,14 @@ class Choice:
 
 
 def verbosity(value: bool | int) -> int:
-    """Read the option ``verbose``: 0, 1 or 2; True is 1.
-
-    Raises:
-        ValueError: If the value is none of these.
-    """
+    """Read the option ``verbose``: 0, 1 or 2; True is 1. Raise ValueError for others."""
     if isinstance(value, int) and int(value) in (0, 1, 2):
         return int(value)
     raise ValueError(f"verbose: expected True, False, or 0, 1 or 2, but got {value!r}.")
 
 
 def parse_early_update(value: Literal["auto"] | bool) -> bool:
-    """Read the option ``early_update``: whether units are updated early where that is exact.
-
-    Raises:
-        ValueError: If it is neither "auto" nor False.
-    """
+    """Read the option ``early_update``; raise ValueError if it is neither "auto" nor False."""
     if value is False:
         return False
     if value == "auto":
@@ -105,11 +84,7 @@ def parse_early_update(value: Literal["auto"] | bool) -> bool:
 
 
 def parse_reduce_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
-    """Read the option ``reduce_dtype``: None, torch.float32, torch.bfloat16, or a name of these.
-
-    Raises:
-        ValueError: If it is none of these.
-    """
+    """Read ``reduce_dtype``: None, float32, bfloat16, or a name of these; else raise ValueError."""
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     found = known.get(str(value).removeprefix("torch."))
     if found is not None or value is None:
@@ -121,11 +96,7 @@ def parse_reduce_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def parse_hybrid_sharding(value: bool) -> bool:
-    """Read the option ``hybrid_sharding``.
-
-    Raises:
-        ValueError: If it is neither True nor False.
-    """
+    """Read the option ``hybrid_sharding``; raise ValueError if it is neither True nor False."""
     if isinstance(value, bool):
         return value
     raise ValueError(
@@ -136,11 +107,7 @@ def parse_hybrid_sharding(value: bool) -> bool:
 
 
 def parse_optimizer_offload(value: bool | Literal["auto"]) -> bool | Literal["auto"]:
-    """Read the option ``optimizer_offload``.
-
-    Raises:
-        ValueError: If it is none of True, False and "auto".
-    """
+    """Read ``optimizer_offload``; raise ValueError if it is none of True, False and "auto"."""
     return Choice.parse("optimizer_offload", value).as_given
 
 
@@ -151,28 +118,8 @@ class Options:
     Attributes:
         plan: A plan, or its path; None: one is made.
         global_batch_size: Samples of a step over all ranks; None: as the dataloader says.
-        units: How units are chosen.
-        recompute: Whether units are recomputed in the backward.
-        reshard_after_forward: Whether units are freed between the forward and the backward.
-        collate_per_microbatch: Whether each microbatch is collated separately.
-        split_batch: Cuts a batch in place of the built-in rules.
-        single_microbatch: Whether measured plans give every rank one microbatch; those of steps
-            that optimize manually always do.
-        summed_buffers: Names of buffers to which steps add sums over samples.
-        memory_cap: Cap of every rank's device.
-        host_memory_cap: Cap of every rank's part of its host.
-        early_update: Whether units are updated inside the backward where that is exact.
-        optimizer_offload: Whether plans keep optimizer state in host memory; "auto": where it does
-            not fit otherwise, or steps get shorter.
         optimizer_scope: What updates of optimizers depend on, by class if it is a dict.
         reduce_dtype: Dtype that gradients travel in; None: their own.
-        hybrid_sharding: Whether each node holds the whole state.
-        profile_budget_s: Seconds that measuring may take, approximately.
-        replan: Whether the plan may change while training; "auto": where it was solved.
-        on_replan: Called on every rank after each such change.
-        remeasure: Whether to measure even if an earlier start has measured.
-        verbose: Whether rank 0 prints tables.
-        details: Whether they also say how the plan was solved.
         kept_bytes: Memory of its host that each rank keeps for a restart, on average.
         records_step: Whether to keep what ranks hold before each instruction of one step.
     """
@@ -203,29 +150,16 @@ class Options:
     records_step: bool = False
 
     def recovering(self, global_batch_size: int | None, kept_bytes: float) -> Options:
-        """Return the options of a training that can go on after a restart.
-
-        Args:
-            global_batch_size: That of the first start, if other ranks than now have begun.
-            kept_bytes: Memory of its host that each rank keeps, on average.
-        """
+        """Return the options after a restart, with the batch size of the first start."""
         size = self.global_batch_size or global_batch_size
         return replace(self, global_batch_size=size, kept_bytes=kept_bytes)
 
     def without_recompute(self) -> Options:
-        """Return the options for a model whose units cannot be recomputed one microbatch at a time.
-
-        Microbatches that meet in the middle of a unit hold its graph at the same time. The
-        planner's memory is right for that without recomputation only. A given plan may recompute.
-        """
+        """Return the options for units that cannot be recomputed one microbatch at a time."""
         return self if self.plan is not None else replace(self, recompute=Choice(False))
 
     def of_measuring(self) -> dict[str, Any]:
-        """Return the options that distinguish measured jobs, as plain values.
-
-        They are part of the key under which a problem is cached: other names or values here make
-        every job measure again.
-        """
+        """Return a measured job's key as plain values: other names make every job measure again."""
         rounded = {} if self.reduce_dtype is None else {"reduce_dtype": str(self.reduce_dtype)}
         single = {"single_microbatch": True} if self.single_microbatch else {}
         return {

@@ -7,9 +7,8 @@
         ▼  steps that are loaded already are trained by the old plan
     take_effect(step)      rows move; the next step follows the new plan
 
-Until all ranks have accepted a plan, nothing changes on any of them. A request that comes while
-another plan waits takes its place. If ranks have loaded batches of the waiting plan already, that
-one takes effect for these, and the new one behind them.
+Until all ranks have accepted a plan, nothing changes. A later request replaces a waiting plan,
+except for batches that are loaded already.
 """
 
 from __future__ import annotations
@@ -145,10 +144,7 @@ class PlanChanges:
         return True
 
     def _movable(self, plan: Plan) -> Plan:
-        """Return a plan; with the present shares, and a warning, if rows cannot move any more.
-
-        Its batches are loaded already, so the old plan cannot stay.
-        """
+        """Return a plan; with the present shares, and a warning, if rows cannot move any more."""
         try:
             self._session.check_move(plan, self._accumulates)
         except (UnsupportedError, TooLittleMemoryError, RemoteRankError) as error:
@@ -167,10 +163,7 @@ class PlanChanges:
         return is_next and not (batch and pending.mark.have_begun)
 
     def follow_now(self, plan: Plan, memory: Sequence[RankMemory]) -> None:
-        """Follow a plan from the middle of a step that has failed on all ranks; collective.
-
-        Plans that wait still take effect.
-        """
+        """Follow a plan from the middle of a step that has failed on all ranks; collective."""
         session, control = self._session, self._session.control
         loaders = DealtLoaders(self._trainer)
 

@@ -75,11 +75,7 @@ class Job:
     """The training to run, and its limits; equal on every rank.
 
     Attributes:
-        options: The user's options.
-        limits: What each rank may use.
         global_batch_size: Samples of a step over all ranks; 0 where nothing is trained.
-        loaders: The training dataloaders.
-        layouts: How the batches of each dataloader can be cut.
         ready_samples: Samples of the first ready batch, on the rank with the fewest; None: the
             dataloaders give single samples, or a plan is given.
         plan: The given plan; None: one must be made.
@@ -122,13 +118,7 @@ class Job:
 def read_job(
     trainer: Trainer, control: ControlGroup, options: Options, nodes: Sequence[int]
 ) -> Job:
-    """Read the training to run; collective.
-
-    Args:
-        trainer: The trainer that is fitting.
-        control: Messages between ranks.
-        options: The user's options.
-        nodes: The node of every rank.
+    """Read the training to run; ``nodes`` is the node of every rank; collective.
 
     Raises:
         PlanError: If the plan, the batch size, or a memory cap does not fit the run.
@@ -234,11 +224,8 @@ def _leaves_batches_whole(options: Options, world_size: int) -> bool:
 def _training_loaders(trainer: Trainer, *, is_read: bool) -> Loaders:
     """Request the training dataloaders from the user's hook, as DeepSpeed's strategy does.
 
-    Lightning's loop gets the same loaders when it requests them. So the hook is called once:
-    loaders may take long to make, or be random.
-
-    Private API: the loaders are needed before Lightning's loop requests them. Its ``setup_data``
-    must not be called early, or a resumed loader would start anew.
+    Private API: they are needed before Lightning's loop requests them, which then gets the same.
+    Its ``setup_data`` must not be called early, or a resumed loader would start anew.
     """
     from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
     from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -382,9 +369,7 @@ def measure_or_load(
     """Return the measured or cached problem, with the choices of the plan; collective.
 
     Args:
-        job: The training to run.
         model: The sharded model; afterwards it holds no full parameters.
-        trainer: The trainer that is fitting.
         pause: Called between measurements, on all ranks; it may communicate, and raise everywhere.
         manual: Runs steps that call their backwards themselves; None: the executor runs both.
         check: Called with the problem on every rank, if it has been measured now.

@@ -1,9 +1,7 @@
 """Makes room for a step in which a rank ran out of memory: another plan, from that step on.
 
-All ranks have raised at the same place. Rank 0 solves the problem anew, with less memory for the
-ranks that ran out (``plan/memory_pressure.py``). The samples of the step are loaded, and perhaps
-those of later steps. So first the new plan's shares and modes hold for the batches as they are.
-The batches follow from the first step on that no rank has loaded.
+Rank 0 solves anew, with less memory for those ranks (``plan/memory_pressure.py``). Samples are
+loaded, so shares and modes change first, and batches from the first step that no rank has loaded.
 """
 
 from __future__ import annotations

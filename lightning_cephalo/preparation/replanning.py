@@ -1,9 +1,7 @@
 """Follows the paces of ranks while they train, and changes the plan where that pays.
 
-Every rank sends the seconds of its last step's work with the exchange that ends each forward, so
-watching costs no message. Rank 0 decides (:mod:`~lightning_cephalo.plan.replan`), and lets a
-process beside training solve. That a plan is ready travels with the same exchange. So all ranks ask
-for it between the same two steps.
+Paces, and that a plan is ready, travel with the exchange that ends each forward, so that watching
+costs no message. Rank 0 decides (:mod:`~lightning_cephalo.plan.replan`); a process solves.
 """
 
 from __future__ import annotations
@@ -38,11 +36,7 @@ Wish = bool | Literal["auto"]
 
 
 def parse(value: Any) -> Wish:
-    """Read the option ``replan``.
-
-    Raises:
-        ValueError: If it is not True, False or "auto".
-    """
+    """Read the option ``replan``; raise ValueError if it is not True, False or "auto"."""
     if isinstance(value, bool):
         return value
     if value == "auto":
@@ -151,10 +145,7 @@ class Replanning:
     # -- between steps ------------------------------------------------------------------------
 
     def between_steps(self) -> None:
-        """Ask for a plan that is ready, and look whether another one pays; collective.
-
-        Call it before every batch.
-        """
+        """Ask for a ready plan before every batch, and look whether another pays; collective."""
         if self._is_announced:
             self._is_announced = False
             self._ask()

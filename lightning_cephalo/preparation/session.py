@@ -96,27 +96,16 @@ class Session:
     Args:
         job: The training to run, or :meth:`Job.of_evaluation`.
         module: The user's module; the values of rank 0 are used.
-        groups: The process groups.
-        accelerator: This rank's device.
         compute_dtype: Dtype of gathered parameters; None: their own.
 
     Attributes:
-        job: The training to run.
-        control: Messages between ranks.
-        model: The sharded model.
         plan: The plan in use. Before :meth:`apply`, and in evaluation, it only holds the fractions
             of the model.
         dealt_plan: The plan whose sizes dataloaders deal that are made from now on.
-        cutter: Cuts this rank's batches into microbatches.
-        logs: Combines the values that steps log.
         lacks: Of each loader, whether this rank has no samples of it in the present step.
         user_gathers: Rejects collectives of the user's step that would hang.
         predictions: Serves prediction steps in which this rank has no samples.
-        optimizers: The optimizers that hold the model's parameters, once they exist.
-        updates: Where the optimizers' updates run.
-        memory: Measures this rank's memory, from :meth:`start_training` on.
         lasting: Keeps the garbage collector away from what lives as long as training.
-        predicted_memory: The plan's prediction of every rank's memory.
         notes: Sentences below the plan's table: why it divides the work so.
         late: Why updates follow the backward, in a few words; empty: they run inside of it.
     """
@@ -231,10 +220,6 @@ class Session:
     def use_optimizers(self, optimizers: Sequence[Optimizer], trainer: Trainer) -> None:
         """Choose where and when the optimizers' updates run; collective.
 
-        Args:
-            optimizers: All optimizers.
-            trainer: The trainer that is fitting.
-
         Raises:
             UnsupportedError: On every rank, if an optimizer cannot train as on one device.
             PlanError: On every rank, if updates must be late, and a rank lacks the memory.
@@ -304,11 +289,7 @@ class Session:
         self.model.executor.failure.planned_memory = _planned_memory(self.own_plan)
 
     def look_for_early_update(self, optimizer: Optimizer) -> None:
-        """Look whether the next step may update units early; called on every rank before it.
-
-        Args:
-            optimizer: The optimizer whose step it is.
-        """
+        """Look whether the next step may update units early; called on every rank before it."""
         if self.moved is not None:
             self.moved.begin(optimizer)
             self.model.executor.state_moves.sends_gradients = self._may_send(optimizer)
@@ -316,11 +297,7 @@ class Session:
             self._updater.look(optimizer)
 
     def enforce_limits(self) -> None:
-        """Check that every rank can hold its part within its limits, and enforce them; collective.
-
-        Raises:
-            TooLittleMemoryError: On every rank, if any cannot hold what every rank must.
-        """
+        """Enforce every rank's limits; if any is too small, raise TooLittleMemoryError on all."""
         job = self.job
         device, given = job.limits[self.control.rank].device, job.plan
         with named_where_nothing_fits(job.limits):
@@ -335,12 +312,10 @@ class Session:
         """Follow a plan from the next step on; collective.
 
         Moves the shards, and what optimizers and averages hold of their rows. If shards move,
-        gradients are forgotten, except with manual optimization: call it between two steps, where
-        none are being accumulated. Sets recomputation, resharding and offloading, and reserves
-        host memory. Dataloaders that are dealt after this call yield batches of the plan's sizes.
+        gradients are forgotten, except with manual optimization: call it between two steps.
+        Dataloaders that are dealt after this call yield batches of the plan's sizes.
 
         Args:
-            plan: Equal on every rank.
             memory: The predicted memory of every rank, by kind; empty: the peaks of the plan.
 
         Raises:
@@ -481,22 +456,11 @@ class Session:
         self.model.change_fractions(fractions, state.of)
 
     def shard_averages(self, callbacks: Sequence[Any]) -> None:
-        """Shard the averages that callbacks hold like the model; collective.
-
-        Plans that are applied later move them too.
-
-        Args:
-            callbacks: The Trainer's callbacks.
-        """
+        """Shard the averages that callbacks hold, now and as plans change; collective."""
         self._averages = AveragedWeights(self.model.module, callbacks)
 
     def shown(self, batch: Any, trains: bool) -> Any:
-        """Return what hooks see of a batch; without samples a repeated one, which counts nowhere.
-
-        Args:
-            batch: What the loaders yield on this rank.
-            trains: Whether it is one of training.
-        """
+        """Return what hooks see of a batch: without samples a repeated one that counts nowhere."""
         seen, self.lacks = self.cutter.shown(batch) if trains else shown(batch)
         return seen
 
@@ -544,11 +508,7 @@ class Session:
         return f"after the backward: {self.late}" if self.late else "inside the backward"
 
     def plan_table(self, details: bool) -> Any:
-        """Return the plan as a table that also says when updates run.
-
-        Args:
-            details: Whether to say how the plan was solved.
-        """
+        """Return the plan as a table that also says when updates run, and by details how solved."""
         return report.plan_table(
             self.plan,
             model=self.unit_sizes(),
@@ -562,12 +522,7 @@ class Session:
         return tuple(filter(None, (*self.notes, limit_note(self.job.limits, uses_host))))
 
     def record(self, measured: Sequence[RankMemory] | None, changes: Sequence[Replan]) -> RunRecord:
-        """Return what the run's record says of the plan and of memory.
-
-        Args:
-            measured: The measured memory of every rank; None: the run has not ended.
-            changes: The changes of the plan so far.
-        """
+        """Return the run's record; ``measured`` is None while the run has not ended."""
         predicted = self.predicted_memory or tuple(RankMemory() for _ in self.plan.ranks)
         found = tuple(measured or ()) or (None,) * self.plan.world_size
         ranks = tuple(
@@ -608,12 +563,8 @@ class Session:
     ) -> Any:
         """Return a loader that yields this rank's share of each global batch; collective.
 
-        Args:
-            loader: The user's loader.
-            training: Whether it is dealt by the plan; else evenly, for evaluation.
-            epoch: Epoch of its first pass.
-            seed: Seed of the order; None: the one that the ranks agree on.
-            before_reading: Called before ranks agree on a batch of a stream; may communicate.
+        Evaluation is dealt evenly. ``seed`` None: that which ranks agree on. ``before_reading``
+        is called before ranks agree on a batch of a stream; it may communicate.
         """
         agreed = agreed_seed(self.control.broadcast)
         common: dict[str, Any] = {
@@ -649,12 +600,7 @@ class Session:
         return rebuilt
 
     def in_step(self, loader: Any, before_reading: Callable[[], None]) -> Any:
-        """Return a loader that the user deals, so that its ranks end together; collective.
-
-        Args:
-            loader: The user's loader.
-            before_reading: As for :meth:`dealt`.
-        """
+        """Return a loader that the user deals, so that its ranks end together; collective."""
         self._all_apart = False
         if self.control.world_size == 1:
             return loader
@@ -675,11 +621,7 @@ class Session:
             release_optimizer(optimizer, plain, alone=self.control.world_size == 1)
 
     def close_after_failure(self) -> None:
-        """Restore the full module if every rank can, else leave it in shards; collective.
-
-        Call it where all ranks have raised at the same place. A rank whose device is broken or full
-        would leave the others in a gather.
-        """
+        """Restore the full module if every rank can, where all have raised; collective."""
         try:
             self.control.together("restoring the model", self._try_to_gather)
         except Exception:

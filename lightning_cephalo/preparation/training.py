@@ -28,20 +28,9 @@ if TYPE_CHECKING:
 class Training:
     """A training that follows a plan, from ``setup`` to ``teardown``.
 
-    ::
-
-        training = Training(session, trainer, watch, recovering, problem, options, tell)
-        training.begin_batch(optimizers)
-        outcome = training.forward(run_forward)
-        training.backward(run_backward)
-
     Args:
-        session: The session, which follows a plan.
-        trainer: The trainer that is fitting.
-        watch: Times this rank's steps.
         recovering: Copies the state of training meanwhile.
         problem: The measured problem; None: the plan does not change by itself.
-        options: The user's options.
         plan_changed: Called behind each change of the plan.
         loss_check: Compares the loss in the first step; None: it has nothing to compare.
 
@@ -98,13 +87,7 @@ class Training:
     def count_on_optimizers(
         self, job: Job, problem: Problem | None, optimizers: Sequence[Optimizer]
     ) -> None:
-        """Let plan and predictions count on what the optimizers hold; collective.
-
-        Args:
-            job: The training to run.
-            problem: What was measured; None: nothing was.
-            optimizers: All optimizers, before they have state of this run.
-        """
+        """Let plan and predictions count on all optimizers' state, before any; collective."""
         if problem is None:
             return
         counted = count_on_optimizers(job, problem, self._session, optimizers, self._trainer)
@@ -112,11 +95,7 @@ class Training:
             self.replanning.count_on(counted)
 
     def begin_batch(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let a plan take effect that waits for this batch; collective.
-
-        Args:
-            optimizers: All optimizers; the user may have replaced them.
-        """
+        """Let a waiting plan take effect; collective. The user may have replaced optimizers."""
         self._session.optimizers = list(optimizers)
         self._session.lasting.between_steps()
         if self.repeated is not None:
@@ -135,31 +114,17 @@ class Training:
     def compare_losses(
         self, batch: Any, pieces: Sequence[tuple[Any, int]], step: Callable[[Any], Any]
     ) -> None:
-        """Compare the loss of a microbatch with its halves', in the first step; collective.
-
-        Args:
-            batch: This rank's batch.
-            pieces: This rank's microbatches, and how many samples each has.
-            step: The user's training step on one microbatch.
-        """
+        """Compare the loss of a microbatch with its halves', in the first step; collective."""
         check, self._loss_check = self._loss_check, None
         if check is not None:
             check.of_first_step(batch, pieces, step)
 
     def forward(self, run: Callable[[bool], Any]) -> Any:
-        """Return what a forward returns, which runs again if a rank lacks the memory.
-
-        Args:
-            run: Runs it; whether the step goes on from it is its argument.
-        """
+        """Run a forward, again if a rank lacks memory; ``run`` gets whether the step goes on."""
         return run(True) if self.repeated is None else self.repeated.forward(run, self._relief)
 
     def backward(self, run: Callable[[], None]) -> None:
-        """Run a backward; repeat the step if a rank lacks the memory.
-
-        Args:
-            run: Runs it.
-        """
+        """Run a backward; repeat the step if a rank lacks the memory."""
         if self.repeated is None:
             run()
         else:

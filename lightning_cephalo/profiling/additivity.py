@@ -1,9 +1,7 @@
 """Finds losses that are no weighted mean over samples, which microbatches would change.
 
-A step's loss is the weighted mean of its microbatches' losses. That is the loss of one device only
-if the loss of a batch is the weighted mean of those of its parts. It is not for losses that compare
-samples with each other (contrastive), or that divide by a number of the batch which is not returned
-as "weight" (tokens, weights of classes), or for terms about the whole batch (load balancing).
+They compare samples with each other (contrastive), divide by a number of the batch which is not
+returned as "weight" (tokens, weights of classes), or have terms about the whole batch.
 """
 
 from __future__ import annotations
@@ -59,12 +57,7 @@ class LossOfParts:
         return not math.isclose(self.whole, self.again, rel_tol=_NOISE, abs_tol=_TINY)
 
     def differs(self, in_half: bool = False) -> bool:
-        """Whether the loss is no weighted mean, as far as can be said.
-
-        ::
-
-            LossOfParts(whole=1.386, parts=0.693, sizes=(2, 2)).differs()    # True
-        """
+        """Whether the loss is no weighted mean, as far as can be said."""
         tolerance = _ROUNDING_IN_HALF if in_half else _ROUNDING
         alike = math.isclose(self.whole, self.parts, rel_tol=tolerance, abs_tol=_TINY)
         if self.undefined:
@@ -100,30 +93,21 @@ def compared(
     in_half: bool = False,
     repeated: Callable[[Any, int], Any] | None = None,
 ) -> list[LossOfParts | None]:
-    """Return every rank's loss of a batch and that of its two parts; collective.
+    """Return every rank's loss of a batch and of its two parts, None without samples; collective.
 
     Runs the step without gradients and in evaluation mode, where dropout and batch normalisation
-    change nothing. Code under ``torch.compile`` runs eagerly: it would be compiled again for these
-    sizes. Where losses differ on any rank, each rank's batch is run again, as the step may be
-    random. Where they differ by so little that it may be rounding, the parts are run in batches as
-    large as the whole, made of copies. The kernels are then the same, so that rounding is smaller,
-    and how much copies change the loss is its measure.
+    change nothing, and without ``torch.compile``, which would compile for these sizes. Where losses
+    differ on any rank, each batch runs again, as the step may be random. Where they differ little,
+    the parts run in batches as large as the whole, made of copies. The kernels are then the same,
+    so that rounding is smaller, and how much copies change the loss is its measure.
 
     Args:
-        model: The sharded model.
-        step: The user's training step on one batch.
-        context: The precision plugin's context of a training step.
-        batch: A few samples; ranks may have different ones.
         parts: The same samples in two parts, and how many each has. Empty: this rank has none.
         kept: Compares what the step stores on modules, too.
-        in_half: Whether the model computes in half precision.
         repeated: Returns a batch of so many copies of a part; None: it cannot be made.
 
     Raises:
         Exception: On every rank, if the step fails so on any.
-
-    Returns:
-        The losses of each rank, in rank order; None for a rank without samples.
     """
     count = sum(size for _, size in parts)
     whole, *pieces = [(batch, count), *parts] if parts else [None] * 3
@@ -175,11 +159,7 @@ def compared_manually(
     kept: StoredValues,
     in_half: bool = False,
 ) -> Sequence[Sequence[LossOfParts]]:
-    """Return every rank's loss of a batch and of its two parts, of each backward; collective.
-
-    The arguments and errors are those of :func:`compared`. Each rank has samples; one that cannot
-    cut them has them whole as its only part. Backwards run, call no hooks, and update nothing.
-    """
+    """Return the same of each backward, which calls no hooks and updates nothing; collective."""
     sizes = tuple(size for _, size in parts)
     with same_flags(model.module), _comparing(model, context) as put_back:
 
@@ -285,12 +265,7 @@ def _evened(
 
 
 def warn_if_any_differs(rows: Sequence[LossOfParts | None], in_half: bool) -> None:
-    """Warn of the first rank's loss that is no weighted mean.
-
-    Args:
-        rows: Each rank's losses, None if it has none.
-        in_half: Whether the model computes in half precision.
-    """
+    """Warn of the first rank's loss that is no weighted mean."""
     for found in rows:
         if found is not None and found.differs(in_half):
             warnings.warn(_told(found), stacklevel=2)

@@ -69,13 +69,8 @@ def isolated(
 ) -> Iterator[None]:
     """Undo what a step inside does to state, randomness, logs and gradients.
 
-    Args:
-        trainer: The trainer that is fitting; its results, loggers and optimizers are replaced by
-            throwaway ones inside.
-        module: The user's LightningModule.
-        accelerator: This rank's device.
-        in_training: Whether training has begun. Gradients of before come back, and a step that
-            optimizes manually finds the training's own optimizers, which update nothing.
+    Results, loggers and optimizers are replaced by throwaway ones. Once training has begun,
+    gradients of before come back, and manual steps find its own optimizers, which update nothing.
     """
     with ExitStack() as stack:
         stack.enter_context(preserved_randomness())
@@ -127,15 +122,7 @@ def same_flags(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def preserved_state(module: nn.Module, accelerator: Accelerator) -> Iterator[Callable[[], None]]:
-    """Put back the attributes of all submodules afterwards; see the note in this module.
-
-    ::
-
-        with preserved_state(module, accelerator) as put_back:
-            step(batch)
-            put_back()
-            step(batch)    # finds what the first one has found
-    """
+    """Put back all submodules' attributes afterwards, and by the yielded function (note above)."""
     snapshot = _Snapshot(accelerator)
     snapshot.take(module)
     try:
@@ -306,9 +293,7 @@ def _muted(
 def _stand_in_optimizer(trainer: Trainer, module: Any) -> Iterator[None]:
     """Make ``self.optimizers()`` and ``self.lr_schedulers()`` return stand-ins.
 
-    The user's own are created later, for the planned shards. Steps that log the learning rate must
-    run before that. With manual optimization the step unpacks them, so the stand-ins come from the
-    user's hook: nothing else knows how many there are.
+    The user's own come later, for the planned shards. Manual steps unpack stand-ins from the hook.
     """
     strategy: Any = trainer.strategy
     before = strategy.optimizers, strategy.lr_scheduler_configs
@@ -333,10 +318,7 @@ def _stand_in_optimizer(trainer: Trainer, module: Any) -> Iterator[None]:
 
 @contextmanager
 def _idle(trainer: Trainer, accelerator: Accelerator) -> Iterator[None]:
-    """Let the training's own optimizers and schedules change nothing in a ``with`` block.
-
-    Private API: the functions by which Lightning counts steps of optimizers.
-    """
+    """Let training's own optimizers change nothing (private API: Lightning's step counters)."""
     strategy: Any = trainer.strategy
     kept = _Snapshot(accelerator)
     schedules = [config.scheduler for config in strategy.lr_scheduler_configs]
@@ -366,10 +348,7 @@ def _updating_nothing(optimizers: Sequence[Optimizer]) -> Iterator[None]:
 
 
 def _update_nothing(optimizer: Optimizer) -> list[RemovableHandle]:
-    """Hide all gradients from an optimizer's own ``step()``, which no hook of Lightning sees.
-
-    It would hold state otherwise, and take time: both are measured elsewhere.
-    """
+    """Hide all gradients from an optimizer's ``step()``: it would hold state, and take time."""
     hidden: dict[Tensor, Tensor] = {}
 
     def hide() -> None:
@@ -424,10 +403,7 @@ def expect_samples(trainer: Trainer, count: int) -> None:
 
 
 def moved_to_device(trainer: Trainer, module: Any, batch: Any) -> Any:
-    """Convert and move a batch as the training loop does, the user's hooks included.
-
-    Copied from ``_TrainingEpochLoop.advance``, which has no separate function for this.
-    """
+    """Convert and move a batch as ``_TrainingEpochLoop.advance`` does, hooks included (a copy)."""
     batch = trainer.precision_plugin.convert_input(batch)
     batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
     return trainer.strategy.batch_to_device(batch, dataloader_idx=0)

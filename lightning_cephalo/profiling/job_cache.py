@@ -1,10 +1,8 @@
-"""Caches the measured problem of a job for its next start.
+"""Caches the measured problem of a job for its next start on the same devices.
 
-A second start of the same job on the same devices measures nothing. :func:`describe` lists what
-identifies a job: the model and the source files of its classes, the form of a sample, batch size,
-precision, options, versions. Hosts are not part of it, and free memory is read anew at each start.
-Problems of emulated devices are never cached: their speed differs from start to start. Nor are
-those of classes without a source file, such as ones typed at a prompt.
+:func:`describe` lists what identifies a job. Hosts are no part of it, and free memory is read anew.
+Problems of emulated devices are never cached, as their speed differs from start to start, nor those
+of classes without a source file.
 """
 
 from __future__ import annotations
@@ -49,13 +47,7 @@ _TORCH = str(Path(torch.__file__).parent)
 
 @dataclass(frozen=True)
 class CachedProblem:
-    """The result of a cache lookup, equal on every rank.
-
-    Attributes:
-        path: Where the problem of this job is or will be cached; None: it must not be cached.
-        problem: The cached problem with present capacities; None: it must be measured.
-        said: A line for the user, or None.
-    """
+    """A lookup, equal on every rank; without ``path`` never cache, without ``problem`` measure."""
 
     path: Path | None
     problem: Problem | None = None
@@ -69,14 +61,7 @@ def look_up(
     *,
     remeasure: bool,
 ) -> CachedProblem:
-    """Look up the problem that an earlier start of this job has measured; collective.
-
-    Args:
-        control: Messages between ranks.
-        device: This rank's device.
-        describe_job: Returns what identifies the job, on every rank.
-        remeasure: Whether to ignore a cached problem.
-    """
+    """Look up the problem that an earlier start of this job has measured; collective."""
     rows = control.gather(
         (
             _digest(describe_job) if device.speed_lasts else None,
@@ -149,15 +134,7 @@ def describe(
     global_batch_size: int,
     options: Mapping[str, Any],
 ) -> Any:
-    """Return all that measured times depend on, except for the devices, as plain values.
-
-    Args:
-        model: The sharded model.
-        trainer: The trainer that is fitting.
-        read_sample: Reads a small batch as the loaders yield it.
-        global_batch_size: Samples of a step over all ranks.
-        options: The user's options that measured times depend on, by name.
-    """
+    """Return all that measured times depend on, except for the devices, as plain values."""
     module = model.module
     with preserved_randomness():
         batch = read_sample()
@@ -198,11 +175,7 @@ def describe(
 
 
 def _described(inner: nn.Module, is_root: bool) -> list[Any]:
-    """Return the class and the numbers of a module: widths, heads, strides, dropout rates.
-
-    The root's numbers are left out: it is the user's LightningModule, whose numbers are learning
-    rates and counters. Its shapes cover the rest.
-    """
+    """Return a module's class and numbers, but not the root's: learning rates and counters."""
     config = getattr(inner, "config", None)
     numbers = {} if is_root else {
         name: value for name, value in vars(inner).items()

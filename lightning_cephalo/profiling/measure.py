@@ -63,14 +63,11 @@ class ProfileOptions:
     """The settings of profiling.
 
     Attributes:
-        budget_s: Seconds that profiling may take, approximately. A size that would take longer
-            than the time left is not tried; the smallest one always is.
+        budget_s: Seconds that profiling may take, approximately; the smallest size always runs.
         minimum_microbatch_size: Smaller ones are not tried (batch normalisation).
         ready_samples: Samples of the first ready batch, on the rank with the fewest: microbatches
             are cut from it. None: loaders give single samples.
         single_microbatch: Whether every rank runs one in every step, which may communicate.
-        choose_recompute: Whether to measure without recomputation too, so that the plan can choose.
-        verbose: Whether rank 0 prints progress.
     """
 
     budget_s: float
@@ -97,25 +94,15 @@ def measure(
 ) -> Problem:
     """Run the user's step on growing microbatches of real samples; collective.
 
-    Leaves the model, the random generators, the loggers and the loader as they were; see
-    :mod:`~lightning_cephalo.profiling.isolation`.
+    Returns the same problem on every rank, and leaves model, generators, loggers and loader as they
+    were; see :mod:`~lightning_cephalo.profiling.isolation`.
 
     Args:
-        model: The sharded model; shares of any size.
-        trainer: The trainer that is fitting.
-        device: This rank's device.
         loader: The user's DataLoader, or all of them as
             :class:`~lightning_cephalo.preparation.prepare.Loaders`.
-        step: The user's training step on one batch.
-        context: The precision plugin's context of a training step.
         pause: Called between measurements, on all ranks; it may communicate, and raise everywhere.
-        global_batch_size: Samples of a step over all ranks.
-        options: Budget and limits.
         manual: Runs steps that call their backwards themselves; None: the executor runs both.
         layouts: How the batches of each loader are cut, if they are ready.
-
-    Returns:
-        The same problem on every rank.
 
     Raises:
         ProfilingError: On every rank, if any rank fails, dies, gets a loss that is not finite, or
@@ -278,11 +265,7 @@ def _in_this_world(
 
 
 def balanced_step_s(problem: Problem) -> float:
-    """Return the seconds of a step in which every rank computes from its beginning to its end.
-
-    Ranks compute at the speed of their largest measured microbatches. The only other times are that
-    which no plan changes, and the least that updates take.
-    """
+    """Return the seconds of a step in which every rank computes from its beginning to its end."""
     problem = with_updates(problem, least_update_s(problem))
     samples_per_s = sum(
         rank.largest_microbatch_size
@@ -328,12 +311,10 @@ def _profile(
 
 
 def merge_equal_ranks(profiles: Sequence[RankProfile]) -> list[RankProfile]:
-    """Give ranks that differ only by noise the same profile.
+    """Give ranks that differ only by noise the same profile, or equal devices get unequal plans.
 
-    Otherwise equal devices would get unequal plans. Ranks are equal if they have the same name,
-    capacities within 10%, and times within 10% of the median at every size that all of them have
-    measured. They get the medians, the largest memory figures, and the smallest capacity and rate
-    of updates. Each keeps what copies and updates on its host take: hosts may differ.
+    They are equal with the same name, and capacities and times within 10%. They get median times,
+    the largest memory figures, and the smallest capacity, but keep what their hosts take.
     """
     found = list(profiles)
     for name in {profile.name for profile in profiles}:
@@ -396,11 +377,7 @@ def _kept_curves(
 
 
 class _Batches:
-    """Batches of the loader's first samples on the device; caches the last one.
-
-    Steps may change what they get: pop labels, or scale a tensor in place. So each gets containers
-    of its own, and tensors of its own once one has changed them.
-    """
+    """Batches of the first samples on the device, never shared: steps may change what they get."""
 
     def __init__(
         self, loader: Any, layouts: Sequence[BatchLayout], move: Callable[[Any], Any]
@@ -434,14 +411,7 @@ def _versions_of(batch: Any) -> list[int]:
 
 
 def read_batch(loader: Any, size: int, layouts: Sequence[BatchLayout] = ()) -> Any:
-    """Return a batch of the first samples, as the loaders collate it.
-
-    Args:
-        loader: A DataLoader or :class:`~lightning_cephalo.preparation.prepare.Loaders`.
-        size: Samples of the first loader, which define the batch size; the other loaders'
-            samples come in proportion.
-        layouts: How ready batches of each loader are cut; empty: their rows are guessed.
-    """
+    """Return a batch of the first samples as loaders collate it; ``size``: of the first loader."""
     spec = getattr(loader, "spec", None)
     if spec is None:
         return sample_batches(loader, (size,), layouts[0] if layouts else None)[0]

@@ -3,18 +3,10 @@
 The formula (plan/cost.py): state share + ``gathered_bytes`` + ``compute_bytes[m]`` of the largest
 microbatch + ``boundary_bytes`` x units x samples + ``microbatch_bytes`` x microbatches.
 
-Two quantities are measured. The first is the peak P of a step with one microbatch of m samples.
-The second is the memory between the forward and the backward: with one microbatch and with several,
-with few samples and with many. Its growth per sample and per microbatch gives the last two terms,
-because nothing else grows with these numbers. ``compute_bytes[m]`` is the rest of P, so the formula
-returns P for one microbatch.
-
-Both are measured twice: up to the step's first reduce, and from there on. The formula is the larger
-of two sums, because only from the first reduce on a rank holds gradients that are reduced, and what
-a reduce receives into.
-
-The growth of P itself would be wrong: with few microbatches, P may lie at a moment when part of the
-retained bytes has been released.
+The memory between forward and backward gives the last two terms, by its growth per sample and per
+microbatch; ``compute_bytes[m]`` is the rest of the peak. (The peak's own growth would be wrong: it
+may lie where part of the retained bytes is released.) Both are measured up to the step's first
+reduce and from there on, as only then a rank holds reduced gradients and what reduces receive into.
 """
 
 from __future__ import annotations
@@ -43,9 +35,8 @@ from lightning_cephalo.plan.program import LAST_LAYERS, ROOT, Instruction, Opera
 from lightning_cephalo.sharding.flat_group import FlatGroup
 from lightning_cephalo.sharding.unit import Unit
 
-# The parameter, its gradient and Adam's two moments. The optimizer is created for the planned
-# shards, so it is not known yet: ``preparation/held_state.py`` corrects
-# the plan then.
+# The parameter, its gradient and Adam's two moments. The user's optimizer is created later:
+# ``preparation/held_state.py`` corrects the plan then.
 _STATE_COPIES = 4
 _EARLY_COPIES = 3  # early updates use gradients in the memory of full ones
 # Temporary tensors of an update, of the size of what it updates: torch's loops over parameters make
@@ -61,14 +52,8 @@ _COUNTER_BYTES = 64
 def state_bytes(model: ShardedModel, *, early: bool = False) -> int:
     """Return the bytes of the whole model's training state, which the plan's fractions divide.
 
-    A trained fp32 or mixed-precision parameter takes 16: itself, its gradient and the two moments
-    of Adam. A frozen one counts once. The buffers into which a rank receives gradients grow with
-    its share too, so they are counted in.
-
-    Args:
-        model: The sharded model.
-        early: Whether units are updated inside the backward. Then a parameter takes 12, and
-            :func:`reducing_state_bytes` comes in addition.
+    A trained parameter takes 16: itself, its gradient and Adam's two moments; 12 with early
+    updates, to which :func:`reducing_state_bytes` come. A frozen one counts once.
     """
     copies = _EARLY_COPIES if early else _STATE_COPIES
     held = sum(
@@ -82,20 +67,12 @@ def state_bytes(model: ShardedModel, *, early: bool = False) -> int:
 
 
 def reducing_state_bytes(model: ShardedModel) -> int:
-    """Return the bytes that the same fractions divide from the first reduce on, in addition.
-
-    With early updates these are the buffers into which a rank receives gradients. Those of units
-    that the host updates come in addition; see ``plan/moving.py``.
-    """
+    """Return the further bytes that fractions divide from the first reduce on."""
     return _receive_bytes(model) - _of_last_layers(model)[1]
 
 
 def updating_state_bytes(model: ShardedModel) -> int:
-    """Return the same while a unit is updated inside the backward, with what an update makes.
-
-    The last unit is updated while the root unit is reduced, and the root unit behind it, when
-    nothing is received any more.
-    """
+    """Return the same while a unit is updated inside the backward, with what an update makes."""
     root, *others = model.units
     summands = model.routing.summands
     last, received = _of_last_layers(model)
@@ -106,19 +83,12 @@ def updating_state_bytes(model: ShardedModel) -> int:
 
 
 def unresharded_peak_bytes(model: ShardedModel) -> int:
-    """Return what the peak of the forward may lack where units stay gathered.
-
-    Steps are measured with resharding. At their loss one buffer of a unit may be free, which then
-    counts as room for what the loss needs.
-    """
+    """Return what the forward's peak may lack where units stay gathered: a free unit buffer."""
     return max((unit.full_bytes for unit in model.units[1:]), default=0)
 
 
 def _of_root(model: ShardedModel) -> int:
-    """Return the bytes of the root unit's gradient, which is reduced last.
-
-    Last layers that are apart are left out.
-    """
+    """Return the bytes of the root unit's gradient, without last layers that are apart."""
     return model.units[ROOT].gradient_bytes - _of_last_layers(model)[0]
 
 
@@ -146,11 +116,7 @@ def _received(summands: int, part: Unit | FlatGroup) -> int:
 
 
 def resting_bytes(model: ShardedModel) -> int:
-    """Return the bytes that this rank holds between steps in addition to its share of the state.
-
-    These are the model's buffers, the copies that microbatches write to, and what optimizers hold
-    per parameter whatever the rank's share (a step counter). A share is rounded to whole rows.
-    """
+    """Return what this rank holds between steps beyond its share: buffers, copies, counters."""
     held = {
         buffer.untyped_storage().data_ptr(): buffer.untyped_storage().nbytes()
         for buffer in model.module.buffers()
@@ -188,17 +154,7 @@ def check_capacities(
     *,
     reshard_after_forward: bool = True,
 ) -> None:
-    """Raise if any rank cannot hold even the minimum that every rank must; collective.
-
-    Args:
-        model: The sharded model.
-        capacity_bytes: The bytes that this rank may hold.
-        keeps_gradients: Whether a step holds the gradients of all of a rank's rows at once.
-        reshard_after_forward: Whether units are resharded after the forward.
-
-    Raises:
-        TooLittleMemoryError: On every rank.
-    """
+    """Raise TooLittleMemoryError on all ranks if any cannot hold its minimum; collective."""
     gathered, ways_out = model.gathered_bytes, "smaller units (unit_types=, unit_names=)"
     if not reshard_after_forward:
         gathered += model.unresharded_bytes
@@ -262,12 +218,7 @@ def predicted(problem: Problem, plan: Plan, model: ShardedModel) -> tuple[RankMe
 
 
 class StepMeter(Observer):
-    """Measures what a profiling step holds in addition to the state.
-
-    Gathered buffers are included. Bytes are read from the device's allocator where it has one. The
-    figures of an emulated device are not used: they include the bytes that :class:`_StepTracker`
-    leaves out.
-    """
+    """Measures what a step holds beyond the state, not by an emulated device's own figures."""
 
     def __init__(self, model: ShardedModel) -> None:
         self._model = model
@@ -336,17 +287,10 @@ class _StepTracker(MemoryTracker):
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of a step in addition to the state.
-
-    Attributes:
-        peak_bytes: At the peak up to the first reduce.
-        kept_bytes: Between the forward and the backward.
-        reducing_peak_bytes: At the peak from the first reduce on.
-        reducing_kept_bytes: Before the first reduce.
-    """
+    """Bytes of a step beyond the state, up to the first reduce and (``reducing_``) from it on."""
 
     peak_bytes: float = 0.0
-    kept_bytes: float = 0.0
+    kept_bytes: float = 0.0  # between the forward and the backward
     reducing_peak_bytes: float = 0.0
     reducing_kept_bytes: float = 0.0
 
@@ -379,10 +323,7 @@ class RetainedBytes:
 def compute_curve(
     sizes: Sequence[int], peaks: Sequence[float], largest: int, gathered: float, kept: RetainedBytes
 ) -> list[float]:
-    """Return ``compute_bytes`` of microbatches of 1 to ``largest`` samples.
-
-    Peaks are interpolated, and never fall: a larger batch holds no less.
-    """
+    """Return ``compute_bytes`` of 1 to ``largest`` samples; a larger batch holds no less."""
     if not largest:
         return []
     every = np.arange(1, largest + 1)

@@ -59,14 +59,9 @@ def measure_network(
 ) -> NetworkTimes:
     """Time the collectives of a step on the groups that the step uses; collective.
 
-    They run as in a step: the next unit is gathered while a rank waits for this one, and a reduce
-    runs beside a gather. Alone they take another time: over gloo, a slice waits for its receiver,
-    whose answer may queue behind another slice (docs/design/collectives.md, "As steps run them").
-
-    Measures with the present shares. Where every rank has the memory, it also measures with shares
-    of the other kind, even or uneven, and even ones padded where that can help. It leaves no
-    gradients and nothing gathered behind, and restores the shares. It leaves slices on the faster
-    way: straight, or by node.
+    They run as in a step: alone they take another time (docs/design/collectives.md, "As steps run
+    them"). Where every rank has the memory, it also measures with shares of the other kind, even
+    or uneven. It restores the shares, and leaves slices on the faster way: straight, or by node.
     """
     model.executor.reshard()
     _choose_way(model, clock, capacity_bytes)
@@ -204,8 +199,7 @@ def _in_turn(
 ) -> MeanTimes:
     """Return the mean times of units that pass as in a step without any compute.
 
-    A backward of n units has a gather, n - 2 times a reduce and a gather beside each other, and two
-    reduces beside nothing. The last one is timed apart. Its unit counts for all by its bytes.
+    The last reduce is beside nothing, and timed apart: its unit counts for all by its bytes.
     """
     mean_bytes = statistics.fmean(unit.gradient_bytes for unit in trained)
     passes = []

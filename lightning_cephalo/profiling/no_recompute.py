@@ -1,9 +1,7 @@
 """Measures steps that retain the activations inside units instead of recomputing them.
 
-Runs only if the plan chooses recomputation rank by rank. The steps are the same but retain their
-graphs, at the smallest and the largest microbatch that ran with recomputation. Forward and root
-are assumed to be unchanged. The backward is shorter by about one forward, and memory grows with
-the inside of units.
+Runs only if the plan chooses recomputation rank by rank, at the smallest and the largest microbatch
+that ran with it. Forward and root are assumed to be unchanged.
 """
 
 from __future__ import annotations
@@ -70,10 +68,7 @@ def with_no_recompute(
     units: int,
     gathered_bytes: float,
 ) -> RankProfile:
-    """Add the curves without recomputation to a profile, so that the plan can choose.
-
-    Returns the profile unchanged if this rank ran no size without recomputation.
-    """
+    """Add the curves without recomputation to a profile, if this rank ran any such size."""
     measured, largest = no_recompute.measured, profile.largest_microbatch_size
     sizes = sorted(set(measured.times) & set(measured.held))
     if not sizes:
@@ -103,10 +98,7 @@ def with_no_recompute(
 
 
 def peaks_by_size(sizes: Sequence[int], peaks: Sequence[float], largest: int) -> list[float]:
-    """Return the peaks of all sizes, interpolated and extrapolated from the measured ones.
-
-    A size that did not run with retained activations thus gets the memory that it would need.
-    """
+    """Return the peaks of all sizes, interpolated and extrapolated from the measured ones."""
     slope = peaks[0] / sizes[0]
     if len(sizes) > 1:
         slope = (peaks[-1] - peaks[0]) / (sizes[-1] - sizes[0])

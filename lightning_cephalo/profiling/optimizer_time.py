@@ -1,10 +1,8 @@
 """Times the optimizer part of a step: clipping and updating, as training does both.
 
-The user's optimizer is created later, for the planned shards. AdamW is timed in its default form,
-since most users will use it. Small tensors cost by their number and large ones by their elements,
-so both are timed, on all ranks at the same time. First, as many tensors as the rank has, each cut
-to a size that is quick to update. Second, one large tensor, whose extra time gives the rate of the
-rank's device. What its rate does not explain of the first time is overhead.
+AdamW in its default form stands for the user's optimizer, which is created later. Small tensors
+cost by their number and large ones by their elements, so both are timed: first as many small
+tensors as the rank has, then one large one, whose extra time gives the device's rate.
 """
 
 from __future__ import annotations
@@ -36,12 +34,7 @@ _ROWS_NUMEL, _LARGE_NUMEL, _LAUNCHED_LARGE_NUMEL = 2**18, 2**20, 2**22
 
 @dataclass(frozen=True)
 class OptimizerTime:
-    """What the optimizer part of a step takes.
-
-    ::
-
-        found.overhead_s + numel / found.parameters_per_s[rank]    # a step of one rank's rows
-    """
+    """A step of n rows takes ``overhead_s + n / parameters_per_s[rank]``."""
 
     overhead_s: float
     parameters_per_s: tuple[float, ...]
@@ -67,10 +60,7 @@ def optimizer_time(
     clock: Callable[[], float],
     clip: Callable[[Sequence[Tensor]], object] | None,
 ) -> OptimizerTime:
-    """Return the times of clipping and of AdamW, whose rows are any; collective.
-
-    Leaves no gradients behind.
-    """
+    """Return the times of clipping and of AdamW; leaves no gradients behind; collective."""
     model.executor.reshard()
     flats = [flat for unit in model.units for flat in unit.flats if flat.trainable]
     clip_s = 0.0 if clip is None else _clip_time(model, flats, clock, clip)

@@ -11,11 +11,7 @@ from lightning_cephalo.common.texts import printable
 
 
 class Progress:
-    """A live status line where the terminal can show one.
-
-    Args:
-        show: Whether this process prints anything at all.
-    """
+    """A live status line where the terminal can show one, if this process prints at all."""
 
     def __init__(self, show: bool) -> None:
         self._console = Console(markup=False) if show else None

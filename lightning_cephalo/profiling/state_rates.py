@@ -1,12 +1,8 @@
 """Measures what optimizer state in host memory would cost: copies and updates.
 
-Ranks of one host share its memory and processors. So all ranks copy at the same time, in both
-directions, and then all let their host update. At last all do both at once: what then takes longer
-than each alone waits for the host's memory. AdamW stands for the user's optimizer, which is made
-later.
-
-How long this takes is not bounded: every figure is the best of a few repetitions, each as long as
-its copies and updates take.
+Ranks of one host share its memory and processors. So all copy at the same time, then all let their
+host update, then both: what takes longer than each alone waits for the host's memory. AdamW stands
+for the user's optimizer. Every figure is the best of a few repetitions, of unbounded time.
 """
 
 from __future__ import annotations
@@ -94,10 +90,7 @@ def planned_state_bytes(model: ShardedModel) -> float:
 
 
 def _element_bytes(model: ShardedModel) -> float:
-    """Return the bytes of a trained parameter: of several dtypes the mean.
-
-    A larger one would count more state than there is.
-    """
+    """Return the bytes of a trained parameter: of several dtypes the mean."""
     flats = [flat for flat in model.flats if flat.trainable]
     count = sum(flat.numel for flat in flats)
     held = sum(flat.numel * flat.master_dtype.itemsize for flat in flats)
@@ -119,11 +112,6 @@ def measure_state_rates(
     model: ShardedModel, capacity_bytes: float, *, with_host_updates: bool
 ) -> list[StateRates]:
     """Return the rates of every rank; collective.
-
-    Args:
-        model: The sharded model.
-        capacity_bytes: Bytes that this rank may hold on its device.
-        with_host_updates: Whether the host may update.
 
     Raises:
         HostMemoryError: If this rank's host does not give the memory for copies.
@@ -150,10 +138,7 @@ def measure_state_rates(
 
 
 def with_state_rates(problem: Problem, rates: Sequence[StateRates]) -> Problem:
-    """Return a problem with these rates; ranks that are alike get the slowest of theirs.
-
-    They are if their devices are, and their hosts differ by noise: one may have a slow host.
-    """
+    """Return a problem with these rates; ranks that are alike get the slowest of theirs."""
     found = list(problem.ranks)
     left = sorted(range(len(found)), key=lambda rank: rates[rank].seconds, reverse=True)
     while left:
@@ -268,10 +253,7 @@ class _HostUpdates:
 def _memory_rate(
     copies: _Copies, updates: _HostUpdates, copied_bytes_per_s: float, updated_per_s: float
 ) -> float:
-    """Return the bytes of host memory per second; infinite: copies and updates do not wait for it.
-
-    As many copies as the host's update takes alone run beside it, on all ranks together.
-    """
+    """Return the host memory's bytes per second; infinite: nothing waits for it."""
     accelerator, control = copies.model.accelerator, copies.model.control
     update_s = _HOST_ELEMENTS / updated_per_s
     copy_s = copies.nbytes / copied_bytes_per_s

@@ -1,9 +1,7 @@
 """Finds what a step keeps on modules that depends on how its batch is cut.
 
-Microbatches are parts of a batch. A number that ``training_step`` stores on a module becomes the
-mean over them (``execution/module_numbers.py``), which is that of one device only for means over
-samples. A generator that a module holds, and an iterator, advances in each of them. The comparison
-of losses runs the step on a batch and on its parts, and shows all of these.
+A number becomes the mean over microbatches (``execution/module_numbers.py``), which is right only
+for means over samples. Generators and iterators advance in each. Comparing losses shows all.
 """
 
 from __future__ import annotations
@@ -54,15 +52,8 @@ class StoredValues:
             stored.end(size)
         stored.gather(control)         # stored.rows is what all ranks have found
 
-    Args:
-        module: The model.
-        places: The attributes of those of its modules that may store something.
-
-    Attributes:
-        rows: What each rank has found.
-        takes_gradients: Whether the step computes gradients of parameters itself.
-        compares_numbers: Whether parts of all ranks have the same share of their batches. Numbers
-            are means over the samples of all ranks, which else shows nothing.
+    ``places`` are attributes that may store something. Numbers are compared only if parts of all
+    ranks have the same share of their batches, as they are means over all samples.
     """
 
     def __init__(self, module: nn.Module, places: Sequence[dict[str, Any]]) -> None:

@@ -1,11 +1,8 @@
 """Times microbatches of growing sizes, on all ranks at the same time.
 
-All ranks take part in every step because of the gathers, but each computes a size of its own. So
-fast ranks measure large microbatches while slow ranks measure small ones. Ranks whose next sizes
-take about as long run them together; the others wait. Sizes double, up to somewhat more than a
-rank's balanced share of the batch. Where ranks are alike, all sizes together take about 2.5
-balanced steps. Each size runs twice, small ones three times, and the shortest time counts. That
-adds about three steps.
+All ranks take part in every step because of the gathers, but each computes a size of its own. Those
+whose next sizes take about as long run together; the others wait. Sizes double, up to somewhat more
+than a rank's balanced share. Each runs two or three times, and the shortest time counts.
 """
 
 from __future__ import annotations
@@ -140,11 +137,7 @@ def _next_size(
 
 
 def _together(wanted: Sequence[tuple[int, float]], smallest: int, remaining_s: float) -> list[int]:
-    """Return the size that every rank runs now.
-
-    It is 0 for ranks that want none, that lack the time, or that wait while others run shorter
-    steps.
-    """
+    """Return the size that each rank runs now; 0: it wants none, lacks the time, or waits."""
     affordable = [
         size if size == smallest or expected_s <= remaining_s else 0 for size, expected_s in wanted
     ]
@@ -159,10 +152,7 @@ def _together(wanted: Sequence[tuple[int, float]], smallest: int, remaining_s: f
 
 
 def _warm_up(prober: Prober, measured: Measured, smallest: int) -> bool:
-    """Run the first step, which is not counted: it finds the order of units, imports, fills caches.
-
-    Returns whether this rank can run the smallest microbatch.
-    """
+    """Run the first, uncounted step; return whether this rank can run the smallest microbatch."""
     able = True
     for _ in range(prober.control.world_size + 1):
         _, refused = prober.timed(smallest if able else 0)
@@ -183,10 +173,7 @@ def _time_round(
     pace: _Pace,
     sweep: Sweep,
 ) -> None:
-    """Time one size on every rank that has one (0: none), and update the pace.
-
-    It runs two or three times, unless once takes much of the time that is left.
-    """
+    """Time one size on every rank that has one (0: none), two or three times if time allows."""
     rank, beside_s = prober.control.rank, math.inf
     runs = [bool(size) for size in sizes]
     size = sizes[rank]
@@ -254,10 +241,7 @@ def _by_device(rates: Sequence[float], devices: Sequence[str]) -> list[float]:
 
 
 def _in_one_microbatch(largest: Sequence[int], devices: Sequence[str]) -> int:
-    """Return the samples of a step in which every rank runs its largest measured size.
-
-    Equal devices get one profile, which ends at the shortest of theirs.
-    """
+    """Return the samples of a step in which every rank runs its largest measured size."""
     least: dict[str, int] = {}
     for size, device in zip(largest, devices, strict=True):
         least[device] = min(size, least.get(device, size))
@@ -282,9 +266,8 @@ def _nobody(prober: Prober, smallest: int) -> str:
 def measure_memory(prober: Prober, measured: Measured, sweep: Sweep) -> RetainedBytes:
     """Measure the memory of the smallest and the largest size that ran; collective.
 
-    A peak is the maximum over several moments, and the memory at each moment grows linearly with
-    the size. So a line between two sizes is never below the peak. Chunks of logits stop growing
-    when they are full: the sizes around that are measured, too.
+    A peak is the maximum over moments whose memory grows linearly, so a line between sizes is never
+    below it. Chunks of logits stop growing when full: sizes around that are measured, too.
     """
     smallest = sweep.sizes[0]
     idle = smallest if sweep.has_one_microbatch and measured.times else 0
