@@ -722,8 +722,7 @@ class CephaloStrategy(ParallelStrategy):
             return no_loss()
         self._batch_weight = math.fsum(outcome.weights)
         joined = joined_result(outcome.results, outcome.weights, counts)
-        control, device = session.control, session.model.device
-        return outputs_everywhere(joined, trained, outcome.losses, control, device)
+        return outputs_everywhere(joined, trained, outcome.losses, session.logs.ranks)
 
     def _forward(
         self,

@@ -25,10 +25,12 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.backends import backend_of
@@ -36,7 +38,7 @@ from lightning_cephalo.adapters.torchmetrics import metrics_of
 from lightning_cephalo.execution.step import ForwardOutcome
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.ranks.groups import Groups
-from lightning_cephalo.sharding.collectives import all_gather_rows
+from lightning_cephalo.sharding.collectives import all_gather_rows, broadcast
 
 
 class _Samples(int):
@@ -375,6 +377,23 @@ class ValuesOfRanks:
         # a number that the host reads, it must wait for: the values stay on the device
         everyones = all_gather_rows(own[None], [1] * ranks, self._group)
         return self.control.gather(weights), everyones
+
+    def broadcast(self, values: Any, source: int) -> Any:
+        """Return a tree of rank ``source`` with its tensors on this rank's device; collective."""
+        is_source = self.control.rank == source
+        outline = values
+        if is_source:
+            on_meta = partial(torch.empty_like, device="meta")
+            outline = pytree.tree_map_only(Tensor, on_meta, values)
+        leaves, spec = pytree.tree_flatten(self.control.broadcast(outline, source))
+        own = pytree.tree_leaves(values) if is_source else leaves
+        device = self._accelerator.device
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                there = own[index] if is_source else torch.empty_like(leaf, device=device)
+                leaves[index] = there.to(device, non_blocking=True)
+                broadcast(leaves[index], self._group, source)
+        return pytree.tree_unflatten(leaves, spec)
 
 
 class StepLogs:

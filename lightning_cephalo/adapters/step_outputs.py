@@ -10,36 +10,31 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_cephalo.ranks.control import ControlGroup
+from lightning_cephalo.adapters.logging import ValuesOfRanks
 
 
 def outputs_everywhere(
-    result: Any, samples: int, losses: Sequence[int], control: ControlGroup, device: torch.device
+    result: Any, samples: int, losses: Sequence[int], ranks: ValuesOfRanks
 ) -> Any:
     """Return a step's outputs; without a loss those of the first rank that has one.
 
     Of a tensor with one row for each sample it is the first row, as hooks see one sample there. A
-    ``"weight"`` is 0. Collective if a rank has no loss.
+    ``"weight"`` is 0. Collective if a rank has no loss; the host waits for no device.
 
     Args:
         result: The joined result of this rank's microbatches; unused without a loss.
         samples: Samples of this rank's microbatches with a loss.
         losses: Microbatches with a loss of every rank.
-        control: Messages between ranks.
-        device: This rank's device.
+        ranks: Exchanges values between ranks.
     """
     if all(losses):
         return result
-    first = next(rank for rank, count in enumerate(losses) if count)
-    sent = _of_one_sample(result, samples) if control.rank == first else None
-    sent = control.broadcast(sent, first)
-    if losses[control.rank]:
-        return result
-    return pytree.tree_map_only(Tensor, lambda each: each.to(device), sent)
+    own, first = ranks.control.rank, next(rank for rank, count in enumerate(losses) if count)
+    sent = ranks.broadcast(_of_one_sample(result, samples) if own == first else None, first)
+    return result if losses[own] else sent
 
 
 def _of_one_sample(result: Any, samples: int) -> Any:
@@ -47,8 +42,7 @@ def _of_one_sample(result: Any, samples: int) -> Any:
         if not isinstance(value, Tensor):
             return value
         has_rows = value.ndim > 0 and len(value) == samples
-        # a view would be sent with all rows
-        return (value[:1] if has_rows else value).detach().cpu().clone()
+        return (value[:1] if has_rows else value).detach()
 
     sent = pytree.tree_map(cut, result)
     if isinstance(sent, dict) and "weight" in sent:

@@ -38,7 +38,7 @@ class Termination:
         self.end()
         self._trainer = trainer
         # on the instances: the exchange of every step does what these methods are for
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = _do_nothing  # type: ignore[method-assign]
         vars(trainer._signal_connector)["_sigterm_notifier_fn"] = self._receive
         if threading.current_thread() is not threading.main_thread():
             return  # signals cannot be received here, by Lightning neither
@@ -99,3 +99,7 @@ class Termination:
     def ends_with(self, exception: BaseException) -> bool:
         """Return whether all ranks end with this exception, at the same place."""
         return self._is_agreed and isinstance(exception, SIGTERMException)
+
+
+def _do_nothing() -> None:
+    """Stand in for a method; a trainer that is copied takes it along by its name."""

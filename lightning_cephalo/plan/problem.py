@@ -531,17 +531,21 @@ class Problem(FileRecord):
 
     def with_moments(self, moment_bytes: float, planned_bytes: float, parameters: int) -> Problem:
         """Return this problem for an optimizer with other bytes of state per trained parameter."""
-        found = self._with_more_state((moment_bytes - planned_bytes) * parameters)
-        return replace(found, moment_bytes=moment_bytes) if self.unit_parameters else found
+        more_bytes = (moment_bytes - planned_bytes) * parameters
+        return self._with_more_state(
+            more_bytes, moment_bytes if self.unit_parameters else self.moment_bytes
+        )
 
     def with_gradients_that_stay(self, nbytes: float) -> Problem:
         """Return this problem with gradients that ranks hold by their shares at all times."""
-        return self._with_more_state(nbytes)
+        return self._with_more_state(nbytes, self.moment_bytes)
 
-    def _with_more_state(self, nbytes: float) -> Problem:
+    def _with_more_state(self, nbytes: float, moment_bytes: float) -> Problem:
         early = self.early_state_bytes
+        # in one step, as moments are checked to be a part of the state
         return replace(
             self,
+            moment_bytes=moment_bytes,
             state_bytes=max(0.0, self.state_bytes + nbytes),
             early_state_bytes=None if early is None else max(0.0, early + nbytes),
         )

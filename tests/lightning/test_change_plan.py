@@ -59,6 +59,9 @@ class Records(Net):
     def on_train_batch_start(self, batch, batch_idx) -> None:
         super().on_train_batch_start(batch, batch_idx)
         parts = batch if isinstance(batch, MicrobatchList) else [batch]
+        strategy = self.trainer.strategy
+        if isinstance(strategy, CephaloStrategy) and strategy.session.lacks_samples:
+            parts = []  # a repeated sample
         self.samples.append([number for part in parts for number in part[2].tolist()])
 
 
