@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lightning_cephalo.accelerator.torch_versions import leave_checkpoints
 from lightning_cephalo.common.errors import RemoteRankError
 from lightning_cephalo.execution.memory_errors import (
     OutOfMemoryInStepError,
@@ -62,6 +63,7 @@ class Failure:
     def note(self, failure: BaseException) -> None:
         """Store a failure: from now on this rank only communicates."""
         self.error = failure
+        leave_checkpoints(failure)
         self.abandon()
         if is_out_of_memory(failure):
             self.error = self.out_of_memory(failure)

@@ -12,17 +12,13 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
+from lightning_cephalo.accelerator import torch_versions
 from lightning_cephalo.accelerator.backends import backend_named, backend_of
 from lightning_cephalo.accelerator.host import kernel_of_host
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.ranks.meeting import Meeting
 from lightning_cephalo.ranks.switchboard import Switchboard
-
-# [Note: private name of torch] A group's one timeout is for making it and for its collectives. Only
-# this file changes it afterwards; tests/distributed/test_roll_call.py fails when it cannot. torch
-# 2.14 has a public function in place of the private one, which it deprecates.
 
 
 def while_connecting(
@@ -35,8 +31,7 @@ def while_connecting(
 def set_timeout(group: dist.ProcessGroup | None, timeout: datetime.timedelta) -> None:
     """Set how long a group's collectives wait, now that it is made."""
     if backend_of(group).changes_timeout:
-        change = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
-        change(timeout, group)
+        torch_versions.set_timeout(timeout, group)
 
 
 class GroupsOfState(NamedTuple):

@@ -12,13 +12,13 @@ On gloo, padding was measured 3 to 13 times slower than sends: docs/design/colle
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from lightning_cephalo.accelerator.backends import backend_of
+from lightning_cephalo.accelerator.torch_versions import all_gather_single, reduce_scatter_single
 from lightning_cephalo.sharding.padding import Padding
 from lightning_cephalo.sharding.routes import Route, Straight
 from lightning_cephalo.sharding.staging import HostStage
@@ -32,11 +32,6 @@ def _offsets(sizes: Sequence[int]) -> list[int]:
     for size in sizes:
         offsets.append(offsets[-1] + size)
     return offsets
-
-
-def _alias(new: str, old: str) -> Callable[..., Any]:
-    """Return a collective by its torch 2.13 name, else by its 2.11 name, which 2.13 deprecates."""
-    return getattr(dist, new, None) or getattr(dist, old)
 
 
 def gather_slices(
@@ -55,13 +50,14 @@ def gather_slices(
         offsets = _offsets(sizes)
         rank = group.rank()
         own = full[offsets[rank] : offsets[rank + 1]]
-        gather = _alias("all_gather_single", "all_gather_into_tensor")
         if len(set(sizes)) == 1:
-            return Pending([gather(full, own, group=group, async_op=True)], tensors=(full,))
+            return Pending(
+                [all_gather_single(full, own, group=group, async_op=True)], tensors=(full,)
+            )
         slots = None if padding is None else padding.of_gather(full, sizes)
         if slots is not None:
             slots.of(rank)[: sizes[rank]].copy_(own)
-            work = gather(slots.whole, slots.of(rank), group=group, async_op=True)
+            work = all_gather_single(slots.whole, slots.of(rank), group=group, async_op=True)
             return Pending([work], lambda: slots.empty_into(full), (full, slots.whole))
         parts = [full[a:b] for a, b in itertools.pairwise(offsets)]
         return Pending([dist.all_gather(parts, own, group=group, async_op=True)], tensors=(full,))
@@ -104,12 +100,11 @@ def reduce_slices(
         works, total_of = route.reduce(parts, memory, group, output.dtype)
         return Pending(works, (lambda: deliver(total_of())) if own else None, (full,))
     if backend_of(group).runs_on_device:
-        reduce = _alias("reduce_scatter_single", "reduce_scatter_tensor")
         slots = None if padding is None else padding.of_reduce(full, sizes)
         if slots is not None:
             slots.fill(full)
             (sums,) = slots.more
-            work = reduce(sums, slots.whole, op=dist.ReduceOp.SUM, group=group, async_op=True)
+            work = reduce_scatter_single(sums, slots.whole, group=group, async_op=True)
 
             def take() -> None:
                 deliver(sums[:own])
@@ -118,7 +113,7 @@ def reduce_slices(
             return Pending([work], take, (slots.whole, sums))
         total = torch.empty_like(output, dtype=full.dtype)
         if len(set(sizes)) == 1:
-            work = reduce(total, full, op=dist.ReduceOp.SUM, group=group, async_op=True)
+            work = reduce_scatter_single(total, full, group=group, async_op=True)
         else:
             work = dist.reduce_scatter(
                 total,

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from lightning_cephalo.accelerator.torch_versions import computes_by_itself
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.sharding.collectives import all_gather_rows, broadcast
 
@@ -114,6 +115,7 @@ class Copies(Replicate):
         return Copies, ()
 
 
+@computes_by_itself
 class RowsTensor(DTensor):
     """A tensor of which each rank holds some rows, and that computes like the whole one.
 
