@@ -32,6 +32,7 @@ PART = (
     "tests/lightning/test_averaged_weights.py",
     "tests/lightning/test_checkpoints.py",
     "tests/adapters",
+    "tests/preparation/test_held_state.py",
 )
 SHOWN = ("lightning", "torch", "numpy", "transformers")
 

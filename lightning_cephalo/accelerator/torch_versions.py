@@ -56,3 +56,10 @@ def leave_checkpoints(error: BaseException | None) -> None:
             if frame.f_globals.get("__name__") == torch.utils.checkpoint.__name__:
                 frame.clear()
         error = error.__context__
+
+
+def state_of_constructor(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Any:
+    """Return the state that no step makes for a parameter; up to 2.11, Adagrad's."""
+    if not isinstance(optimizer, torch.optim.Adagrad):
+        return {}
+    return {"step": torch.tensor(0.0), "sum": torch.zeros_like(parameter)}

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from lightning_cephalo.accelerator.torch_versions import state_of_constructor
+
 # Steps of a trial: more than the periods of common slow updates (5, 6 and 10).
 _STEPS = 12
 # Parameters of a trial, and of one kind in one group.
@@ -302,6 +304,9 @@ def _clone(optimizer: Optimizer, held: Mapping[tuple[int, int], Tensor]) -> Opti
         own = value if is_torchs else copy.deepcopy(value)
         clone.__dict__[name] = OrderedDict() if name.endswith("_hooks") else own
     clone.state = defaultdict(dict)
+    for tensor in held.values():
+        if made := state_of_constructor(optimizer, tensor):
+            clone.state[tensor] = made
     clone.param_groups = []
     for g, group in enumerate(optimizer.param_groups):
         options = {k: copy.deepcopy(v) for k, v in group.items() if k != "params"}

@@ -16,7 +16,9 @@ KIBI = 256  # float32 elements
 
 def allocator_peak_bytes(work):
     """What torch's CPU allocator itself reports, an instrument independent of ours."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as recorded:
         work()
     current = peak = 0
     events = [
