@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_cephalo.adapters.checkpoint import rows_like
-from lightning_cephalo.adapters.module_copies import full_parameter
 from lightning_cephalo.sharding.collectives import broadcast
+from lightning_cephalo.sharding.placement import full_parameter
 
 _COPY = "_average_model"
 

@@ -12,13 +12,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.execution.sharded_model import ShardedModel
-from lightning_cephalo.sharding.placement import whole_of
+from lightning_cephalo.sharding.placement import full_parameter
 
 _NAME = "__deepcopy__"
 _EVERY_RANK = (
@@ -26,16 +24,6 @@ _EVERY_RANK = (
     " `if trainer.is_global_zero` or @rank_zero_only. To write weights, call"
     " trainer.save_checkpoint() on every rank."
 )
-
-
-def full_parameter(sharded: nn.Parameter) -> nn.Parameter:
-    """Return a full copy of a sharded parameter with its tags; collective."""
-    assert isinstance(sharded, DTensor)
-    with torch.no_grad():
-        # a rank that holds all rows may get them without a copy
-        full = nn.Parameter(whole_of(sharded).clone(), requires_grad=sharded.requires_grad)
-    full.__dict__.update(sharded.__dict__)
-    return full
 
 
 class ModuleCopies:

@@ -30,11 +30,10 @@ from lightning_cephalo.sharding.collectives import all_reduce
 from lightning_cephalo.sharding.placement import (
     Rows,
     agreed,
-    as_dtensor,
+    in_rows,
     local_part,
-    row_spec,
 )
-from lightning_cephalo.sharding.row_operators import cut_gradients
+from lightning_cephalo.sharding.same_values import cut_gradients
 from lightning_cephalo.sharding.spent_gradients import (
     SentGradient,
     is_spent,
@@ -277,8 +276,7 @@ def as_state(name: str, parameter: Tensor, value: Tensor) -> Tensor:
     """Return rows of state as a DTensor; a number for the whole parameter as it is."""
     if not isinstance(parameter, DTensor) or not has_rows(name, parameter, value):
         return value
-    mesh, placement = parameter.device_mesh, parameter.placements[0]
-    return as_dtensor(value, row_spec(mesh, placement, parameter.shape, value.dtype))
+    return in_rows(value, parameter)
 
 
 def clip_by_norm(parameters: Iterable[Tensor], largest: float) -> Tensor:

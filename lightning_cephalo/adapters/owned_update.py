@@ -32,7 +32,7 @@ from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.owners import Owners, on_owner
 from lightning_cephalo.sharding.placement import local_part
-from lightning_cephalo.sharding.row_operators import cut_gradients
+from lightning_cephalo.sharding.same_values import cut_gradients
 
 _PLAIN = (bool, int, float, complex, str, type(None))
 

@@ -22,7 +22,7 @@ from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.flat import Flat
 from lightning_cephalo.sharding.moving import Column
 from lightning_cephalo.sharding.placement import rows_of
-from lightning_cephalo.sharding.row_operators import cut_gradients
+from lightning_cephalo.sharding.same_values import cut_gradients
 from lightning_cephalo.sharding.spent_gradients import is_spent
 
 

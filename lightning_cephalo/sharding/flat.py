@@ -65,7 +65,7 @@ from lightning_cephalo.sharding.placement import (
     set_rows,
 )
 from lightning_cephalo.sharding.routes import Route, Routing
-from lightning_cephalo.sharding.row_operators import cut_gradients
+from lightning_cephalo.sharding.same_values import cut_gradients
 from lightning_cephalo.sharding.spent_gradients import spent
 from lightning_cephalo.sharding.staging import HostStage
 from lightning_cephalo.sharding.transfers import Pending

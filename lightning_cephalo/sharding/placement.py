@@ -2,17 +2,19 @@
 
 Optimizers, gradient clipping, checkpoints and parameter groups see every parameter as a DTensor of
 its original shape and name. ``Shard(0)`` assumes the layout of ``torch.chunk``. :class:`Rows` is a
-``Shard(0)`` that stores the actual rows of each rank. :class:`RowsTensor` is the DTensor: operators
-on it come to ``row_operators.py``, and not to torch's rules, which assume even rows.
+``Shard(0)`` that stores the actual rows of each rank. :class:`RowsTensor` is the DTensor, and
+:class:`RowsView` its views: operators on them come to ``row_operators.py``, and not to torch's
+rules, which assume even rows.
 
-Private API: torch has no public way to describe uneven shards (pytorch#169320), so the methods
-below override ``Shard`` internals. ``tests/distributed/test_placement.py`` fails when they change.
+Private API: torch has no public way to describe uneven shards (pytorch#169320), so a method below
+overrides one of ``Shard``, which ``torch.distributed.checkpoint`` calls.
+``tests/distributed/test_placement.py`` fails when it changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,10 @@ from lightning_cephalo.sharding.collectives import all_gather_rows, broadcast
 WHOLE_MODEL = (
     "To save the model or a part of it, enter `with trainer.strategy.full_parameters():` on every"
     " rank, and take `module.backbone.state_dict()` in it: it holds whole tensors on each rank."
+)
+_EVERY_RANK = (
+    "Each rank holds some rows, so every rank must compute it at the same place: not behind `if"
+    f" trainer.is_global_zero` or @rank_zero_only. {WHOLE_MODEL}"
 )
 
 Meet = Callable[[str, str], None]
@@ -80,22 +86,6 @@ class Rows(Shard):
         first, end = self.rows[int(rank)]
         return end - first, first
 
-    def local_shard_size_and_offset(  # type: ignore[override]
-        self, curr_local_size: int, num_chunks: int, rank: Any
-    ) -> tuple[int, Any]:
-        return self._local_shard_size_and_offset(curr_local_size, num_chunks, rank)
-
-    def _to_replicate_tensor(
-        self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, *args: Any
-    ) -> torch.Tensor:
-        return all_gather_on_mesh(local_tensor, self.sizes, mesh)
-
-    def _replicate_to_shard(
-        self, local_tensor: torch.Tensor, mesh: DeviceMesh, mesh_dim: int, shard_index: Any
-    ) -> torch.Tensor:
-        first, end = self.rows[int(shard_index)]
-        return local_tensor[first:end].clone()
-
 
 class Copies(Replicate):
     """``Replicate`` for a parameter without rows: every rank holds a copy of it.
@@ -115,8 +105,49 @@ class Copies(Replicate):
         return Copies, ()
 
 
+class _ReadsWhole:
+    """What leaves torch as the whole tensor, on every rank."""
+
+    full_tensor: Callable[..., torch.Tensor]
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        # the rules need these classes: importing them above would be circular
+        from lightning_cephalo.sharding.row_operators import compute
+
+        return compute(func, tuple(args), dict(kwargs or {}))
+
+    def numpy(self, **options: Any) -> Any:
+        """Return an array that cannot be written: it would not reach the rows; collective."""
+        array = self.full_tensor().detach().numpy(**options)
+        array.flags.writeable = False
+        return array
+
+    def tolist(self) -> Any:
+        """Return the whole tensor as numbers; collective."""
+        return self.full_tensor().detach().tolist()
+
+    def __array__(self, *args: Any) -> Any:
+        return self.numpy().__array__(*args)
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise UnsupportedError(
+            "from_dlpack() of a sharded tensor: no rank has all of its memory. Pass a copy of its"
+            " values, `parameter.full_tensor().detach()`, or `parameter[0].clone()` for a part, on"
+            " every rank."
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = self.full_tensor().detach().clone()
+        if not isinstance(self, nn.Parameter):
+            return plain.__reduce_ex__(protocol)
+        return nn.Parameter(plain, self.requires_grad).__reduce_ex__(protocol)
+
+
 @computes_by_itself
-class RowsTensor(DTensor):
+class RowsTensor(_ReadsWhole, DTensor):  # type: ignore[misc]
     """A tensor of which each rank holds some rows, and that computes like the whole one.
 
     ::
@@ -129,36 +160,18 @@ class RowsTensor(DTensor):
     ``row_operators.py`` has the rules. A pickle of it holds the whole tensor, as a plain one.
     """
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        # the rules need this class: importing them above would be circular
-        from lightning_cephalo.sharding.row_operators import compute
-
-        return compute(func, tuple(args), dict(kwargs or {}))
-
     def full_tensor(self, **options: Any) -> torch.Tensor:
         """Return the whole tensor, on every rank; collective."""
-        from lightning_cephalo.sharding.row_operators import meet_for
-
         if rows_of(self) is not None:
             meet_for("full_tensor()", [self])
-        return super().full_tensor(**options)
+        return cast(torch.Tensor, _Whole.apply(self))
 
-    def numpy(self, **options: Any) -> Any:
-        """Return the whole tensor as an array that cannot be written; collective."""
-        return read_only(self.full_tensor().detach().numpy(**options))
-
-    def tolist(self) -> Any:
-        """Return the whole tensor as numbers; collective."""
-        return self.full_tensor().detach().tolist()
-
-    def __array__(self, *args: Any) -> Any:
-        return self.numpy().__array__(*args)
-
-    def __dlpack__(self, **options: Any) -> Any:
-        refuse_dlpack(self)
+    def redistribute(self, *args: Any, **options: Any) -> Any:
+        """Refuse: torch would leave the rows where they are."""
+        raise UnsupportedError(
+            f"redistribute() of a sharded tensor of shape {tuple(self.shape)}, whose rows follow"
+            f" the plan. Call `parameter.full_tensor()` on every rank. {WHOLE_MODEL}"
+        )
 
     def untyped_storage(self) -> Any:
         """Refuse: libraries that write files, such as safetensors, read memory through it."""
@@ -180,26 +193,58 @@ class RowsTensor(DTensor):
             memo[id(self)] = rows
         return memo[id(self)]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        plain = self.full_tensor().detach()
-        if not isinstance(self, nn.Parameter):
-            return plain.__reduce_ex__(protocol)
-        return nn.Parameter(plain, self.requires_grad).__reduce_ex__(protocol)
+
+class RowsView(_ReadsWhole, torch.Tensor):  # type: ignore[misc]
+    """A view of a sharded tensor (``p[0]``, ``p.T``): whole values, which cannot be written.
+
+    It is valid until the tensor is written.
+    """
+
+    base: DTensor
+    _shown: torch.Tensor
+    _version_of_base: int
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, of: DTensor | RowsView, values: torch.Tensor) -> RowsView:
+        base = of.base if isinstance(of, RowsView) else of
+        # torch insists: a view of a tensor from outside of inference mode is one from outside
+        with torch.inference_mode(base.is_inference()):
+            view = torch.Tensor._make_wrapper_subclass(
+                cls, values.shape, strides=values.stride(), dtype=values.dtype, device=values.device
+            )
+        view.base, view._shown = base, values
+        view._version_of_base = (
+            of._version_of_base if isinstance(of, RowsView) else _version_of(base)
+        )
+        return view
+
+    def full_tensor(self) -> torch.Tensor:
+        """Return the values, as a plain tensor."""
+        if _version_of(self.base) != self._version_of_base:
+            raise UnsupportedError(
+                f"A view of a sharded tensor, of shape {tuple(self.shape)}, is used after a write"
+                " to the tensor, which it does not show. Take the view again after the write, for"
+                " example `parameter.view(-1)`."
+            )
+        return self._shown
 
 
-def read_only(array: Any) -> Any:
-    """Return a numpy array that refuses writes: they would not reach the rows of a tensor."""
-    array.flags.writeable = False
-    return array
+class _Whole(torch.autograd.Function):
+    """The whole values; their gradient is whole, too."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return whole_of(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
 
 
-def refuse_dlpack(tensor: torch.Tensor) -> NoReturn:
-    """Raise where a library asks for the memory of a sharded tensor."""
-    raise UnsupportedError(
-        f"from_dlpack() of a sharded tensor of shape {tuple(tensor.shape)}: no rank has all of its"
-        " memory. Pass a copy of its values, `parameter.full_tensor().detach()`, or"
-        " `parameter[0].clone()` for a part, on every rank."
-    )
+def _version_of(base: DTensor) -> int:
+    local = local_part(base)
+    return 0 if local.is_inference() else local._version
 
 
 def row_spec(
@@ -220,10 +265,23 @@ def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     return RowsTensor(local, spec, requires_grad=False)
 
 
-def whole_of(tensor: DTensor) -> torch.Tensor:
-    """Return the whole tensor of one in rows, or the copy that this rank holds; collective."""
+def in_rows(own: torch.Tensor, like: DTensor) -> DTensor:
+    """Return this rank's rows, of any dtype, as a tensor that is sharded like another one."""
+    spec, shape = like._spec, like.shape[:1] + own.shape[1:]
+    if shape != like.shape or own.dtype != like.dtype:
+        spec = row_spec(like.device_mesh, like.placements[0], shape, own.dtype)
+    return as_dtensor(own, spec)
+
+
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return all values as a plain tensor, not copied if this rank holds them all; collective."""
+    if isinstance(tensor, RowsView):
+        return tensor.full_tensor()
     local, rows = local_part(tensor).detach(), rows_of(tensor)
-    return local if rows is None else all_gather_on_mesh(local, rows.sizes, tensor.device_mesh)
+    if rows is None:
+        return local if isinstance(tensor, DTensor) else tensor
+    assert isinstance(tensor, DTensor)
+    return all_gather_on_mesh(local, rows.sizes, tensor.device_mesh)
 
 
 def all_gather_on_mesh(local: torch.Tensor, sizes: Sequence[int], mesh: DeviceMesh) -> torch.Tensor:
@@ -246,6 +304,13 @@ def meet_of(tensor: torch.Tensor) -> Meet | None:
     """Return what waits for all ranks before they communicate about a tensor; None: nothing."""
     placement = tensor.placements[0] if isinstance(tensor, DTensor) else None
     return placement.meet if isinstance(placement, Rows | Copies) else None
+
+
+def meet_for(doing: str, tensors: Iterable[torch.Tensor]) -> None:
+    """Wait until all ranks have come to communicate about sharded tensors, if there are any."""
+    meet = next((found for one in tensors if (found := meet_of(one)) is not None), None)
+    if meet is not None:
+        meet(f"computing {doing} of a sharded tensor", _EVERY_RANK)
 
 
 def own_part(whole: torch.Tensor, like: DTensor, rank: int | None = None) -> torch.Tensor:
@@ -290,6 +355,15 @@ def set_rows(
     assert isinstance(tensor, DTensor)
     mesh = tensor.device_mesh if mesh is None else mesh
     tensor._spec = row_spec(mesh, placement, tensor.shape, tensor.dtype)
+
+
+def full_parameter(sharded: nn.Parameter) -> nn.Parameter:
+    """Return a full copy of a sharded parameter with its tags; collective."""
+    with torch.no_grad():
+        # a rank that holds all rows may get them without a copy
+        full = nn.Parameter(whole_of(sharded).clone(), requires_grad=sharded.requires_grad)
+    full.__dict__.update(sharded.__dict__)
+    return full
 
 
 def default_mesh(device_type: str, group: dist.ProcessGroup | None = None) -> DeviceMesh:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,13 @@ from torch.distributed.tensor import DTensor
 
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.sharding.collectives import all_gather_rows
-from lightning_cephalo.sharding.placement import all_gather_on_mesh, local_part
+from lightning_cephalo.sharding.placement import (
+    in_rows,
+    local_part,
+    meet_for,
+    own_part,
+    whole_of,
+)
 
 # ranks of different devices round differently: how far sums may be apart, in units of rounding
 _SAME_ULPS = 64.0
@@ -53,10 +60,31 @@ def refuse_different(values: Sequence[Tensor], like: DTensor, name: str) -> None
             )
 
 
-def of_all_ranks(own: Tensor, like: DTensor) -> Tensor:
-    """Return the 1-d tensors of equal sizes of a tensor's ranks, one by one; collective."""
-    mesh = like.device_mesh
-    return all_gather_on_mesh(own, [len(own)] * mesh.size(), mesh)
+def cut_gradients(parameters: Iterable[Tensor]) -> None:
+    """Cut the whole gradients that a user's own backward has left; collective if there are any.
+
+    ::
+
+        parameter.square().sum().backward()    # in a hook: a plain gradient of all rows
+        cut_gradients([parameter])             # this rank's rows
+
+    Raises:
+        UnsupportedError: On every rank, if a gradient differs between ranks.
+    """
+    left = [
+        parameter
+        for parameter in parameters
+        if isinstance(parameter, DTensor)
+        and parameter.grad is not None
+        and not isinstance(parameter.grad, DTensor)
+    ]
+    if not left:
+        return
+    meet_for("the gradient", left)
+    whole = [whole_of(cast(Tensor, parameter.grad)) for parameter in left]
+    refuse_different(whole, left[0], "backward")
+    for parameter, gradient in zip(left, whole, strict=True):
+        parameter.grad = in_rows(own_part(gradient, parameter).clone(), parameter)
 
 
 def _sums(value: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.sharding.collectives import all_gather_rows
-from lightning_cephalo.sharding.placement import local_part, own_part, whole_of
+from lightning_cephalo.sharding.placement import full_parameter, local_part, own_part
 from lightning_cephalo.sharding.unit import show_to_recurrent
 from lightning_cephalo.sharding.write_guard import GatheredParameter, LockedRows
 
@@ -82,7 +82,7 @@ def _gathered(modules: tuple[nn.Module, ...]) -> list[_Place]:
     places: list[_Place] = []
     for owner, attribute, sharded in held:
         if id(sharded) not in full:
-            full[id(sharded)] = _whole(sharded)
+            full[id(sharded)] = full_parameter(sharded)
         places.append(_Place(owner, attribute, sharded, full[id(sharded)]))
     return places
 
@@ -107,14 +107,6 @@ def _refuse_use(parameters: list[nn.Parameter]) -> None:
             " numbers of microbatches. Call it in on_train_batch_start(), on_after_backward(),"
             " on_before_optimizer_step() or on_train_batch_end()."
         )
-
-
-def _whole(sharded: torch.Tensor) -> nn.Parameter:
-    assert isinstance(sharded, DTensor)
-    with torch.no_grad():
-        # a rank that holds all rows may get them without a copy
-        values = whole_of(sharded).clone()
-    return nn.Parameter(values, requires_grad=sharded.requires_grad)
 
 
 def _keep(places: list[_Place]) -> None:

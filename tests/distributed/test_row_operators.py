@@ -1,4 +1,4 @@
-"""Operators on sharded tensors: any gives what it gives for whole ones, on every rank."""
+"""Operators on sharded tensors give what they give for whole ones, or are refused by name."""
 
 from __future__ import annotations
 
@@ -11,13 +11,20 @@ import torch.distributed as dist
 from launch import run_ranks
 from test_placement import Parameters, shard
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.sharding import transfers
 from lightning_cephalo.sharding.owners import on_owner
-from lightning_cephalo.sharding.placement import Copies, Rows, as_dtensor, local_part, row_spec
-from lightning_cephalo.sharding.row_operators import RowsView
+from lightning_cephalo.sharding.placement import (
+    Copies,
+    Rows,
+    RowsView,
+    as_dtensor,
+    local_part,
+    row_spec,
+)
+from lightning_cephalo.sharding.same_values import cut_gradients
 
 FRACTIONS = [(0.75, 0.25), (0.0, 0.3, 0.7)]
 # the rows of each pair are cut at different places
@@ -29,6 +36,7 @@ READS = {
     "mean of squares": lambda p, q: (p**2).mean(),
     "std": lambda p, q: p.std(correction=0),
     "var": lambda p, q: p.var(correction=0),
+    "mean of large halves": lambda p, q: (p.abs() + 3e4).half().mean(),
     "sum": lambda p, q: p.sum(),
     "sum of rows": lambda p, q: p.sum(0),
     "min": lambda p, q: p.min(),
@@ -56,7 +64,6 @@ READS = {
     "norms of integers": lambda p, q: torch._foreach_norm([p.long(), q.long()]),
     "norms in double": lambda p, q: torch._foreach_norm([p, q], 2, dtype=torch.float64),
     "norms with a whole one": lambda p, q: torch._foreach_norm([p, torch.ones(3)]),
-    "random slopes": lambda p, q: nn.functional.rrelu(p, training=True),
     "total norm": lambda p, q: nn.utils.get_total_norm([p, q]),
     "unit length": lambda p, q: p / p.norm(),
     "with a whole one": lambda p, q: p + torch.ones(p.shape),
@@ -71,35 +78,33 @@ WRITES = {
     "copy": lambda p, q: p.copy_(torch.ones(p.shape)),
     "add": lambda p, q: p.add_(torch.arange(float(p.numel())).view(p.shape)),
     "lerp": lambda p, q: p.lerp_(q, 0.3),
-    "row": lambda p, q: p.data[0].fill_(3.0) if p.ndim else None,
-    "columns": lambda p, q: p.data[..., 0].mul_(torch.ones(len(p)) * 2) if p.ndim == 2 else None,
-    "data of a row": lambda p, q: p[0].data.fill_(3.0) if p.ndim else None,
-    "data of a view": lambda p, q: p.view(-1).data.mul_(3.0),
-    "detached view": lambda p, q: p.t().detach().add_(1.0),
-    "other type": lambda p, q: p.data.view(torch.int32).bitwise_and_(-4096),
-    "row by row": lambda p, q: [row.data.mul_(2.0) for row in p] if p.ndim else None,
-    "two views": lambda p, q: _in_two_views(p.view(-1)),
-    "in inference mode": lambda p, q: _in_inference_mode(p),
-    "item": lambda p, q: p.data.__setitem__(0 if p.ndim else (), 5.0),
-    "mask": lambda p, q: p.data.__setitem__(p > 0, 5.0),
-    "view": lambda p, q: p.data.view(-1)[1:3].mul_(7.0),
     "clamp": lambda p, q: p.clamp_(-0.1, 0.1),
-    "random": lambda p, q: p.normal_(),
     "noise": lambda p, q: p.add_(torch.randn_like(p)),
     "foreach": lambda p, q: torch._foreach_lerp_([p, q], [torch.ones(p.shape), q * 2], 0.5),
     "out": lambda p, q: torch.add(p, q, out=p.data),
     "by columns": lambda p, q: p.div_(p.norm(dim=0, keepdim=True)),
+    "by a view": lambda p, q: p.mul_(p.view(p.shape).detach()),
 }
-
-
-def _in_two_views(view):
-    view.data[:2].mul_(3.0)
-    view.add_(view.detach().sum())
-
-
-@torch.inference_mode()
-def _in_inference_mode(parameter):
-    parameter.view(-1).mul_(3.0)
+REFUSED = {
+    "row": lambda p: p.data[0].fill_(3.0),
+    "columns": lambda p: p.data[..., 0].mul_(torch.ones(len(p)) * 2),
+    "data of a row": lambda p: p[0].data.fill_(3.0),
+    "data of a view": lambda p: p.view(-1).data.mul_(3.0),
+    "detached view": lambda p: p.t().detach().add_(1.0),
+    "other type": lambda p: p.data.view(torch.int32).bitwise_and_(-4096),
+    "part of a view": lambda p: p.data.view(-1)[1:3].mul_(7.0),
+    "foreach of views": lambda p: torch._foreach_mul_([p.data, p.data[0]], 0.5),
+    "out": lambda p: torch.add(p[0], 1.0, out=p.data[0]),
+    "item": lambda p: p.data.__setitem__(0, 5.0),
+    "mask": lambda p: p.data.__setitem__(p > 0, 5.0),
+    "random": lambda p: p.normal_(),
+    "sorted": lambda p: torch.sort(p, out=(p.data, torch.empty(p.shape, dtype=torch.long))),
+    "with another": lambda p: torch._fused_sgd_(
+        *([p.data], [p.data], [torch.zeros(p.shape)]),
+        **{"weight_decay": 0.0, "momentum": 0.9, "lr": 0.1, "dampening": 0.0},
+        **{"nesterov": False, "maximize": False, "is_first_step": False},
+    ),
+}
 
 
 def _outcome(function, p, q, written):
@@ -117,7 +122,7 @@ def _outcome(function, p, q, written):
 def _whole(value):
     if isinstance(value, DTensor):
         return value.full_tensor().detach().clone()
-    return value.shown if isinstance(value, RowsView) else value.detach().clone()
+    return (value.full_tensor() if isinstance(value, RowsView) else value).detach().clone()
 
 
 def _all_alike(rank, fractions):
@@ -225,11 +230,7 @@ def _refused(rank):
         lambda: parameter.copy_(mirrored),
         lambda: scale.copy_(torch.tensor(float(rank))),
         lambda: scale.mul_(torch.tensor(1.0 + rank)),
-        lambda: scale.normal_(),
-        lambda: parameter.data[0, 0].copy_(torch.tensor(float(rank))),
         lambda: parameter.copy_(torch.randn(5, 3)),
-        lambda: parameter.normal_(),
-        lambda: parameter.data[0].add_(torch.randn(3)),
         lambda: torch._foreach_add_([parameter], [torch.randn(5, 3)]),
     ):
         with pytest.raises(UnsupportedError) as refused:
@@ -238,6 +239,15 @@ def _refused(rank):
     assert all("differs between ranks" in one and "strategy.reduce" in one for one in told)
     assert torch.equal(parameter.full_tensor(), before)
     assert float(scale) == 1.5
+    for what, write in REFUSED.items():
+        for refuses in (write, torch.inference_mode()(write)):
+            with torch.no_grad(), pytest.raises(UnsupportedError) as refused:
+                refuses(module.matrix)
+            assert "lightning_cephalo.writable_parameters" in str(refused.value), what
+    for write in (lambda: scale.normal_(), lambda: scale.view(-1).mul_(2.0)):
+        with pytest.raises(UnsupportedError, match="writable_parameters"):
+            write()
+    assert torch.equal(parameter.full_tensor(), before)
     scale.mul_(torch.tensor(2.0))
     assert float(scale) == float(module.scale.detach()) == 3.0
     view = parameter.view(-1)
@@ -251,14 +261,18 @@ def _refused(rank):
         with pytest.raises(UnsupportedError, match=r"from_dlpack\(\)"):
             torch.from_dlpack(one)
     mesh, rows = module.matrix.device_mesh, module.matrix.placements
-    again = DTensor.from_local(
-        local_part(parameter), mesh, rows, shape=parameter.shape, stride=parameter.stride()
-    )
-    assert torch.equal((parameter + again).full_tensor(), before * 4)
     _waits_for_state(rank, mesh, rows[0].rows)
-    wrong = DTensor.from_local(local_part(parameter), mesh, rows)
-    with pytest.raises(UnsupportedError, match=r"shape=parameter\.shape"):
-        parameter + wrong
+    matrix = module.matrix
+    ((matrix.full_tensor() * 2.0).sum() + matrix.view(-1).sum()).backward()
+    assert torch.equal(matrix.grad, torch.full((5, 3), 3.0))
+    cut_gradients([matrix])
+    assert matrix.grad.placements == rows
+    assert torch.equal(matrix.grad.full_tensor(), torch.full((5, 3), 3.0))
+    with pytest.raises(UnsupportedError, match=r"full_tensor\(\).*full_parameters\(\)"):
+        matrix.redistribute(placements=[Replicate()])
+    foreign = DTensor.from_local(local_part(parameter), mesh, rows)
+    with pytest.raises(UnsupportedError, match=r"parameter\.clone\(\)"):
+        parameter + foreign
 
 
 def test_what_would_write_other_values_on_each_rank_is_refused_and_writes_nothing():

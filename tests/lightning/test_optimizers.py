@@ -555,7 +555,8 @@ def _fit_twice_with_early_optimizer(plan, second):
     is_in_rows = any(isinstance(leaf, DTensor) for leaf in tree_flatten(dict(model.early.state))[0])
     assert is_in_rows == (plan == "three")  # one rank holds the whole state
     assert plan is None or all(p.grad is None for p in mine)
-    state = tree_map_only(DTensor, DTensor.full_tensor, [model.early.state[p] for p in mine])
+    states = [model.early.state[p] for p in mine]
+    state = tree_map_only(DTensor, lambda leaf: leaf.full_tensor(), states)
     found = list(model.losses), values_of(model), state
     if is_in_rows:
         model.fails = True

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from lightning_cephalo import writable_parameters
+from lightning_cephalo.common.errors import UnsupportedError
 
 TOLERANCE = 1e-5
 MOMENTUM = 0.6
@@ -229,6 +230,35 @@ def test_writable_parameters_writes_all_or_nothing():
         assert "shape (2, 5)" in reshaped and "expected (3, 5)" in reshaped
         assert failed == "of the user"
         assert unchanged == [True, True, True]
+
+
+def _row(module):
+    module.teacher.projector.weight.data[0] = 0.0
+
+
+def _part_of_gradient(module):
+    module.student.projector.weight.grad.view(-1)[:4].zero_()
+
+
+def _at_random(module):
+    nn.init.normal_(module.teacher.projector.weight)
+
+
+@IN_TWO.each(("3:1",))
+def _parts(plan):
+    messages = []
+    for write in (_row, _part_of_gradient, _at_random):
+        with pytest.raises(UnsupportedError) as refused:
+            trainer(plan, max_steps=1).fit(_Student(write, "on_after_backward"), loader(8))
+        messages.append(str(refused.value))
+    return messages
+
+
+def test_a_write_to_a_part_of_a_sharded_tensor_in_a_hook_is_refused_with_a_remedy():
+    for messages in IN_TWO.of(_parts, "3:1"):
+        for message in messages:
+            assert "with lightning_cephalo.writable_parameters(module)" in message
+            assert "`parameter.grad = gradient`" in message
 
 
 # -- inside of a step -------------------------------------------------------------------------
