@@ -84,7 +84,7 @@ def own_contender(
         size.recompute,
         state_groups=state_groups,
     )
-    sharded.routing.by_node = name == BY_NODE
+    sharded.routing.choose(by_node=name == BY_NODE)
 
     def backward(parts: Sequence[Part], global_batch_size: int) -> None:
         sharded_step(sharded.executor, model, loss_of, parts)

@@ -261,7 +261,7 @@ class ShardedModel:
     def gathered_gradient_bytes(self) -> int:
         """The part of :attr:`gathered_bytes` that holds full gradients."""
         largest = max(unit.gradient_bytes for unit in self.units)
-        summands = largest if self.routing.goes_by_node else 0
+        summands = largest if self.routing.by_node else 0
         pairs = [(unit.sent_gradient_bytes, unit.gradient_bytes) for unit in self.units]
         sent = max(narrow if narrow < whole else 0 for narrow, whole in pairs)
         return self._buffers_at_peak()[1] + summands + sent

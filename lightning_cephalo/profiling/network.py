@@ -96,7 +96,7 @@ def measure_network(
         last_gather_s=last_gather_s,
         last_reduce_s=last_reduce_s,
         exchange_s=exchange_time(model),
-        by_node=model.routing.goes_by_node,
+        by_node=model.routing.by_node,
     )
 
 
@@ -106,13 +106,13 @@ def _choose_way(model: ShardedModel, clock: Callable[[], float], capacity_bytes:
         return
     seconds = []
     for by_node in (False, True):
-        model.routing.by_node = by_node
+        model.routing.choose(by_node=by_node)
         if by_node and not _have_room(model, model.fractions, capacity_bytes):
             seconds.append(math.inf)
         else:
             seconds.append(mean_times(model, clock).total_s)
     straight_s, by_node_s = seconds
-    model.routing.by_node = by_node_s < (1 - _NOISE) * straight_s
+    model.routing.choose(by_node=by_node_s < (1 - _NOISE) * straight_s)
 
 
 def _uneven(world_size: int) -> list[float]:

@@ -53,7 +53,8 @@ class BufferPool:
         Raises:
             torch.OutOfMemoryError: If there is no memory for a new one.
         """
-        chosen = self._smallest(nbytes)
+        fitting = [buffer for buffer in self._idle if buffer.nbytes >= nbytes]
+        chosen = min(fitting, key=lambda buffer: buffer.nbytes, default=None)
         if chosen is not None:
             self._idle.remove(chosen)
         else:
@@ -63,14 +64,6 @@ class BufferPool:
             chosen = Buffer(memory.untyped_storage())
         self._lent.append(chosen)
         return chosen
-
-    def _smallest(self, nbytes: int) -> Buffer | None:
-        """Return the smallest idle buffer of at least so many bytes."""
-        found = None
-        for buffer in self._idle:
-            if buffer.nbytes >= nbytes and (found is None or buffer.nbytes < found.nbytes):
-                found = buffer
-        return found
 
     def give(self, buffer: Buffer) -> None:
         """Take a lent buffer back."""

@@ -11,7 +11,6 @@ On gloo, padding was measured 3 to 13 times slower than sends: docs/design/colle
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -27,13 +26,6 @@ from lightning_cephalo.sharding.transfers import Pending
 _STRAIGHT = Straight()
 
 
-def _offsets(sizes: Sequence[int]) -> list[int]:
-    offsets = [0]
-    for size in sizes:
-        offsets.append(offsets[-1] + size)
-    return offsets
-
-
 def gather_slices(
     full: torch.Tensor,
     sizes: Sequence[int],
@@ -47,19 +39,17 @@ def gather_slices(
     if full.is_cpu:
         return Pending(route.gather(slices or full.split(list(sizes)), group))
     if backend_of(group).runs_on_device:
-        offsets = _offsets(sizes)
-        rank = group.rank()
-        own = full[offsets[rank] : offsets[rank + 1]]
+        rank, parts = group.rank(), list(full.split(list(sizes)))
+        own = parts[rank]
         if len(set(sizes)) == 1:
             return Pending(
                 [all_gather_single(full, own, group=group, async_op=True)], tensors=(full,)
             )
-        slots = None if padding is None else padding.of_gather(full, sizes)
+        slots = None if padding is None else padding.slots(full, sizes)
         if slots is not None:
             slots.of(rank)[: sizes[rank]].copy_(own)
             work = all_gather_single(slots.whole, slots.of(rank), group=group, async_op=True)
             return Pending([work], lambda: slots.empty_into(full), (full, slots.whole))
-        parts = [full[a:b] for a, b in itertools.pairwise(offsets)]
         return Pending([dist.all_gather(parts, own, group=group, async_op=True)], tensors=(full,))
     if stage is not None:
         return stage.gather(full, sizes, group, route)
@@ -100,7 +90,7 @@ def reduce_slices(
         works, total_of = route.reduce(parts, memory, group, output.dtype)
         return Pending(works, (lambda: deliver(total_of())) if own else None, (full,))
     if backend_of(group).runs_on_device:
-        slots = None if padding is None else padding.of_reduce(full, sizes)
+        slots = None if padding is None else padding.slots(full, sizes, has_sum=True)
         if slots is not None:
             slots.fill(full)
             (sums,) = slots.more
@@ -124,12 +114,8 @@ def reduce_slices(
             )
         return Pending([work], lambda: deliver(total), (full, total))
 
-    if stage is not None:
-        return stage.reduce(full, sizes, group, output.dtype, deliver, route)
-    total = torch.empty_like(output, device="cpu")
-    reduce_slices(full.cpu(), sizes, group, total).wait()
-    deliver(total.to(output.device))
-    return Pending()
+    assert stage is not None
+    return stage.reduce(full, sizes, group, output.dtype, deliver, route)
 
 
 def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup | None, source: int) -> None:
@@ -170,15 +156,9 @@ def communicates(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
 def all_gather_rows(
     local: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Return the rows of all ranks stacked; blocking.
-
-    Args:
-        local: This rank's rows, shape ``(sizes[rank], ...)``.
-    """
-    offsets = _offsets(sizes)
-    rank = group.rank()
-    full = local.new_empty((offsets[-1], *local.shape[1:]))
-    full[offsets[rank] : offsets[rank + 1]].copy_(local)
-    row = full[:1].numel() if offsets[-1] else 0
+    """Return the rows of all ranks stacked; blocking."""
+    full = local.new_empty((sum(sizes), *local.shape[1:]))
+    full.split(list(sizes))[group.rank()].copy_(local)
+    row = local.shape[1:].numel()
     gather_slices(full.view(-1), [size * row for size in sizes], group).wait()
     return full

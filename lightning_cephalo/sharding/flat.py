@@ -29,6 +29,7 @@ New memory for it would cost page faults on a CPU in each step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -40,7 +41,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from lightning_cephalo.sharding.across_groups import Across
 from lightning_cephalo.sharding.buffers import Buffer, BufferPool
@@ -230,42 +230,35 @@ class Flat:
     # -- layout -------------------------------------------------------------------------------
 
     def _set_layout(self, layout: FlatLayout | None) -> None:
-        rank = self.context.rank
+        context, rank = self.context, self.context.rank
         self.layout = layout
         self._reduce_route: Route | None = None
         if layout is None:
-            self.sizes: tuple[int, ...] = (self.numel,) * self.context.world_size
+            self.sizes: tuple[int, ...] = (self.numel,) * context.world_size
             self._start, self._end = 0, self.numel
+            placements: list[Placement] = [Copies(context.meet) for _ in self.shapes]
+            self._own_shapes = self.shapes
         else:
             self.sizes = layout.sizes
             self._start, self._end = layout.cuts[rank], layout.cuts[rank + 1]
-            across, inside = self.context.across, self.context.routing.route
-            if across is not None:
-                self._reduce_route = across.route(layout.cuts_of_groups, inside)
-        self._slices = [self._slice_of(index) for index in range(len(self.shapes))]
-
-    def _slice_of(self, index: int) -> tuple[int, int, tuple[int, ...]]:
-        """Return where a parameter's rows begin and end in this rank's slice, and their shape."""
-        shape, rank = self.shapes[index], self.context.rank
-        if self.layout is None:
-            begin = sum(self._numels[:index])
-            return begin, begin + self._numels[index], shape
-        slot = self.layout.slots[index]
-        first, end = self.layout.rows(index)[rank]
-        begin = slot.offset + first * slot.row_numel - self._start
-        begin = min(max(begin, 0), self._end - self._start)
-        return begin, begin + (end - first) * slot.row_numel, (end - first, *shape[1:])
-
-    def _placements(self) -> list[Placement]:
-        """Return the rows of each parameter."""
-        meet, layout = self.context.meet, self.layout
-        if layout is None:
-            return [Copies(meet) for _ in self.shapes]
-        return [Rows(layout.rows(index), meet) for index in range(len(self.shapes))]
+            if context.across is not None:
+                inside = context.routing.route
+                self._reduce_route = context.across.route(layout.cuts_of_groups, inside)
+            rows = [layout.rows(index) for index in range(len(self.shapes))]
+            placements = [Rows(each, context.meet) for each in rows]
+            owned = [each[rank] for each in rows]
+            self._own_shapes = [
+                (end - first, *shape[1:])
+                for (first, end), shape in zip(owned, self.shapes, strict=True)
+            ]
+        # gradients get new faces in each step
+        self._specs = [
+            row_spec(context.mesh, placement, shape, self.master_dtype)
+            for placement, shape in zip(placements, self.shapes, strict=True)
+        ]
 
     def _take_slice(self, master: torch.Tensor, like: Sequence[nn.Parameter]) -> None:
         self.shard = master[self._start : self._end].clone()
-        self._specs = self._specs_of(self._placements())
         self.sharded = [
             _like_parameter(face, original)
             for face, original in zip(self._faces(self.shard), like, strict=True)
@@ -276,18 +269,11 @@ class Flat:
         self._locked: list[LockedRows] = []
         self._unlocked: list[torch.Tensor] = []
 
-    def _specs_of(self, placements: Sequence[Placement]) -> list[DTensorSpec]:
-        return [
-            row_spec(self.context.mesh, placement, shape, self.master_dtype)
-            for placement, shape in zip(placements, self.shapes, strict=True)
-        ]
-
     def _faces(self, shard: torch.Tensor) -> list[DTensor]:
         """Return one DTensor per parameter, as views of a slice."""
-        return [
-            as_dtensor(shard[begin:end].view(shape), spec)
-            for (begin, end, shape), spec in zip(self._slices, self._specs, strict=True)
-        ]
+        parts = shard.split([math.prod(shape) for shape in self._own_shapes])
+        described = zip(parts, self._own_shapes, self._specs, strict=True)
+        return [as_dtensor(part.view(shape), spec) for part, shape, spec in described]
 
     def master(self) -> torch.Tensor:
         """Gather the master copy of all parameters; blocking and collective."""
@@ -307,34 +293,25 @@ class Flat:
             return
         gradients = [sharded.grad for sharded in self.sharded]
         self.forget_gradient()
-        self._forget_views()
+        # slices, and faces of gradients, have the old shapes
+        self._spent_faces, self._faces_in = {}, WeakKeyDictionary()
+        for views in (self._own_views, *self._views_in.values(), *self._grad_views_in.values()):
+            views.slices = None
+        self._locked = []
         group = self.context.gather_group
         with torch.no_grad():
             self.shard = moved(self.shard, old.cuts, layout.cuts, group)
             self._set_layout(layout)
-            placements = self._show_shard()
+            placements = [spec.placements[0] for spec in self._specs]
+            faces = zip(self.sharded, self._faces(self.shard), placements, strict=True)
+            for sharded, face, placement in faces:
+                set_rows(sharded, local_part(face), placement)
             for column in columns:
                 column.move(old, layout, placements, group)
         have_moved = {id(tensor) for column in columns for tensor in column.tensors}
         for sharded, gradient in zip(self.sharded, gradients, strict=True):
             if gradient is not None and id(gradient) in have_moved:
                 sharded.grad = gradient
-
-    def _forget_views(self) -> None:
-        """Forget slices, and faces of gradients, which have the old shapes."""
-        self._spent_faces, self._faces_in = {}, WeakKeyDictionary()
-        for views in (self._own_views, *self._views_in.values(), *self._grad_views_in.values()):
-            views.slices = None
-
-    def _show_shard(self) -> list[Placement]:
-        """Let the sharded parameters show another shard, by the layout; return their rows."""
-        placements = self._placements()
-        self._specs = self._specs_of(placements)
-        faces = zip(self.sharded, self._faces(self.shard), placements, strict=True)
-        for sharded, face, placement in faces:
-            set_rows(sharded, local_part(face), placement, self.context.mesh)
-        self._locked = []  # they have the old shapes
-        return placements
 
     # -- parameters ---------------------------------------------------------------------------
 
@@ -443,11 +420,8 @@ class Flat:
 
     def written(self) -> list[bool]:
         """Per gathered parameter, whether code has written to it since the last call."""
-        versions = [parameter._version for parameter in self.parameters]
-        before, self._read_versions = self._read_versions, versions
-        if versions == before:
-            return [False] * len(versions)
-        return [now != then for now, then in zip(versions, before, strict=True)]
+        before, self._read_versions = self._read_versions, self.versions
+        return _differences(self._read_versions, before)
 
     # -- steps with several phases ------------------------------------------------------------
 
@@ -461,11 +435,9 @@ class Flat:
 
         Raises the versions of their gathered ones, so that graphs that need old values are refused.
         """
-        versions = [sharded._version for sharded in self.sharded]
-        before, self._row_versions = self._row_versions, versions
-        if versions == before:
-            return [False] * len(versions)
-        flags = [now != then for now, then in zip(versions, before, strict=True)]
+        before = self._row_versions
+        self._row_versions = [sharded._version for sharded in self.sharded]
+        flags = _differences(self._row_versions, before)
         self._raise_versions(flags)
         return flags
 
@@ -583,8 +555,7 @@ class Flat:
 
     def assigned(self) -> list[bool]:
         """Per sharded parameter, whether plain values were assigned to its ``data``."""
-        pairs = zip(self.sharded, self._addresses, strict=True)
-        return [face.data_ptr() != address for face, address in pairs]
+        return _differences([face.data_ptr() for face in self.sharded], self._addresses)
 
     def plain_parameters(self) -> list[nn.Parameter]:
         """Return full parameters on the CPU in their original dtype; collective."""
@@ -832,6 +803,10 @@ class Flat:
                 kept = None
             faces.append(kept)
         self._release_gradient(faces)
+
+
+def _differences(now: Sequence[int], before: Sequence[int]) -> list[bool]:
+    return [one != other for one, other in zip(now, before, strict=True)]
 
 
 def _like_parameter(

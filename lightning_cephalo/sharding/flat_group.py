@@ -29,6 +29,11 @@ class Flats:
     flats: list[Flat]
 
     @property
+    def trainable(self) -> bool:
+        """Whether any parameter needs a gradient now."""
+        return any(flat.trainable for flat in self.flats)
+
+    @property
     def trained(self) -> list[Flat]:
         """The flats that need gradients now."""
         return [flat for flat in self.flats if flat.trainable]
@@ -72,11 +77,6 @@ class FlatGroup(Flats):
     def is_reducing(self) -> bool:
         """Whether a reduce is under way."""
         return bool(self._reducing)
-
-    @property
-    def trainable(self) -> bool:
-        """Whether any parameter needs a gradient now."""
-        return any(flat.trainable for flat in self.flats)
 
     @property
     def trained_parameters(self) -> int:

@@ -61,11 +61,6 @@ class FlatLayout:
     cuts_of_groups: tuple[tuple[int, ...], ...] = ()
 
     @property
-    def numel(self) -> int:
-        """Number of elements of the whole flat."""
-        return self.cuts[-1]
-
-    @property
     def sizes(self) -> tuple[int, ...]:
         """Number of elements that each rank holds."""
         return tuple(b - a for a, b in zip(self.cuts, self.cuts[1:], strict=False))

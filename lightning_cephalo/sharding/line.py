@@ -8,19 +8,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 
-class Running:
+class Running(Future[None]):
     """A function that a line runs; waited for like a handle of torch.distributed."""
 
-    def __init__(self) -> None:
-        self.outcome: Future[None] = Future()
-
-    def wait(self) -> None:
-        """Block until it has returned; raise what it raised."""
-        self.outcome.result()
+    wait = Future.result
 
     def when_done(self, note: Callable[[], None]) -> None:
         """Call ``note`` in another thread as soon as it has returned."""
-        self.outcome.add_done_callback(lambda _: note())
+        self.add_done_callback(lambda _: note())
 
 
 class Line:
@@ -53,8 +48,8 @@ def _work(waiting: queue.SimpleQueue[tuple[Running, Callable[[], None]]]) -> Non
         try:
             function()
         except BaseException as error:
-            running.outcome.set_exception(error)
+            running.set_exception(error)
         else:
-            running.outcome.set_result(None)
+            running.set_result(None)
         # else the last function's tensors and group would live until the next one
         del running, function

@@ -28,15 +28,13 @@ class Padding:
         self.is_on = False
         self.gathers, self.reduces = BufferPool(), BufferPool()
 
-    def of_gather(self, full: torch.Tensor, sizes: Sequence[int]) -> Slots | None:
-        """Return slots for the slices of ``full``; None if they are not to be padded."""
+    def slots(
+        self, full: torch.Tensor, sizes: Sequence[int], *, has_sum: bool = False
+    ) -> Slots | None:
+        """Return slots for slices of ``full``, and for a reduce's sum; None: not padded."""
         slot = slot_numel(sizes) if self.is_on else None
-        return None if slot is None else Slots(full, sizes, slot, self.gathers)
-
-    def of_reduce(self, full: torch.Tensor, sizes: Sequence[int]) -> Slots | None:
-        """Return slots for the slices of ``full``, and one more for this rank's sum; or None."""
-        slot = slot_numel(sizes) if self.is_on else None
-        return None if slot is None else Slots(full, sizes, slot, self.reduces, more=1)
+        pool = self.reduces if has_sum else self.gathers
+        return None if slot is None else Slots(full, sizes, slot, pool, more=int(has_sum))
 
 
 def slot_numel(sizes: Sequence[int]) -> int | None:

@@ -341,20 +341,14 @@ def set_local_part(tensor: torch.Tensor, local: torch.Tensor) -> None:
     tensor._local_tensor = local
 
 
-def set_rows(
-    tensor: torch.Tensor,
-    local: torch.Tensor,
-    placement: Placement,
-    mesh: DeviceMesh | None = None,
-) -> None:
+def set_rows(tensor: torch.Tensor, local: torch.Tensor, placement: Placement) -> None:
     """Give a DTensor other rows of the same values: the object stays, nothing is communicated.
 
     So optimizers and schedulers that hold it need not learn of the change.
     """
     set_local_part(tensor, local)
     assert isinstance(tensor, DTensor)
-    mesh = tensor.device_mesh if mesh is None else mesh
-    tensor._spec = row_spec(mesh, placement, tensor.shape, tensor.dtype)
+    tensor._spec = row_spec(tensor.device_mesh, placement, tensor.shape, tensor.dtype)
 
 
 def full_parameter(sharded: nn.Parameter) -> nn.Parameter:

@@ -71,6 +71,7 @@ class Routing:
 
     Attributes:
         has_choice: Whether going by node differs from the straight way.
+        by_node: Whether slices go by node.
     """
 
     def __init__(self, nodes: Sequence[int], *, on_host: bool = True, groups: int = 1) -> None:
@@ -80,32 +81,19 @@ class Routing:
         # a group's own sum, and those of the others
         self._of_groups = groups if groups > 1 else 0
         self._straight, self._by_node = Straight(), ByNode(nodes)
-        self.by_node = False
+        self.choose(by_node=False)
 
-    @property
-    def by_node(self) -> bool:
-        """Whether slices go by node; may change between steps, on all ranks together.
-
-        It has no effect where :attr:`has_choice` is False.
-        """
-        return self._is_by_node
-
-    @by_node.setter
-    def by_node(self, by_node: bool) -> None:
-        self._is_by_node = by_node
-        self.route: Route = self._by_node if self.goes_by_node else self._straight
-
-    @property
-    def goes_by_node(self) -> bool:
-        """Whether slices go by node."""
-        return self._is_by_node and self.has_choice
+    def choose(self, *, by_node: bool) -> None:
+        """Choose between steps, on all ranks together; no effect without :attr:`has_choice`."""
+        self.by_node = by_node and self.has_choice
+        self.route: Route = self._by_node if self.by_node else self._straight
 
     @property
     def summands(self) -> int:
         """The most summands that a reduce receives for a rank's slice; 1 if the backend adds up."""
         if not self._on_host:
             return 1
-        if self.goes_by_node:
+        if self.by_node:
             return self._by_node.summands
         return self._world_size + self._of_groups
 

@@ -90,7 +90,6 @@ class Unit(Flats):
             for name, parameter in zip(names, flat.parameters, strict=True):
                 assert isinstance(parameter, GatheredParameter)
                 parameter.full_name, parameter.lock = name, flat.locking
-        self._sharded = [parameter for flat in self.flats for parameter in flat.sharded]
         self._groups = {
             end: FlatGroup(
                 [self.flats[place] for place in own],
@@ -126,15 +125,6 @@ class Unit(Flats):
         )
 
     # -- parameters ---------------------------------------------------------------------------
-
-    @property
-    def trainable(self) -> bool:
-        """Whether any of its parameters needs a gradient now."""
-        # a loop, as in a flat: the first parameter answers where none is frozen
-        for parameter in self._sharded:  # noqa: SIM110
-            if parameter.requires_grad:
-                return True
-        return False
 
     @property
     def receiving_bytes(self) -> int:

@@ -45,11 +45,11 @@ def _chosen(
 
     def clock() -> float:
         nonlocal now_s
-        now_s += by_node_s if model.routing.goes_by_node else 1.0
+        now_s += by_node_s if model.routing.by_node else 1.0
         return now_s
 
     times = measure_network(model, clock, capacity_bytes)
-    assert times.by_node is model.routing.goes_by_node
+    assert times.by_node is model.routing.by_node
     gradients, received = _reducing(model)
     return times.by_node, times.gather_s, model.routing.nodes, gradients, received
 

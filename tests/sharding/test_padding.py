@@ -24,10 +24,10 @@ def test_slots_are_aligned_and_hardly_larger_than_the_slices(sizes, slot):
 
 def test_nothing_is_padded_unless_the_plan_says_so():
     padding, full = Padding(), torch.zeros(2010)
-    assert padding.of_gather(full, (1000, 1010)) is padding.of_reduce(full, (1000, 1010)) is None
+    assert padding.slots(full, (1000, 1010)) is None
     padding.is_on = True
-    assert padding.of_gather(full, (1000, 1010)).whole.numel() == 2 * 1024
-    (sums,) = padding.of_reduce(full, (1000, 1010)).more
+    assert padding.slots(full, (1000, 1010)).whole.numel() == 2 * 1024
+    (sums,) = padding.slots(full, (1000, 1010), has_sum=True).more
     assert sums.numel() == 1024
 
 
