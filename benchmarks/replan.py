@@ -41,7 +41,7 @@ from launch import run_ranks, torchrun_environments  # noqa: E402
 
 from lightning_cephalo import CephaloStrategy  # noqa: E402
 from lightning_cephalo.emulation import Emulation  # noqa: E402
-from lightning_cephalo.execution.undone_step import UndoneStep  # noqa: E402
+from lightning_cephalo.execution.overlay_slots import Start  # noqa: E402
 from lightning_cephalo.preparation.replanning import line_of  # noqa: E402
 
 _WIDTH, _LENGTH, _BATCH = 96, 32, 8
@@ -245,13 +245,13 @@ class CountsWatching(Callback):
         training.replanning = Counted(training.replanning, self._spend)
         training.repeated = Counted(training.repeated, self._spend)
         # what a repetition would need of modules is kept within another function
-        self._state: Any = strategy.session.model.executor.state
+        self._places = strategy.session.model.executor.overlay.places
 
     def on_train_batch_end(self, *_: Any) -> None:
         now_s = time.process_time()
         if self._last_s:
             begun_s = time.thread_time()
-            UndoneStep(self._state.places, self._state._known.values())
+            Start(self._places)
             self._spend(time.thread_time() - begun_s)
             self.step_s.append(now_s - self._last_s)
             self.watching_s.append(self._of_step_s)

@@ -50,7 +50,7 @@ class RepeatedStep:
         self._random: tuple[Any, ...] | None = None
         self._generators = GeneratorsOfSteps(model.accelerator)
         self._counted: list[Callable[[], None]] = []
-        model.executor.state.keeps_start = True
+        model.executor.overlay.keeps_start = True
 
     def begin_batch(self) -> None:
         """Begin a batch, whose closure has not been evaluated yet."""
@@ -141,15 +141,14 @@ class RepeatedStep:
         executor.gave_up = False  # the next attempt may fail before its pass
         self._repeats += 1
         executor.early.repeat()
-        executor.buffers.put_back()
-        executor.state.put_back()
+        executor.overlay.put_back()
         assert self._random is not None
         write_generators(self._model.accelerator, self._random)
 
     def end(self) -> None:
         """End a step, and let go of all that a repetition would need."""
         self._run = self._random = None
-        self._model.executor.state.forget_start()
+        self._model.executor.overlay.forget_start()
 
 
 class Attempts:

@@ -21,10 +21,9 @@ from torch import Tensor
 from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.boundaries import Boundaries, can_have_gradient, run_backward
 from lightning_cephalo.execution.call_tree import CallStructure, Structure, flatten_result
-from lightning_cephalo.execution.module_buffers import Shown
-from lightning_cephalo.execution.module_state import Stored
 from lightning_cephalo.execution.normalisation import Meeting
 from lightning_cephalo.execution.offload import OffloadedTensor
+from lightning_cephalo.execution.overlay import View
 from lightning_cephalo.execution.replay import ThreadState
 from lightning_cephalo.execution.stored_outputs import Place
 from lightning_cephalo.plan.program import Visit
@@ -56,9 +55,7 @@ class UnitRecord:
     input_versions: tuple[int, ...] = field(default=(), init=False)
     random: tuple[Tensor, ...] | None = field(default=None, init=False)
     modes: ThreadState | None = field(default=None, init=False)
-    buffers: Sequence[Any] = field(default=(), init=False)
-    shown: Shown = field(default=(), init=False)
-    stored: Stored | None = field(default=None, init=False)
+    view: View | None = field(default=None, init=False)
     away: Sequence[OffloadedTensor] = field(default=(), init=False)
     meetings: Sequence[Meeting] = field(default=(), init=False)
     captures: Sequence[Capture] = field(default=(), init=False)

@@ -16,7 +16,6 @@ from torch import Tensor
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.throttle import Throttle
 from lightning_cephalo.common.errors import RemoteRankError, UnitUseError
-from lightning_cephalo.execution.combined_buffers import CombinedBuffers
 from lightning_cephalo.execution.early_updates import EarlyUpdates
 from lightning_cephalo.execution.ends_policy import (
     EndsPolicy,
@@ -34,12 +33,11 @@ from lightning_cephalo.execution.microbatch import (
     BEHIND_THE_LAST,
     Microbatch,
 )
-from lightning_cephalo.execution.module_numbers import ModuleNumbers
-from lightning_cephalo.execution.module_state import ModuleState
 from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.execution.offload import HostArena
 from lightning_cephalo.execution.orders import Choice
 from lightning_cephalo.execution.over_batch import exchange_rows, refuse_own_weight
+from lightning_cephalo.execution.overlay import Overlay
 from lightning_cephalo.execution.state_moves import StateMoves
 from lightning_cephalo.execution.step import ForwardOutcome, MicrobatchCall, Step
 from lightning_cephalo.execution.stored_outputs import StoredOutputs
@@ -114,11 +112,9 @@ class Executor:
         self.failure = Failure(control.rank, names)
         self._meetings = Meetings(self.hooks.norms, self.failure, control, accelerator.device)
         self._sends_gradients = False  # not with manual optimization
-        self.state = ModuleState(units[ROOT].module, several_ranks=control.world_size > 1)
+        self.overlay = Overlay(units[ROOT].module, control, accelerator)
         self.stored = StoredOutputs(unit.module.modules() for unit in units)
-        self.numbers = ModuleNumbers(self.state, control, accelerator)
         self.parts = GradientParts()
-        self.buffers = CombinedBuffers(units[ROOT].module, self.state, control, accelerator)
         self.early = EarlyUpdates(units)
         self.state_moves = StateMoves()
         self.arena: HostArena | None = None
@@ -267,8 +263,7 @@ class Executor:
         if self.arena is not None:
             self.failure.guarded(self.arena.start)  # may allocate
         samples = [call.samples for call in calls]
-        self.failure.guarded(self.buffers.begin, samples)
-        self.failure.guarded(self.state.begin, samples, True)
+        self.failure.guarded(self.overlay.begin, samples)
         with self.writes.locked():
             self.run(self._traced() if visits is None else self._step.program.forward)
         if not self._outcome.is_skipped:
@@ -300,8 +295,7 @@ class Executor:
                 inside,
                 self.arena,
                 last,
-                self.state,
-                self.buffers.of_microbatches,
+                self.overlay,
                 meets=True,
                 first_layers=first_layers,
                 stored=self.stored,
@@ -382,8 +376,7 @@ class Executor:
         step, self.gave_up = self._step, False
         step.gradient_scale = factor / (step.weights.scale * self._total_weight * divisor)
         self._hide_held_gradients()
-        if self._runs_hooks:
-            self.state.begin_backward()
+        self.overlay.begin_backward(self._runs_hooks)
         self._has_gradients = True
         self.hooks.in_backward = True
         # hooks may have freed units that the forward left gathered (checkpoints, samples)
@@ -574,12 +567,9 @@ class Executor:
 
     def _advance(self, index: int) -> None:
         microbatch, call = self._step.microbatches[index], self._step.calls[index]
-        buffers = self.buffers.of_microbatches
         if call.on_resume is not None:
             call.on_resume()
-        if buffers.is_open:
-            buffers.resume(index)
-        self.state.resume(index)
+        self.overlay.resume(index)
         try:
             if self.user_collectives is None:
                 self.hooks.advance(microbatch)
@@ -588,9 +578,7 @@ class Executor:
                     self.hooks.advance(microbatch)
         except RuntimeError as error:
             raise explained(error) from error.__cause__
-        if buffers.is_open:
-            buffers.pause(index)
-        self.state.pause(index)
+        self.overlay.pause(index)
         if call.on_pause is not None:
             call.on_pause()
 
@@ -630,11 +618,11 @@ class Executor:
         if not self._runs_hooks:
             run()
             return
-        self.state.resume(index)
+        self.overlay.resume(index)
         try:
             run()
         finally:
-            self.state.pause(index)
+            self.overlay.pause(index)
 
     def _offload(self, instruction: Instruction) -> None:
         if self._step.microbatches:
@@ -747,15 +735,14 @@ class Executor:
         self.failure.guarded(self.writes.check, "training_step")
         is_finished = all(microbatch.finished for microbatch in step.microbatches)
         if is_finished:  # the others still read and store what these hold
-            self.failure.guarded(self.state.finish)
-            self.failure.guarded(self.finish_buffers)
+            self.failure.guarded(self.overlay.finish)
         state = _FAILED if self.failure.error is not None else _WELL
         if state == _WELL and not is_finished:
             state = _ASKS if set(step.parked) <= {AT_BATCH, None} else _UNFINISHED
         made = step.made()
         with_loss = len(step.with_loss) - step.skipped
-        own = [state, math.fsum(step.weights.values), step.written_buffers]
-        own += [all(made), with_loss, step.skipped, self.early.is_on, self.state.has_numbers()]
+        own = [state, math.fsum(step.weights.values), self.overlay.code]
+        own += [all(made), with_loss, step.skipped, self.early.is_on]
         own.append(step.samples_with_weight)
         said = self.exchange([*own, *self._note()])
         states = {row[0] for row in said}
@@ -772,7 +759,7 @@ class Executor:
             tuple(microbatch.result for microbatch in step.microbatches),
             tuple(step.weights.values),
             total,
-            tuple(tuple(row[9:]) for row in said),
+            tuple(tuple(row[8:]) for row in said),
             losses=tuple(int(row[4]) for row in said),
             skipped=int(sum(row[5] for row in said)),
         )
@@ -782,11 +769,9 @@ class Executor:
                 " 0. Does training_step return a wrong 'weight', or did no rank get a sample?"
             )
             self.give_up(doing)
-        self.combine_buffers([row[2] for row in said], doing)
-        if any(row[7] for row in said):
-            self.numbers.combine()
+        self.combine_overlay([row[2] for row in said], doing)
         if total:
-            self._total_weight, self._weighed_samples = total, math.fsum(row[8] for row in said)
+            self._total_weight, self._weighed_samples = total, math.fsum(row[7] for row in said)
         # without a loss, tensors that reach it past the units' outputs cannot be found
         searched = step.checks_leaks and any(outcome.losses)
         changes = self.early.agree(all(row[6] for row in said))
@@ -803,26 +788,20 @@ class Executor:
             self._release_all()
             self._throttle.end_step()
 
-    def combine_buffers(self, written: Sequence[float], doing: str) -> None:
-        """Combine what microbatches of all ranks have written to buffers; collective."""
+    def combine_overlay(self, codes: Sequence[float], doing: str) -> None:
+        """Merge what microbatches of all ranks have written on modules; collective."""
         try:
-            self.buffers.agree(written)
+            self.overlay.combine(codes)
         except Exception as failure:  # on all ranks
             self.failure.note(failure)
             self.give_up(doing)
-        self.buffers.combine()
-
-    def finish_buffers(self) -> None:
-        """Show the module's own buffers again, and note what other ranks need to learn."""
-        self._step.written_buffers = self.buffers.finish()
 
     def _end_backward(self) -> None:
         """Set the gradients of parameters that at least one rank used, or raise on all ranks."""
         step = self._step
         self._finish_reduce(None)
         self.hooks.in_backward = False
-        self.failure.guarded(self.state.show_gradients)
-        self.failure.guarded(self.state.end_backward)
+        self.failure.guarded(self.overlay.end_backward)
         if not step.goes_on:
             step.microbatches.clear()
             self._throttle.end_step()
@@ -873,7 +852,7 @@ class Executor:
 
     def _release_all(self) -> None:
         self.failure.abandon()
-        self.buffers.of_microbatches.abandon()
+        self.overlay.abandon()
         self._reducing = None
         for unit in self.units:
             unit.wait_reduce()

@@ -110,8 +110,7 @@ class ManualSteps:
                 executor.accelerator,
                 executor.recompute,
                 inside,
-                state=executor.state,
-                buffers=executor.buffers.of_microbatches,
+                overlay=executor.overlay,
                 outside=self._functions.suspended,
                 stored=executor.stored,
                 parts=executor.parts,
@@ -124,8 +123,7 @@ class ManualSteps:
         if failure is not None:
             executor.failure.note(failure)
         samples = [each.samples for each in calls]
-        executor.failure.guarded(executor.buffers.begin, samples)
-        executor.failure.guarded(executor.state.begin, samples)
+        executor.failure.guarded(executor.overlay.begin, samples, False)
         self._advance(step)
         while (place := self._next_place(step)) is not None:
             if place == AT_BACKWARD:
@@ -242,25 +240,21 @@ class ManualSteps:
     def _finish(self, step: Step, note: Callable[[], Sequence[float]]) -> ForwardOutcome:
         executor = self._executor
         executor.failure.guarded(executor.writes.check, "training_step")
-        executor.failure.guarded(executor.finish_buffers)
-        executor.failure.guarded(executor.state.finish)
-        executor.failure.guarded(executor.state.show_gradients)
+        executor.failure.guarded(executor.overlay.finish)
+        executor.failure.guarded(executor.overlay.end_backward)
         failed = executor.failure.error is not None
         samples = math.fsum(call.samples for call in step.calls)
-        has_numbers = float(executor.state.has_numbers())
-        own = [float(failed), samples, step.written_buffers, has_numbers]
+        own = [float(failed), samples, executor.overlay.code]
         said = executor.exchange([*own, *note()])
         if any(row[0] for row in said):
             executor.give_up(_DOING)
-        executor.combine_buffers([row[2] for row in said], _DOING)
-        if any(row[3] for row in said):
-            executor.numbers.combine()
+        executor.combine_overlay([row[2] for row in said], _DOING)
         self.reshard()
         self._expected, self._is_checked = self._places, True
         results = tuple(microbatch.result for microbatch in step.microbatches)
         executor.end_phases(self._order)
         total = math.fsum(row[1] for row in said)
-        notes = tuple(tuple(row[4:]) for row in said)
+        notes = tuple(tuple(row[3:]) for row in said)
         weights = tuple(float(call.samples) for call in step.calls)
         return ForwardOutcome(results, weights, total, notes)
 

@@ -10,8 +10,8 @@ visit that used the tensor first. See docs/design/step.md.
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -44,12 +44,11 @@ from lightning_cephalo.execution.call_tree import (
 from lightning_cephalo.execution.captures import Captures, UnitRecord, VisitRecords
 from lightning_cephalo.execution.ends_policy import used_elsewhere
 from lightning_cephalo.execution.meetings import Attendance
-from lightning_cephalo.execution.module_buffers import ModuleBuffers
-from lightning_cephalo.execution.module_state import ModuleState
 from lightning_cephalo.execution.normalisation import Meeting
 from lightning_cephalo.execution.offload import HostArena
 from lightning_cephalo.execution.over_batch import Asking, StepGreenlet, refuse_manual
-from lightning_cephalo.execution.replay import ChangingBuffers, Modes, ThreadState
+from lightning_cephalo.execution.overlay import Overlay
+from lightning_cephalo.execution.replay import ThreadState
 from lightning_cephalo.execution.stored_outputs import StoredOutputs
 from lightning_cephalo.execution.tensor_hooks import GradientParts, refuse_hooks_inside
 from lightning_cephalo.plan.program import NONE, ROOT, Visit, visit_of
@@ -73,6 +72,7 @@ AT_UPDATE = Visit(-5)
 """The place of a microbatch whose code is about to clip gradients or to run an optimizer."""
 
 _MAX_PARKS_WHILE_STOPPING = 100
+_NO_CHANGE = nullcontext()
 _CHANGED_INPUT = (
     "An input of a unit is changed in place, by the unit or by the code after it, so that the"
     " unit's backward cannot be computed. Write `x = x + y` instead of `x += y` there."
@@ -97,8 +97,7 @@ class Microbatch:
         inside: frozenset[int] | None = None,
         arena: HostArena | None = None,
         last: int = NONE,
-        state: ModuleState | None = None,
-        buffers: ModuleBuffers | None = None,
+        overlay: Overlay | None = None,
         outside: Callable[[], AbstractContextManager[Any]] | None = None,
         *,
         meets: bool = False,
@@ -114,8 +113,7 @@ class Microbatch:
         self._outside = outside
         self.has_one_backward = outside is None
         self._retains = False
-        self._state = state
-        self._buffers = buffers
+        self._overlay = overlay
         self._arena = arena
         self.last = last
         self._accelerator = accelerator
@@ -143,7 +141,6 @@ class Microbatch:
         # the scheduler's are equal during a step
         self._scheduler_modes: ThreadState | None = None
         self._backward_modes: ThreadState | None = None
-        self.training_modes: Modes | None = None
         self.parked: Visit | None = None
         self.result: Any = None
         self.finished = False
@@ -388,13 +385,10 @@ class Microbatch:
     ) -> Any:
         """Run a body that will be computed again, and note the state that it has found."""
         record.random, record.modes = self._accelerator.random_states(), modes
-        record.body_again, buffers = forward.again(self.training_modes), forward.buffers
+        record.body_again = forward.body
         record.watch_inputs()
-        if buffers.modules:
-            before, kept = buffers.versions(), buffers.save()
-            record.shown = () if self._buffers is None else self._buffers.now(buffers.modules)
-        if self._state is not None:
-            record.stored = self._state.now()
+        if self._overlay is not None:
+            record.view = self._overlay.now(forward.with_buffers)
         # the check for tensors that leave otherwise needs their graph, which is dropped later
         has_graph = self._inside is not None
         torch._C._set_grad_enabled(has_graph)
@@ -402,8 +396,6 @@ class Microbatch:
             result = forward.body(*args, **kwargs)
         finally:
             torch._C._set_grad_enabled(True)
-        if buffers.modules:
-            record.buffers = buffers.changed_since(before, kept)
         if not record.inputs_are_unchanged():
             raise UnitUseError(_CHANGED_INPUT)
         return result
@@ -510,8 +502,9 @@ class Microbatch:
             and all(capture.leaf.grad is None for capture in record.captures)
         ):
             return False
-        if record.shown or record.buffers:
-            with self._replayed_buffers(record):
+        view, overlay = record.view, self._overlay
+        if overlay is not None and view is not None and view.buffers:
+            with overlay.replayed_buffers(view):
                 self._from_outputs(record, gradients)
         else:
             self._from_outputs(record, gradients)
@@ -544,15 +537,6 @@ class Microbatch:
         if not is_again and record.captures:
             self.captures.backward(record)
 
-    @contextmanager
-    def _replayed_buffers(self, record: UnitRecord) -> Iterator[None]:
-        with ExitStack() as stack:
-            if record.shown and self._buffers is not None:
-                stack.enter_context(self._buffers.replayed(record.shown))
-            if record.buffers:  # on top: the unit itself writes these, and will again
-                stack.enter_context(ChangingBuffers.replayed([*record.buffers]))
-            yield
-
     def _compute_again(self, record: UnitRecord) -> Sequence[Any]:
         assert record.random is not None
         assert record.modes is not None
@@ -576,11 +560,9 @@ class Microbatch:
         torch.set_autocast_cache_enabled(False)
         torch._C._set_grad_enabled(True)
         accelerator.restore_random_states(random)
-        body, state, stored = record.body_again, self._state, record.stored
+        body, overlay = record.body_again, self._overlay
         try:
-            if state is None or stored is None or not state.is_used:
-                return self._outputs_of(body(*args, **kwargs), record)
-            with state.replayed(stored):
+            with _NO_CHANGE if overlay is None else overlay.replayed(record.view):
                 return self._outputs_of(body(*args, **kwargs), record)
         finally:
             accelerator.restore_random_states(drawn)

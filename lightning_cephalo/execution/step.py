@@ -68,7 +68,6 @@ class Step:
     program: Program = field(default_factory=lambda: Program((), ()))
     gradient_scale: float = 1.0
     with_loss: set[int] = field(default_factory=set)
-    written_buffers: float = 0.0
     skipped: int = 0
     used: dict[int, list[bool]] = field(default_factory=dict)
     goes_on: bool = False

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.boundaries import can_have_gradient
 from lightning_cephalo.execution.call_tree import flatten_result
-from lightning_cephalo.execution.module_state import may_store
-from lightning_cephalo.execution.undone_step import MISSING, OF_TORCH
+from lightning_cephalo.execution.overlay_slots import MISSING, OF_TORCH, may_store
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.boundaries import refusing_freed, refusing_gradients
 from lightning_cephalo.execution.meetings import NormForward, SynchronisedNorms
 from lightning_cephalo.execution.microbatch import Microbatch
-from lightning_cephalo.execution.replay import ChangingBuffers, Modes, TrainingModes
 from lightning_cephalo.execution.user_writes import UserWrites
 from lightning_cephalo.plan.program import LAST_LAYERS, ROOT
 from lightning_cephalo.sharding.flat_group import UnitState
@@ -53,8 +51,6 @@ class UnitHooks:
         self.ends: frozenset[int] = frozenset()
         self._last_layers = units[ROOT].ends.get(LAST_LAYERS)
         self._of_last_layers: frozenset[int] = frozenset()
-        self._modes = TrainingModes(units[ROOT].module.modules())
-        self._left = self._first_modes = self._modes.now()
 
     def install(self) -> None:
         """Replace the units' forwards, and gather the root unit before its modules are called."""
@@ -124,23 +120,15 @@ class UnitHooks:
 
     def begin_step(self) -> None:
         """Note what all microbatches of a step find; call it before the first one runs."""
-        self._left = self._first_modes = self._modes.now()
         for forward in self._forwards:
             forward.begin_step()
 
     def advance(self, microbatch: Microbatch) -> None:
         self.running = microbatch
-        found = microbatch.training_modes or self._first_modes
-        if found is not self._left and found != self._left:
-            self._modes.show(found)
         try:
             microbatch.advance()
         finally:
             self.running = None
-            modes = self._modes.now()
-            if modes is not found and modes == found:
-                modes = found  # one object: what depends on the modes is made once
-            self._left = microbatch.training_modes = modes
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -227,12 +215,8 @@ class UnitForward:
     def __init__(self, index: int, unit: Unit, hooks: UnitHooks) -> None:
         self._index, self._unit, self._hooks = index, unit, hooks
         module = self._module = unit.module
-        self.buffers = ChangingBuffers(module)
         self.inner = [*module.modules()][1:]
-        self._modes = TrainingModes([module, *self.inner])
-        # most calls share one
-        self._modes_of_all: Modes | None = None
-        self._again: Callable[..., Any] | None = None
+        self.with_buffers = [each for each in module.modules() if each._buffers]
         self.begin_step()
         # modules wrapped by torch.compile also have a forward on the instance
         self._replaced = module.__dict__.get("forward")
@@ -274,22 +258,8 @@ class UnitForward:
     def computing(self, body: Callable[..., Any]) -> UnitForward:
         """Return a forward that visits the unit for another function of its modules."""
         other = copy.copy(self)
-        other.body, other._again = body, None
+        other.body = body
         return other
-
-    def again(self, modes_of_all: Modes | None) -> Callable[..., Any]:
-        """Return the body for calling it later, in the modes that the modules have now."""
-        again = self._again
-        if again is None or modes_of_all is not self._modes_of_all:
-            again = self._again = partial(self._body_in, self._modes.now())
-            self._modes_of_all = modes_of_all
-        return again
-
-    def _body_in(self, modes: Modes, /, *args: Any, **kwargs: Any) -> Any:
-        if modes == self._modes.now():
-            return self.body(*args, **kwargs)
-        with self._modes.shown(modes):
-            return self.body(*args, **kwargs)
 
     def _compiled_body(self, *args: Any, **kwargs: Any) -> Any:
         assert self._compiled is not None
@@ -312,6 +282,5 @@ class UnitForward:
             copied.forward = copy.deepcopy(self._replaced, {id(self._module): copied})
 
     def remove(self) -> None:
-        self._again = None  # it refers to this object
         self._restore_forward()
         self._module._compiled_call_impl = self._compiled

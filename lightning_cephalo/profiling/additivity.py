@@ -21,9 +21,9 @@ from lightning_cephalo.data.containers import own_copy
 from lightning_cephalo.data.cutting import loss_and_weight
 from lightning_cephalo.execution.manual_step import ManualSteps
 from lightning_cephalo.execution.over_batch import was_asked
+from lightning_cephalo.execution.overlay_slots import Start
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.execution.step import MicrobatchCall
-from lightning_cephalo.execution.undone_step import UndoneStep
 from lightning_cephalo.profiling.isolation import forget_gradients, preserved_state, same_flags
 from lightning_cephalo.profiling.stored_values import StoredValues
 
@@ -112,12 +112,12 @@ def compared(
     count = sum(size for _, size in parts)
     whole, *pieces = [(batch, count), *parts] if parts else [None] * 3
     with _comparing(model, context) as put_back, torch.no_grad():
-        stored = UndoneStep(model.executor.state.places, ())
+        stored = Start(model.executor.overlay.places)
 
         def loss_of(piece: tuple[Any, int] | None, is_copy: bool = False) -> tuple[float, float]:
             # each finds buffers and numbers as the first one has found them
             put_back()
-            stored.put_back(())
+            stored.put_back()
             kept.begin()
             loss = _loss_of(model, watched, piece)
             if piece is not None and not is_copy:

@@ -1,6 +1,6 @@
 """Finds what a step keeps on modules that depends on how its batch is cut.
 
-A number becomes the mean over microbatches (``execution/module_numbers.py``), which is right only
+A number becomes the mean over microbatches (``execution/overlay_merge.py``), which is right only
 for means over samples. Generators and iterators advance in each. Comparing losses shows all.
 """
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_cephalo.data.randomness import GENERATOR_TYPES, mark_of
-from lightning_cephalo.execution.undone_step import OF_TORCH
+from lightning_cephalo.execution.overlay_slots import OF_TORCH
 from lightning_cephalo.ranks.control import ControlGroup
 
 # Relative, by the dtype of computing; a mean of float32 losses over parts rounds otherwise

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from lightning_cephalo.accelerator.cpu import Cpu
 from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.microbatch import BEHIND_THE_LAST, Microbatch
-from lightning_cephalo.execution.replay import ChangingBuffers
 from lightning_cephalo.plan.program import NONE, Visit
 
 
@@ -45,9 +44,8 @@ def microbatch_of(step: Callable[[Callable[..., Any]], Any], **options: Any) -> 
     """A microbatch whose step gets a function that visits a unit."""
 
     def visit(index: int, unit: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        buffers = ChangingBuffers(unit if isinstance(unit, nn.Module) else nn.Module())
         trainable = isinstance(unit, nn.Module) and any(p.requires_grad for p in unit.parameters())
-        forward = SimpleNamespace(body=unit, buffers=buffers, again=lambda modes: unit)
+        forward = SimpleNamespace(body=unit, with_buffers=())
         return microbatch.visit(index, trainable, forward, args, kwargs)
 
     options = {"recompute": True, **options}

@@ -86,7 +86,7 @@ class Hungry(Net):
         self.calls.append(len(batch[0]))
         self.seen.update(batch[0].sum())
         self.center.mul_(0.9).add_(batch[0].mean(0), alpha=0.1)
-        self.center_of_step = batch[0].mean(0)
+        self.center_of_step = batch[0].mean()
         loss = super().training_step(batch, batch_idx)
         loss = loss + 0.01 * self.center.sum()
         self.mean(loss.detach(), len(batch[0]))

@@ -166,7 +166,7 @@ def _warned(rank):
             try:
                 found = compared(
                     *(model, step, nullcontext, (x, rows), parts),
-                    StoredValues(module, model.executor.state.places),
+                    StoredValues(module, model.executor.overlay.places),
                     repeated=BatchLayout().repeated,
                 )
             except (ValueError, TypeError, RemoteRankError) as error:
