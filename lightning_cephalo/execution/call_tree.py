@@ -179,17 +179,3 @@ def without_empty_caches(
         return None
 
     return tuple(without(a) for a in args), {key: without(v) for key, v in kwargs.items()}
-
-
-def refuse_changed_containers(args: Any, kwargs: Any, inputs: Sequence[Any]) -> None:
-    """Raise UnitUseError if a unit has changed a container: it got a copy, so changes are lost."""
-    values = (*args, *kwargs.values())
-    if not any(isinstance(v, (list, dict)) or dataclasses.is_dataclass(v) for v in values):
-        return
-    now = flatten((args, kwargs))[0]
-    same = len(now) == len(inputs) and all(a is b for a, b in zip(now, inputs, strict=True))
-    if not same:
-        raise UnitUseError(
-            "A unit changes a list, dict or dataclass that it is called with. It gets a copy, so"
-            " the change would be lost: return the new values instead."
-        )

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lightning_cephalo.common.errors import UnitUseError
-from lightning_cephalo.execution.boundaries import leaves_behind
+from lightning_cephalo.execution.graph import leaves_behind
 from lightning_cephalo.execution.unit_hooks import UnitForward
 
 

@@ -16,12 +16,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lightning_cephalo.common.errors import ShardedUseError
+from lightning_cephalo.execution.user_writes import needs_freed
 from lightning_cephalo.plan.program import FIRST_LAYERS, LAST_LAYERS, WHOLE_ROOT, Ends
 from lightning_cephalo.sharding.flat_group import FlatGroup
 from lightning_cephalo.sharding.unit import Unit
 
 _NONE: frozenset[int] = frozenset()
-_CHANGED = "modified by an inplace operation"
 
 
 class EndsPolicy:
@@ -71,7 +71,7 @@ class EndsPolicy:
 def needs_values(error: RuntimeError, group: FlatGroup) -> bool:
     """Whether a backward has failed as the values of some flats are gone, as its shape tells."""
     shapes = {f"[{', '.join(map(str, shape))}]" for flat in group.flats for shape in flat.shapes}
-    return _CHANGED in str(error) and any(shape[1:-1] in str(error) for shape in shapes)
+    return needs_freed(error) and any(shape[1:-1] in str(error) for shape in shapes)
 
 
 def root_gathers_without(ends: Ends) -> frozenset[int]:

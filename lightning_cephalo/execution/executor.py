@@ -16,6 +16,7 @@ from torch import Tensor
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.throttle import Throttle
 from lightning_cephalo.common.errors import RemoteRankError, UnitUseError
+from lightning_cephalo.execution.backward_pass import BackwardPass
 from lightning_cephalo.execution.early_updates import EarlyUpdates
 from lightning_cephalo.execution.ends_policy import (
     EndsPolicy,
@@ -32,19 +33,23 @@ from lightning_cephalo.execution.microbatch import (
     AT_LAST_LAYERS,
     BEHIND_THE_LAST,
     Microbatch,
+    MicrobatchOptions,
 )
 from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.execution.offload import HostArena
 from lightning_cephalo.execution.orders import Choice
 from lightning_cephalo.execution.over_batch import exchange_rows, refuse_own_weight
 from lightning_cephalo.execution.overlay import Overlay
+from lightning_cephalo.execution.recomputed import Places, SavedAgain
 from lightning_cephalo.execution.state_moves import StateMoves
 from lightning_cephalo.execution.step import ForwardOutcome, MicrobatchCall, Step
-from lightning_cephalo.execution.stored_outputs import StoredOutputs
-from lightning_cephalo.execution.tensor_hooks import GradientParts
 from lightning_cephalo.execution.unit_hooks import Meet, UnitHooks
 from lightning_cephalo.execution.user_collectives import UserCollectives
-from lightning_cephalo.execution.user_writes import UserWrites, explained
+from lightning_cephalo.execution.user_writes import (
+    UserWrites,
+    explained,
+    used_outside,
+)
 from lightning_cephalo.execution.visits import (
     FAILED,
     FINISHED,
@@ -83,6 +88,10 @@ _OWN_UPDATE = Instruction(Operation.UPDATE)
 _BEFORE_BACKWARD = "a hook between the forward and the backward"
 
 
+def _raise(error: Exception) -> None:
+    raise error
+
+
 class Executor:
     """Runs training and evaluation steps over units.
 
@@ -110,17 +119,15 @@ class Executor:
         self.writes = UserWrites(units)
         self.hooks = UnitHooks(units, meet, self.writes)
         self.failure = Failure(control.rank, names)
-        self._meetings = Meetings(self.hooks.norms, self.failure, control, accelerator.device)
+        self.meetings = Meetings(self.hooks.norms, self.failure, control, accelerator.device)
         self._sends_gradients = False  # not with manual optimization
         self.overlay = Overlay(units[ROOT].module, control, accelerator)
-        self.stored = StoredOutputs(unit.module.modules() for unit in units)
-        self.parts = GradientParts()
         self.early = EarlyUpdates(units)
         self.state_moves = StateMoves()
         self.arena: HostArena | None = None
         self.user_collectives: UserCollectives | None = None
         self.gave_up = self.drops_gradients = False
-        self.steps_per_update, self._runs_hooks = 1, False
+        self.steps_per_update, self.runs_hooks = 1, False
         self._visits = Visits()
         self._throttle = Throttle(accelerator)
         self._observers: tuple[Observer, ...] = ()
@@ -135,6 +142,7 @@ class Executor:
         self._now = Instruction(Operation.AGREE)
         self._reducing: Unit | FlatGroup | None = None
         self._has_gradients = False
+        self._pass, self._saved_again = BackwardPass(), SavedAgain()
         # plain functions: bound methods would form a cycle that keeps process groups alive
         self._handlers: dict[Operation, Callable[[Executor, Instruction], None]] = {
             Operation.GATHER: Executor._gather,
@@ -157,7 +165,6 @@ class Executor:
         self._compute_handlers: dict[Operation, Callable[[Executor, Instruction], None]] = {
             Operation.FORWARD: Executor._forward,
             Operation.LOSS: Executor._loss,
-            Operation.BACKWARD: Executor._backward,
         }
         self._choose_residence()
         # gathered once a step: no retained graph depends on finding the same memory again
@@ -283,32 +290,21 @@ class Executor:
         self.state_moves.is_late = False
         last = NONE if visits is None else len(visits) - 1
         checks = not self._visits.is_checked(trainable)
-        inside = self.inside_units() if checks else None
-        # a backward that fails behind an early update cannot be repeated: each step searches ahead
-        searches = checks or self.early.is_on
-        first_layers = self.ends_policy.first_layers() if searches else {}
-        microbatches = [
-            Microbatch(
-                call.step,
-                self.accelerator,
-                self._recompute,
-                inside,
-                self.arena,
-                last,
-                self.overlay,
-                meets=True,
-                first_layers=first_layers,
-                stored=self.stored,
-                parts=self.parts,
-            )
-            for call in calls
-        ]
+        options = MicrobatchOptions(
+            self._recompute,
+            last,
+            meets=True,
+            searches=checks,
+            # a backward that fails behind an early update cannot be repeated
+            first_layers=self.ends_policy.first_layers() if checks or self.early.is_on else {},
+        )
+        microbatches = self.microbatches_of(calls, options)
         step = self._step = self._new_step(calls, microbatches)
-        step.trainable, step.checks_leaks = trainable, checks
+        step.trainable, step.checks = trainable, checks
         step.ends = self.ends_policy.of_step()
         self.hooks.ends = root_gathers_without(step.ends)
         self.failure.begin(microbatches, "beginning of the root unit")
-        self.hooks.begin_step()
+        self.meetings.begin_step()
         if visits is not None:
             self._replay(visits)
 
@@ -319,10 +315,16 @@ class Executor:
         weights = LossWeights(len(calls), scale, self.accelerator.readback())
         return Step(calls, microbatches, weights)
 
-    def inside_units(self) -> frozenset[int]:
-        """Return the ids of the gathered parameters of all units but the root."""
-        flats = [flat for unit in self.units[1:] for flat in unit.flats]
-        return frozenset(id(parameter) for flat in flats for parameter in flat.parameters)
+    def microbatches_of(
+        self, calls: Sequence[MicrobatchCall], options: MicrobatchOptions
+    ) -> list[Microbatch]:
+        """Return the microbatches of a step."""
+        arena = self.arena if options.outside is None else None
+        places = Places(self.accelerator, self.overlay, arena, self.hooks.norms, self._saved_again)
+        return [
+            Microbatch(index, call.step, places, options, self._pass)
+            for index, call in enumerate(calls)
+        ]
 
     def _replay(self, visits: Sequence[Visit]) -> None:
         step = self._step
@@ -352,12 +354,11 @@ class Executor:
         step = self._step = self._new_step(calls, microbatches)
         step.visits, step.is_traced, step.goes_on = visits, True, True
         self.failure.begin(microbatches, "beginning of the step")
-        self.hooks.begin_step()
         return step
 
     def end_phases(self, visits: Sequence[Visit]) -> None:
         self._visits.last = tuple(visits)
-        self._step.microbatches.clear()
+        self._step.forget_microbatches()
         self._step = self._new_step((), [])
         self._throttle.end_step()
 
@@ -376,7 +377,7 @@ class Executor:
         step, self.gave_up = self._step, False
         step.gradient_scale = factor / (step.weights.scale * self._total_weight * divisor)
         self._hide_held_gradients()
-        self.overlay.begin_backward(self._runs_hooks)
+        self.overlay.begin_backward(self.runs_hooks)
         self._has_gradients = True
         self.hooks.in_backward = True
         # hooks may have freed units that the forward left gathered (checkpoints, samples)
@@ -384,7 +385,7 @@ class Executor:
             if self._part(unit).state is UnitState.SHARDED:
                 self.execute(Instruction(Operation.GATHER, unit))
         try:
-            self.run(step.program.backward)
+            self.run_backward(step.program.backward)
         except BaseException as failure:
             self.early.explain(failure)
             raise
@@ -440,11 +441,15 @@ class Executor:
         """
         self.hooks.ends = frozenset()
         calls = [] if call is None else [call]
-        microbatches = [Microbatch(each.step, self.accelerator, recompute=False) for each in calls]
+        places = Places(self.accelerator, None, None, self.hooks.norms)
+        options = MicrobatchOptions(recompute=False)
+        microbatches = [
+            Microbatch(index, each.step, places, options, self._pass)
+            for index, each in enumerate(calls)
+        ]
         self._step = step = self._new_step(calls, microbatches)
         step.is_traced = True
         self.failure.begin(microbatches, "evaluation of the root unit")
-        self.hooks.begin_step()
         self.execute(Instruction(Operation.GATHER, ROOT))
         self.execute(Instruction(Operation.FORWARD, ROOT, microbatch=0))
         while True:
@@ -462,7 +467,7 @@ class Executor:
             unit = min(wanted)
             self.run(evaluation_of(int(unit), takes_part=place[0] == unit))
         results = tuple(microbatch.result for microbatch in microbatches)
-        microbatches.clear()
+        step.forget_microbatches()
         self._step = self._new_step((), [])
         return ForwardOutcome(results, (), 0.0, tuple(tuple(row[1:]) for row in rows))
 
@@ -495,6 +500,22 @@ class Executor:
                 handler(self, instruction)
             except Exception as error:
                 self.failure.note(error)
+        for observer in self._observers:
+            observer.after(instruction)
+
+    def begin_visit(self, instruction: Instruction) -> None:
+        """The engine is about to run the backward of a visit."""
+        self._now = self.failure.place = instruction
+        unit = self.units[instruction.unit]
+        if unit.core.state is not UnitState.GATHERED:
+            self.wait_for(unit)
+        if self._step.before_visit is not None:
+            self._step.before_visit(instruction)
+        for observer in self._observers:
+            observer.before(instruction)
+
+    def end_visit(self, instruction: Instruction) -> None:
+        """The engine has run it."""
         for observer in self._observers:
             observer.after(instruction)
 
@@ -544,6 +565,8 @@ class Executor:
     def _arm(self, instruction: Instruction) -> None:
         # comes before the wait for the unit: zeroing overlaps with its gather
         part = self._part(instruction.unit)
+        if isinstance(part, Unit) and not part.ends and part.has_landed:
+            self.failure.guarded(_raise, used_outside([part.name]))
         arm = part.arm
         if isinstance(part, FlatGroup):
             arm = part.arm_late if instruction.unit == FIRST_LAYERS else part.arm
@@ -570,6 +593,9 @@ class Executor:
         if call.on_resume is not None:
             call.on_resume()
         self.overlay.resume(index)
+        nodes = None
+        if microbatch.parked is None or microbatch.parked is BEHIND_THE_LAST:
+            nodes = self.units[ROOT].renew_accumulators()
         try:
             if self.user_collectives is None:
                 self.hooks.advance(microbatch)
@@ -578,6 +604,7 @@ class Executor:
                     self.hooks.advance(microbatch)
         except RuntimeError as error:
             raise explained(error) from error.__cause__
+        del nodes  # the graph holds them
         self.overlay.pause(index)
         if call.on_pause is not None:
             call.on_pause()
@@ -595,32 +622,38 @@ class Executor:
                 raise used_elsewhere(self.units[ROOT].ends[LAST_LAYERS].names)
             return  # it visits more units than are known
         step.with_loss.add(index)
-        found = step.calls[index].weight_of(microbatch.result)
-        if microbatch.was_over_batch:
-            refuse_own_weight(None if found is None else found[1], step.calls[index].samples)
-        if found is None:
-            step.skipped += 1
-            return
-        weighed = step.weights.weigh(index, *found)
+        weighed = self._weighed(index)
         if weighed is None:
             return
         try:
-            with self.hooks.backward():
-                self._run_hooked(index, partial(microbatch.backward_of_loss, *weighed))
+            with self.hooks.backward(), self._showing_stored(index):
+                step.roots += microbatch.backward_of_loss(*weighed, self.meetings.numbers)
         except RuntimeError as error:
             self.writes.check("training_step")  # a write may be the cause
             self._explain_ends(error)
             raise
 
-    def _run_hooked(self, index: int, run: Callable[[], None]) -> None:
-        """Run a backward, in which hooks of users find what the microbatch has stored."""
-        self._runs_hooks = self._runs_hooks or self._step.microbatches[index].has_hooks
-        if not self._runs_hooks:
-            run()
+    def _weighed(self, index: int) -> tuple[Tensor, Tensor | None] | None:
+        """Return a microbatch's loss with its weight; None if it has no loss, or no weight."""
+        step, microbatch = self._step, self._step.microbatches[index]
+        found = step.calls[index].weight_of(microbatch.result)
+        if microbatch.was_over_batch:
+            refuse_own_weight(None if found is None else found[1], step.calls[index].samples)
+        if found is None:
+            step.skipped += 1
+            return None
+        return step.weights.weigh(index, *found)
+
+    @contextmanager
+    def _showing_stored(self, index: int) -> Iterator[None]:
+        """Let hooks of users find what a microbatch has stored, in a ``with`` block."""
+        self.runs_hooks = self.runs_hooks or self._step.microbatches[index].has_hooks
+        if not self.runs_hooks:
+            yield
             return
         self.overlay.resume(index)
         try:
-            run()
+            yield
         finally:
             self.overlay.pause(index)
 
@@ -632,22 +665,20 @@ class Executor:
         if self._step.microbatches:
             self._step.microbatches[instruction.microbatch].fetch(instruction.visit)
 
-    def _backward(self, instruction: Instruction) -> None:
-        if self._step.microbatches:
-            microbatch = self._step.microbatches[instruction.microbatch]
-            self.hooks.norms.replaying = microbatch
-            try:
-                if self._runs_hooks or microbatch.has_hooks:
-                    run = partial(microbatch.backward_of_visit, instruction.visit)
-                    self._run_hooked(instruction.microbatch, run)
-                else:
-                    microbatch.backward_of_visit(instruction.visit)
-            except RuntimeError as error:
-                self.writes.check(_BEFORE_BACKWARD)  # a write may be the cause
-                self._explain_ends(error)
-                raise
-            finally:
-                self.hooks.norms.replaying = None
+    def run_backward(self, instructions: Sequence[Instruction], *, retain: bool = False) -> None:
+        """Run instructions with a backward among them."""
+        self._pass.run(self, instructions, self._step, retain=retain)
+
+    def explain(self, error: Exception) -> Exception:
+        """Return the error to raise for one of a backward."""
+        if not isinstance(error, RuntimeError):
+            return error
+        try:
+            self.writes.check(_BEFORE_BACKWARD)  # a write may be the cause
+            self._explain_ends(error)
+        except Exception as found:
+            return found
+        return explained(error)
 
     def _explain_ends(self, error: RuntimeError) -> None:
         """Raise by name if a backward has failed as the values of an end are gone."""
@@ -660,9 +691,10 @@ class Executor:
     def _meet(self, instruction: Instruction) -> None:
         step, visit = self._step, self._step.visits[instruction.visit]
         if self.hooks.in_backward:
-            self._meetings.backward(visit, instruction.visit, step.microbatches, self._waiting)
+            self.meetings.backward(visit, self._waiting)
         else:
-            self._meetings.forward(visit, step.microbatches, self._waiting)
+            meet = partial(self._pass.meet, instruction.visit)
+            self.meetings.forward(visit, step.microbatches, meet, self._waiting)
 
     def _reduce(self, instruction: Instruction) -> None:
         part, step = self._part(instruction.unit), self._step
@@ -773,7 +805,7 @@ class Executor:
         if total:
             self._total_weight, self._weighed_samples = total, math.fsum(row[7] for row in said)
         # without a loss, tensors that reach it past the units' outputs cannot be found
-        searched = step.checks_leaks and any(outcome.losses)
+        searched = step.checks and any(outcome.losses)
         changes = self.early.agree(all(row[6] for row in said))
         self._learn(
             made,
@@ -803,7 +835,7 @@ class Executor:
         self.hooks.in_backward = False
         self.failure.guarded(self.overlay.end_backward)
         if not step.goes_on:
-            step.microbatches.clear()
+            step.forget_microbatches()
             self._throttle.end_step()
         self.failure.guarded(self.writes.check, _BEFORE_BACKWARD)
         self.failure.guarded(self._refuse_late_gradients)
@@ -827,6 +859,9 @@ class Executor:
         for group in self.units[ROOT].ends.values():
             if group.has_landed:
                 raise used_elsewhere(group.names)
+        late = [unit.name for unit in self.units[1:] if unit.take_late()]
+        if late:
+            raise used_outside(late)
 
     def give_up(self, doing: str) -> None:
         """Free and disarm all units, then raise on all ranks."""

@@ -19,13 +19,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_cephalo.common.errors import UnitUseError, UnsupportedError
 from lightning_cephalo.execution.executor import Executor
-from lightning_cephalo.execution.microbatch import AT_BACKWARD, AT_UPDATE, Microbatch
+from lightning_cephalo.execution.microbatch import (
+    AT_BACKWARD,
+    AT_UPDATE,
+    Microbatch,
+    MicrobatchOptions,
+)
 from lightning_cephalo.execution.orders import Choice
 from lightning_cephalo.execution.step import ForwardOutcome, MicrobatchCall, Step
 from lightning_cephalo.execution.step_functions import StepFunctions, warn_of_own_gradient
@@ -71,7 +75,7 @@ class ManualSteps:
         self.calls_hooks = True
         self.losses: list[Tensor] = []
         self.written = WrittenRows(executor.units, executor.accelerator)
-        self._is_checked = self._told_of_gradient = False
+        self._told_of_gradient = False
         self._expected: list[Visit] = []
         self._places: list[Visit] = []
         self._order: list[Visit] = []
@@ -102,24 +106,12 @@ class ManualSteps:
                 " must run, as it updates the optimizers. Use DataLoader(drop_last=True), or a"
                 " plan with samples for every rank."
             )
-        # tensors that leave a unit other than as outputs are looked for in the first step
-        inside = None if self._is_checked else executor.inside_units()
-        microbatches = [
-            Microbatch(
-                each.step,
-                executor.accelerator,
-                executor.recompute,
-                inside,
-                overlay=executor.overlay,
-                outside=self._functions.suspended,
-                stored=executor.stored,
-                parts=executor.parts,
-            )
-            for each in calls
-        ]
+        options = MicrobatchOptions(executor.recompute, outside=self._functions.suspended)
+        microbatches = executor.microbatches_of(calls, options)
         self._places, self._order, self._seen = [], [], []
         self._choice = Choice([place for place in self._expected if place.unit > ROOT])
         step = executor.begin_phases(calls, microbatches, self._order)
+        step.before_visit = self._show_flags
         if failure is not None:
             executor.failure.note(failure)
         samples = [each.samples for each in calls]
@@ -172,8 +164,12 @@ class ManualSteps:
                 " next backward or update: the forward's copy would keep the old values. Write"
                 " before the forward, or after the update."
             )
-        for microbatch in step.microbatches:
-            microbatch.refuse_other_backwards()
+        if any(unit.has_landed for unit in self._executor.units):
+            raise UnitUseError(
+                "training_step has run a backward that ends at a unit, so that its gradient would"
+                " be that of this rank alone (torch.autograd.backward?). Call"
+                " self.manual_backward(loss)."
+            )
 
     def _gathered(self) -> list[Unit]:
         return [unit for unit in self._executor.units if unit.state is UnitState.GATHERED]
@@ -250,7 +246,7 @@ class ManualSteps:
             executor.give_up(_DOING)
         executor.combine_overlay([row[2] for row in said], _DOING)
         self.reshard()
-        self._expected, self._is_checked = self._places, True
+        self._expected = self._places
         results = tuple(microbatch.result for microbatch in step.microbatches)
         executor.end_phases(self._order)
         total = math.fsum(row[1] for row in said)
@@ -299,8 +295,8 @@ class ManualSteps:
 
         def find_visits() -> None:
             for microbatch in step.microbatches:
-                behind = microbatch.visits_behind([microbatch.result])
-                for position in behind.positions | behind.glue:
+                step.reached = frozenset(microbatch.visits_behind([microbatch.result]))
+                for position in step.reached:
                     reached[position] = True
 
         executor.failure.guarded(find_visits)
@@ -328,13 +324,15 @@ class ManualSteps:
         held = self._held()
         after = layered_backward(visits, len(step.microbatches), step.trainable, held)
         executor.hooks.in_backward = True
-        for instruction in prefetch(Program((), after)).backward:
-            if instruction.operation is Operation.BACKWARD:
-                executor.wait_for(units[instruction.unit])
-                units[instruction.unit].show_flags(self._seen[instruction.visit][0])
-            executor.execute(instruction)
+        retains = any(microbatch.retains for microbatch in step.microbatches)
+        executor.run_backward(prefetch(Program((), after)).backward, retain=retains)
         self.reshard()
         self._advance(step)
+
+    def _show_flags(self, instruction: Instruction) -> None:
+        """Let a unit's parameters need the gradients that they needed in its forward."""
+        unit = self._executor.units[instruction.unit]
+        unit.show_flags(self._seen[instruction.visit][0])
 
     def _held(self) -> int:
         """Return the unit of the last visit if it is still gathered; free all others."""
@@ -429,11 +427,8 @@ class ManualSteps:
 
     def refuse_gradients_through_units(self, outputs: Sequence[Tensor], inputs: Any) -> None:
         assert self.running is not None
-        behind = self.running.visits_behind(outputs)
-        wanted = [torch.autograd.graph.get_gradient_edge(each).node for each in inputs]
-        if behind.positions and any(
-            node in behind.nodes or node not in behind.direct for node in wanted
-        ):
+        wanted = [each for each in inputs if isinstance(each, Tensor) and each.requires_grad]
+        if self.running.visits_between(outputs, wanted):
             raise UnsupportedError(
                 "torch.autograd.grad() of something that units have computed (a gradient penalty?)"
                 " under strategy='cephalo': a unit's graph exists only in the layered backward."

@@ -13,7 +13,8 @@ Statistics travel in double precision, as the mean of unequal parts is a differe
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -84,93 +85,119 @@ def update_running(norm: nn.SyncBatchNorm, statistics: Statistics) -> None:
         norm.running_var.mul_(1.0 - momentum).add_(unbiased * momentum)
 
 
-@dataclass(eq=False)
 class Meeting:
-    """One microbatch at one layer, in one step.
+    """One microbatch at one layer: what it brings, and what it takes away.
+
+    ::
+
+        value -> moments -> joint (all microbatches, all ranks) -> tap of weight and bias -> output
+          |                                                                                    ^
+          +------------------------------------------------------------------------------------+
 
     Attributes:
-        record: What its microbatch retains of the unit around the layer; None: there is none.
-        source: The leaf of the input where the graph is cut; None: no backward passes.
-        own: Leaves of this layer: its input, weight and bias.
-        parameters: The trained parameters, each with its leaf.
+        row: Its moments, with a graph to its values.
+        statistics: Those of all samples, as soon as they have met.
+        joint: Mean and variance of all samples, with a graph; None: no gradient passes.
     """
 
-    norm: nn.SyncBatchNorm
-    position: int
-    statistics: Statistics
-    record: Any = None
-    random: tuple[Tensor, ...] | None = None
-    source: Tensor | None = None
-    own: tuple[Tensor, Tensor, Tensor] | None = None
-    parameters: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    def __init__(self, norm: nn.SyncBatchNorm, arrive: Callable[[], None] | None) -> None:
+        self.norm, self.arrive = norm, arrive
+        self.row: Tensor | None = None
+        self.values_per_channel = 0
+        self.statistics: Statistics | None = None
+        self.joint: Tensor | None = None
+
+    def bring(self, value: Tensor) -> None:
+        """Compute the moments of a microbatch's values."""
+        self.values_per_channel = value.numel() // value.shape[1]
+        self.row = _Moments.apply(value, self)
 
     def normalised(self, value: Tensor) -> Tensor:
-        """Return the normalised values, with a plain graph; the statistics count as constants."""
-        weight, bias = self._affine(value)
-        return self._apply(value, weight, bias)
-
-    def cut(self, value: Tensor, source: Tensor) -> Tensor:
-        """Return the normalised values, with a graph that begins here."""
-        affine = self._affine(value)
-        weight, bias = (each.detach().clone().requires_grad_() for each in affine)
-        own = value.detach().requires_grad_(source.requires_grad)
-        self.source, self.own = source, (own, weight, bias)
-        named = ((self.norm.weight, weight), (self.norm.bias, bias))
-        self.parameters = [(p, leaf) for p, leaf in named if p is not None and p.requires_grad]
-        if self.record is not None:  # what leaves the unit otherwise than as its output is refused
-            for leaf in self.own:
-                leaf._leaf_of_unit = None  # type: ignore[attr-defined]
-        return self._apply(own, weight, bias)
-
-    def _affine(self, value: Tensor) -> tuple[Tensor, Tensor]:
-        wide, norm = at_least_float32(value.dtype), self.norm
+        """Return the normalised values; gradients of the statistics go to :attr:`joint`."""
+        norm, statistics = self.norm, self.statistics
+        assert statistics is not None
+        wide = at_least_float32(value.dtype)
         if norm.affine:
-            return norm.weight.to(wide), norm.bias.to(wide)
-        ones = torch.ones(norm.num_features, dtype=wide, device=value.device)
-        return ones, torch.zeros_like(ones)
-
-    def _apply(self, value: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        mean, variance = (
-            each.to(weight.dtype) for each in (self.statistics.mean, self.statistics.variance)
-        )
+            weight, bias = norm.weight.to(wide), norm.bias.to(wide)
+        else:
+            weight = torch.ones(norm.num_features, dtype=wide, device=value.device)
+            bias = torch.zeros_like(weight)
+        if self.joint is not None:
+            weight, bias = _Tap.apply(weight, bias, self.joint, statistics.variance, norm.eps)
+        mean, variance = statistics.mean.to(wide), statistics.variance.to(wide)
         return functional.batch_norm(
-            value, mean, variance, weight, bias, training=False, eps=self.norm.eps
+            value, mean, variance, weight, bias, training=False, eps=norm.eps
         )
 
-    def sums(self) -> Tensor | None:
-        """Return the sums of gradients and of their products with normalised values; None: none."""
-        if self.own is None or self.own[1].grad is None or self.own[2].grad is None:
-            return None
-        return torch.cat([self.own[2].grad, self.own[1].grad]).to(torch.float64)
 
-    def finish(self, sums: Tensor) -> None:
-        if self.own is None or self.source is None:
-            return
-        own, weight, _ = self.own
-        if own.requires_grad:
-            gradient = self._through_statistics(own.detach(), weight.detach(), sums)
-            if own.grad is not None:
-                gradient += own.grad
-            before = self.source.grad
-            self.source.grad = gradient if before is None else before + gradient
-        for parameter, leaf in self.parameters:
-            if leaf.grad is not None:
-                found = leaf.grad.to(parameter.dtype)
-                torch.autograd.backward([parameter], [found], retain_graph=True)
-        self.source, self.own, self.parameters = None, None, []
+class _Moments(torch.autograd.Function):
+    """Count, mean and squared deviations; the backward is that of mean and variance of all."""
 
-    def _through_statistics(self, value: Tensor, weight: Tensor, sums: Tensor) -> Tensor:
-        """Return the part of the input's gradient that goes through mean and variance."""
-        statistics, shape = self.statistics, [1, -1] + [1] * (value.ndim - 2)
-        deviation = (statistics.variance + self.norm.eps).rsqrt()
-        scale = weight * deviation / statistics.count
-        of_gradients, of_products = sums.chunk(2)
-        # scale * (sum of g + normalised value * sum of g x normalised), negated
-        slope = -scale * of_products * deviation
-        offset = -scale * of_gradients - slope * statistics.mean
-        wide = weight.dtype
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, meeting: Meeting) -> Tensor:
+        ctx.save_for_backward(value)
+        ctx.meeting = meeting
+        return moments_of(meeting.norm, value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        meeting, statistics = ctx.meeting, ctx.meeting.statistics
+        if meeting.arrive is not None:
+            meeting.arrive()
+        (value,) = ctx.saved_tensors
+        wide = at_least_float32(value.dtype)
+        of_mean, of_variance = gradient[1:].chunk(2)
+        shape = [1, -1] + [1] * (value.ndim - 2)
+        # gradient of the mean / n + 2 x (value - mean) x gradient of the variance / n
+        slope = 2.0 * of_variance / statistics.count
+        offset = of_mean / statistics.count - slope * statistics.mean
         found = value.to(wide) * slope.to(wide).view(shape) + offset.to(wide).view(shape)
-        return found.to(value.dtype)
+        return found.to(value.dtype), None
+
+
+class _Tap(torch.autograd.Function):
+    """Weight and bias, whose gradients also tell that of the statistics.
+
+    The bias's gradient is the sum of all g, the weight's that of g x normalised values. The mean's
+    is that of the bias, times -weight / deviation. The variance's is that of the weight, times
+    -weight / (2 x (variance + eps)).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: Tensor, bias: Tensor, joint: Tensor, variance: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(weight, variance)  # the weight may be away in between
+        ctx.eps = eps
+        return weight.detach(), bias.detach()
+
+    @staticmethod
+    def backward(ctx: Any, of_weight: Tensor, of_bias: Tensor) -> Any:
+        weight, variance = (each.to(torch.float64) for each in ctx.saved_tensors)
+        variance = variance + ctx.eps
+        of_mean = -weight * variance.rsqrt() * of_bias.to(torch.float64)
+        of_variance = -0.5 * weight / variance * of_weight.to(torch.float64)
+        return of_weight, of_bias, torch.stack([of_mean, of_variance]), None, None
+
+
+class Joint(torch.autograd.Function):
+    """Mean and variance of all samples, from the moments of this rank's microbatches.
+
+    The backward waits for all of them: it is one node.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, statistics: Statistics, meet: Callable[[Tensor], Tensor], *rows: Tensor
+    ) -> Tensor:
+        ctx.meet, ctx.count = meet, len(rows)
+        return torch.stack([statistics.mean, statistics.variance])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        together = ctx.meet(gradient.reshape(-1))
+        row = torch.cat([together.new_zeros(1), together])
+        return None, None, *[row] * ctx.count
 
 
 def refuse_single_value(moments: Tensor, own_count: float) -> None:

@@ -17,7 +17,7 @@ from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.transfers import Told
 from lightning_cephalo.common.errors import HostMemoryError
 from lightning_cephalo.common.quantities import format_mib
-from lightning_cephalo.execution.boundaries import is_plain, take_memory
+from lightning_cephalo.execution.graph import is_plain, take_memory
 from lightning_cephalo.execution.host_room import power_from
 
 _ALIGNMENT_BYTES = 256

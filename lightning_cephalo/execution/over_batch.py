@@ -12,7 +12,6 @@ Source: the gradient cache of Gao et al. 2021 (arXiv 2101.06983).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cephalo.common.errors import UnitUseError, UnsupportedError
-from lightning_cephalo.execution.boundaries import leaves_behind
+from lightning_cephalo.execution.graph import leaves_behind
 from lightning_cephalo.execution.normalisation import at_least_float32
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.collectives import all_gather_rows
@@ -70,11 +69,9 @@ class StepGreenlet(greenlet.greenlet):
         self,
         step: Callable[[], Any],
         ask: Callable[[Tensors], Answer] | None,
-        own_gradients: Callable[[], AbstractContextManager[None]],
     ) -> None:
         super().__init__(step)
         self._ask = ask
-        self._own_gradients = own_gradients
         self.was_asked = False
 
     def loss_over_batch(self, function: Callable[..., Tensor], tensors: tuple[Any, ...]) -> Tensor:
@@ -82,8 +79,7 @@ class StepGreenlet(greenlet.greenlet):
         if self._ask is None:
             return function(*tensors)
         answer = self._ask(tensors)
-        with self._own_gradients():
-            answer.share.compute(function)
+        answer.share.compute(function)
         return answer.loss_of(tensors)
 
 

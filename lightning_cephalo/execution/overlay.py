@@ -40,6 +40,7 @@ from lightning_cephalo.execution.overlay_merge import (
     tensors_of,
 )
 from lightning_cephalo.execution.overlay_slots import (
+    CONTAINERS,
     MISSING,
     OF_TORCH,
     Attribute,
@@ -168,6 +169,7 @@ class Overlay:
         """Begin a step; ``walks``: look into containers for what microbatches share."""
         self._sizes, self.code, self._packed = tuple(sizes), 0.0, None
         self._retained, self._start, self._starts = [], None, []
+        self._containers: dict[int, tuple[Any, list[Any]]] = {}
         self._others, self._last = {}, set()
         self._behind, self._is_open = None, bool(sizes)
         self.buffers.begin(self._sizes)
@@ -292,7 +294,7 @@ class Overlay:
         assert self._start is not None
         # one of an inner module may appear in a later step; the next step looks for more
         columns, self._looks_everywhere = self._columns(self._start.looks)
-        compares, new = self._first_steps > 0, []
+        compares, new, self._containers = self._first_steps > 0, [], {}
         for index, (each, column) in enumerate(zip(self._attributes, columns, strict=True)):
             if index < len(self._starts) and all(map(is_, column, each.firsts)):
                 each.write(each.begun)
@@ -303,6 +305,8 @@ class Overlay:
                 raise different_integers(each.name)
             if each.show(column, self._sizes, compares=compares) and each.name:
                 self._last.add(each.name)
+            if each.rows is None and all(type(value) in CONTAINERS for value in column):
+                self._containers[id(each)] = each.read(), column
             if any(tensor.requires_grad for tensor in tensors_of(column)):
                 self._retained += retained(column, each.read(), self._sizes)
         for each, _, _ in self._starts:
@@ -336,10 +340,15 @@ class Overlay:
             looks = Start(self.places, copies=False).looks
             shown = [*self._read()]
             pairs = zip(self._attributes, shown, strict=True)
-            columns = [each.found_first(value, self._sizes) for each, value in pairs]
+            columns = [self._found_behind(each, value) for each, value in pairs]
             self._behind = _Behind(looks, shown, [*map(pytree.tree_leaves, columns)])
             self._is_open = True
             self._open(looks, columns, everywhere=self._looks_everywhere_behind)
+
+    def _found_behind(self, attribute: Attribute, value: Any) -> list[Any]:
+        """Return what each microbatch finds in the backward: containers of its own, to fill."""
+        shown, own = self._containers.get(id(attribute), (MISSING, []))
+        return own if shown is value else attribute.found_first(value, self._sizes)
 
     def end_backward(self) -> None:
         """Show the values of all samples, with gradients and what hooks have stored."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cephalo.common.errors import UnitUseError
-from lightning_cephalo.execution.boundaries import is_plain
+from lightning_cephalo.execution.graph import is_plain
 
 # a larger buffer has a copy in the first step only, if that step does not write it
 COPIED_BYTES = 2**20

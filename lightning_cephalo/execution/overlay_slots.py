@@ -26,7 +26,7 @@ OF_TORCH = frozenset(vars(nn.Module()))
 
 # their modules store no tensors of a batch, or keep account of what microbatches add
 _SKIPPED = ("torch.", "torchmetrics.", "lightning.")
-_CONTAINERS = frozenset((list, dict, set, deque))
+CONTAINERS = frozenset((list, dict, set, deque))
 _NOT_USERS = frozenset(["torch", "torchmetrics", "lightning", "pytorch_lightning", "transformers"])
 _NOT_USERS |= {"lightning_cephalo", "numpy", "builtins", "collections", "functools", "enum"}
 _NOT_USERS |= {"logging", "types"}
@@ -74,7 +74,7 @@ def _refill(container: Any, items: Any) -> None:
 
 def _inside(value: Any) -> Any:
     """Return the items of a container, or the attributes of an object of the user's."""
-    if type(value) in _CONTAINERS:
+    if type(value) in CONTAINERS:
         return value
     owner = type(value).__module__.partition(".")[0]
     if owner in _NOT_USERS or isinstance(value, nn.Module | type) or callable(value):
@@ -90,7 +90,7 @@ class Look:
         self._in_order = [*self._now]
         self.inside: dict[str, tuple[Any, Any]] = {}
         for name, value in self.values.items() if walks or copies else ():
-            if name not in OF_TORCH and (walks or type(value) in _CONTAINERS):
+            if name not in OF_TORCH and (walks or type(value) in CONTAINERS):
                 held = _inside(value)
                 if held is not None:
                     self.inside[name] = held, copy_of(held)
@@ -106,7 +106,7 @@ class Look:
             if now is not old and (after is None or after.values.get(name, MISSING) is now):
                 _assign(self.names, name, old)
         for name, (held, items) in self.inside.items():
-            if type(self.values[name]) in _CONTAINERS:
+            if type(self.values[name]) in CONTAINERS:
                 then = None if after is None else after.items_of(held)
                 if then is None or _same(copy_of(held), then):
                     _refill(held, items)
@@ -248,7 +248,7 @@ def is_of_samples(item: Any, held_by: Any, sizes: Sequence[int]) -> bool:
     """Whether an item holds rows of one of several microbatches, or a container has got a float."""
     if len(sizes) > 1 and any(_has_rows(tensor, sizes) for tensor in tensors_of(item)):
         return True
-    return type(held_by) in _CONTAINERS and _is_float(item)
+    return type(held_by) in CONTAINERS and _is_float(item)
 
 
 def _is_float(value: Any) -> bool:

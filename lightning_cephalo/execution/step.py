@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_cephalo.execution.graph import Root
 from lightning_cephalo.execution.loss_weights import LossWeights
 from lightning_cephalo.execution.microbatch import Microbatch
-from lightning_cephalo.plan.program import WHOLE_ROOT, Ends, Program, Visit
+from lightning_cephalo.plan.program import WHOLE_ROOT, Ends, Instruction, Program, Visit
 
 
 @dataclass(frozen=True)
@@ -64,14 +65,24 @@ class Step:
     visits: Sequence[Visit] = ()
     is_traced: bool = False
     is_apart: bool = False
-    checks_leaks: bool = False
+    checks: bool = False
     program: Program = field(default_factory=lambda: Program((), ()))
     gradient_scale: float = 1.0
     with_loss: set[int] = field(default_factory=set)
     skipped: int = 0
     used: dict[int, list[bool]] = field(default_factory=dict)
     goes_on: bool = False
+    roots: list[Root] = field(default_factory=list)
+    # of a backward that the code calls itself: the visits that it passes
+    reached: frozenset[int] | None = None
+    before_visit: Callable[[Instruction], None] | None = None
     ends: Ends = WHOLE_ROOT
+
+    def forget_microbatches(self) -> None:
+        """Drop the microbatches; no garbage collector finds cycles through nodes of a graph."""
+        for microbatch in self.microbatches:
+            microbatch.forget()
+        self.microbatches.clear()
 
     @property
     def samples_with_weight(self) -> int:

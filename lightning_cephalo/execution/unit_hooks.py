@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_cephalo.common.errors import UnitUseError
-from lightning_cephalo.execution.boundaries import refusing_freed, refusing_gradients
+from lightning_cephalo.execution.graph import refusing_freed, refusing_gradients
 from lightning_cephalo.execution.meetings import NormForward, SynchronisedNorms
 from lightning_cephalo.execution.microbatch import Microbatch
 from lightning_cephalo.execution.user_writes import UserWrites
@@ -46,8 +46,6 @@ class UnitHooks:
         self.norms = SynchronisedNorms(units[ROOT].module, lambda: self.running)
         self._hooks: list[RemovableHandle] = []
         self._forwards: list[UnitForward] = []
-        self._unwatched: set[int] = set()
-        self._watching: dict[int, RemovableHandle] = {}
         self.ends: frozenset[int] = frozenset()
         self._last_layers = units[ROOT].ends.get(LAST_LAYERS)
         self._of_last_layers: frozenset[int] = frozenset()
@@ -60,7 +58,6 @@ class UnitHooks:
         root = self._units[ROOT]
         # the top module too, so that one call of it outside of a step gathers the root once
         modules = {id(module): module for module in [root.module, *root.owning_modules()]}
-        self._unwatched = set(modules)  # our own hooks take nothing
         self._of_last_layers = frozenset(map(id, root.owning_modules(LAST_LAYERS)))
         for module in modules.values():
             self._hooks.append(module.register_forward_pre_hook(self._before_root))
@@ -69,9 +66,9 @@ class UnitHooks:
     def uninstall(self) -> None:
         for forward in self._forwards:
             forward.remove()
-        for hook in [*self._hooks, *self._watching.values()]:
+        for hook in self._hooks:
             hook.remove()
-        self._hooks, self._forwards, self._watching = [], [], {}
+        self._hooks, self._forwards = [], []
         self.norms.uninstall()
 
     @property
@@ -93,35 +90,10 @@ class UnitHooks:
                 if flags is not None:
                     flags.pop(key, None)
 
-    def watch(self, modules: Sequence[nn.Module]) -> None:
-        """See the outputs of modules in a unit before hooks, which may take them out of it."""
-        for module in modules:
-            hooks = module._forward_hooks
-            if not hooks or id(module) in self._unwatched:
-                continue
-            own = self._watching.get(id(module))
-            if own is None or own.id not in hooks:  # measuring puts back the hooks of before
-                own = module.register_forward_hook(self._captured, prepend=True)
-                self._watching[id(module)] = own
-
-    def _captured(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return None
-        if self.running is not None:
-            return self.running.captures.show(output)
-        if self.norms.replaying is not None:
-            self.norms.replaying.captures.note_again(output)
-        return None
-
     @property
     def compiled_units(self) -> list[str]:
         pairs = zip(self._units[1:], self._forwards, strict=True)
         return [unit.name for unit, forward in pairs if forward.is_compiled]
-
-    def begin_step(self) -> None:
-        """Note what all microbatches of a step find; call it before the first one runs."""
-        for forward in self._forwards:
-            forward.begin_step()
 
     def advance(self, microbatch: Microbatch) -> None:
         self.running = microbatch
@@ -215,9 +187,8 @@ class UnitForward:
     def __init__(self, index: int, unit: Unit, hooks: UnitHooks) -> None:
         self._index, self._unit, self._hooks = index, unit, hooks
         module = self._module = unit.module
-        self.inner = [*module.modules()][1:]
         self.with_buffers = [each for each in module.modules() if each._buffers]
-        self.begin_step()
+        self.renew_accumulators = unit.renew_accumulators
         # modules wrapped by torch.compile also have a forward on the instance
         self._replaced = module.__dict__.get("forward")
         # `module.compile()` would trace into the scheduler: the cut must be outside of it
@@ -232,10 +203,6 @@ class UnitForward:
         module._compiled_call_impl = None
         module.forward = self
 
-    def begin_step(self) -> None:
-        """Read the tables of forward hooks anew; in a step no module gets another table."""
-        self.tables = [module._forward_hooks for module in self.inner]
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         hooks, unit = self._hooks, self._unit
         if hooks.in_backward:
@@ -247,8 +214,6 @@ class UnitForward:
         running = hooks.running
         if running is None:
             return hooks.call_outside(unit, self.body, args, kwargs)
-        if any(self.tables):
-            hooks.watch(self.inner)
         trainable = unit.trainable
         if running.has_one_backward:
             return running.visit(self._index, trainable, self, args, kwargs)

@@ -6,15 +6,19 @@ its effect once a step, on the whole parameter. `sharding/write_guard.py` makes 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from lightning_cephalo.common.errors import CephaloError, ShardedUseError, UnitUseError
-from lightning_cephalo.execution.tensor_hooks import gradient_through_units
+from lightning_cephalo.execution.graph import gradient_through_units
+from lightning_cephalo.sharding.flat import FREED
 from lightning_cephalo.sharding.unit import Unit
 from lightning_cephalo.sharding.write_guard import REMEDY, spelled
 
 # what locked parameters say, which torch may repeat in an error of its own
+_FUNC = "yet support saved tensor hooks"
+_SECOND = "backward through the graph a second time"
 _SHARDED = "while sharded: each rank holds some rows"
 
 
@@ -52,8 +56,18 @@ class UserWrites:
 
 def explained(error: RuntimeError) -> RuntimeError:
     """Return the error to raise for code that needs what is in units, or in other ranks' rows."""
-    if "appears to not have been used in the graph" in str(error):
+    if "appears to not have been used in the graph" in str(error) or needs_freed(error):
         return gradient_through_units()
+    if _FUNC in str(error):
+        return UnitUseError(
+            "A unit computes gradients by torch.func (grad, vjp, jacrev, hessian). torch allows it"
+            " in no unit that is computed again. Use CephaloStrategy(recompute=False)."
+        )
+    if _SECOND in str(error):
+        return UnitUseError(
+            "A second backward through the same graph: the first one has freed it. Call"
+            " self.manual_backward(loss, retain_graph=True) the first time, or sum the losses."
+        )
     if _SHARDED in str(error) and not isinstance(error, CephaloError):
         return ShardedUseError(str(error))  # load_state_dict() keeps the text alone
     if "got mixed torch.Tensor and DTensor" not in str(error):
@@ -62,4 +76,23 @@ def explained(error: RuntimeError) -> RuntimeError:
         "training_step combines a sharded parameter with another tensor: each rank holds some of"
         " its rows. Inside of a step a unit's parameters can be used in its forward only."
         f" {REMEDY}"
+    )
+
+
+_VERSION = re.compile(r"is at version (\d+); expected version")
+
+
+def needs_freed(error: BaseException) -> bool:
+    """Whether a backward has failed as it needs parameters that are freed."""
+    found = _VERSION.search(str(error))
+    return found is not None and int(found[1]) >= FREED
+
+
+def used_outside(names: list[str]) -> UnitUseError:
+    """Return the error for parameters whose gradient comes while their unit is not visited."""
+    return UnitUseError(
+        f"A gradient has come to parameters of {spelled(names)} outside of the backward of their"
+        " unit, so that it would be lost: the unit returns or stores a parameter that other code"
+        " computes with, or code has called a backward itself. Use a unit's parameters in its"
+        " forward only, or choose units that hold both places: CephaloStrategy(unit_names=[...])."
     )

@@ -6,7 +6,7 @@ A program is the only description of a step. ``execution/executor.py`` runs it.
 build it from the visits of a model::
 
     layered           G0 Z0 F0.0 F0.1 G1 F1.0 F1.1 X1 G2 F2.0 L0.0 F2.1 L0.1 A
-                      Z2 B2.0 B2.1 R2 X2 G1 Z1 B1.0 B1.1 R1 X1 R0 X0 A
+                      Z2 B2.1 B2.0 R2 X2 G1 Z1 B1.1 B1.0 R1 X1 R0 X0 A
                       U
     keep_gathered     drops X1 from the forward and G1 from the backward
     prefetch          moves G1 before Z0 and G2 before F1.0; in the backward, G1 before Z2
@@ -15,12 +15,12 @@ build it from the visits of a model::
     move_state        unit 2 streamed: adds I2 after R2, and S2 after U2
                       unit 1 updated by the host: C1 for U1, and S1 after U
     release_ends      adds Xf after F0.1, Gl before F1.0 and Zl before F2.0; in the backward, Rl Xl
-                      at its beginning, and Zf before B1.0
+                      at its beginning, and Zf before B1.1
 
 Where unit 1 normalises by the statistics of the global batch, its microbatches stop and meet::
 
     forward           G1 F1.0 F1.1 M1 F1.0 F1.1 X1
-    backward          G1 Z1 B1.0 B1.1 M1 B1.0 B1.1 R1 X1
+    backward          G1 Z1 B1.1 B1.0 M1 B1.1 B1.0 R1 X1
 
 In layered accumulation (Cephalo, ICS 2025, figure 4), all microbatches pass a unit before any of
 them passes the next. So a unit is gathered once per pass and reduced once per step.
@@ -376,7 +376,7 @@ def layered_backward(
             armed.add(unit)
         found.extend(
             Instruction(Operation.BACKWARD, unit, position, microbatch)
-            for microbatch in range(microbatches)
+            for microbatch in reversed(range(microbatches))
         )
         if visits[position].is_meeting:
             found.append(Instruction(Operation.MEET, unit, position))

@@ -22,6 +22,7 @@ New memory for it would cost page faults on a CPU in each step.
   the same memory later.
 - OWN: a storage of the flat, which shrinks to nothing between forward and backward. A graph that is
   retained from forward to backward points into ``full`` and must find the parameters there again.
+  In between their versions are others: torch refuses to compute with what is freed.
 - RESIDENT: a storage of the flat, which stays allocated. The flat is gathered from the forward to
   the backward, and hooks may free it in between. All RESIDENT flats are gathered at the same time
   anyway.
@@ -39,6 +40,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
@@ -76,6 +78,9 @@ from lightning_cephalo.sharding.write_guard import (
     LockedRows,
     point_to,
 )
+
+# by how much the versions of freed parameters differ from those that a graph has noted
+FREED = 1 << 30
 
 
 class Residence(Enum):
@@ -202,16 +207,21 @@ class Flat:
             )
         ]
         self._own_views = _Views(own_full, [parameter.data for parameter in self.parameters])
+        other = torch.float64 if self.dtype != torch.float64 else torch.float32
+        self._of_other_dtype = torch.empty(0, dtype=other, device=context.device)
         self._views = self._own_views
         self._read_versions = [parameter._version for parameter in self.parameters]
         self._shown_flags = [parameter.requires_grad for parameter in self.parameters]
         self._has_stand_in = [False] * len(self.parameters)
         # what gathered parameters show between a forward and its backward
         self._held: list[torch.Tensor | None] | None = None
+        # whether a gradient has come behind the reduce
+        self.has_late = False
         self._landed: list[torch.Tensor | None] = [None] * len(self.parameters)
         self._own_storage = own_full.untyped_storage()
         self._full_bytes = self._own_storage.nbytes()
         self._own_storage.resize_(0)
+        self._shift = 0
         self.residence = Residence.OWN
         self._full_buffer: Buffer | None = None
         self._views_in: WeakKeyDictionary[Buffer, _Views] = WeakKeyDictionary()
@@ -350,6 +360,7 @@ class Flat:
     def _gather(self) -> Pending:
         if self._full_buffer is None and self._own_storage.nbytes() == 0:
             self._find_memory()
+        self._shift_versions(0)
         # saved tensors of a retained graph point into `full`; refilling it with equal values is
         # sound
         slices = self._slices_of(self._views)
@@ -404,7 +415,9 @@ class Flat:
         if self._full_buffer is None:
             if self.residence is not Residence.RESIDENT:
                 self.release()
+                self.outdate()
             return
+        self.outdate()
         self._point_to(self._own_views)
         buffer, self._full_buffer = self._full_buffer, None
         self.context.buffers.give(buffer)
@@ -414,21 +427,49 @@ class Flat:
         assert self._full_buffer is None
         self._own_storage.resize_(0)
 
+    def _shift_versions(self, shift: int) -> None:
+        """Let graphs raise that need the values while they are freed; see [Note: residence].
+
+        Private API, as in torch's own FSDP: versions cannot be put back otherwise.
+        """
+        change, self._shift = shift - self._shift, shift
+        if change:
+            versions = [parameter._version + change for parameter in self.parameters]
+            torch._C._autograd._unsafe_set_version_counter(tuple(self.parameters), tuple(versions))
+
     def outdate(self) -> None:
         """Let graphs raise that still need the gathered values, which are freed."""
-        self._raise_versions([True] * len(self.parameters))
+        self._shift_versions(FREED)
 
     def written(self) -> list[bool]:
         """Per gathered parameter, whether code has written to it since the last call."""
         before, self._read_versions = self._read_versions, self.versions
         return _differences(self._read_versions, before)
 
+    def renew_accumulators(self) -> list[Node]:
+        """Let graphs from now on add to gradients in place, and not to graphs of before.
+
+        The engine sums what comes to one node of a parameter, in memory of its own, until all of it
+        is there. A parameter that gets another dtype for a moment has another node then.
+
+        Returns:
+            On a device, the nodes; hold them while the graph is made. A node adds on the stream on
+            which it was made: that of this call, which reduces follow, and no stream of the user's.
+        """
+        for parameter, view in zip(self.parameters, self._views.parameters, strict=True):
+            if parameter.requires_grad:
+                point_to(parameter, self._of_other_dtype)
+                point_to(parameter, view)
+        if self._of_other_dtype.is_cpu:
+            return []
+        return [get_gradient_edge(p).node for p in self.parameters if p.requires_grad]
+
     # -- steps with several phases ------------------------------------------------------------
 
     @property
     def versions(self) -> list[int]:
         """Per gathered parameter, a number that rises whenever its values change."""
-        return [parameter._version for parameter in self.parameters]
+        return [parameter._version - self._shift for parameter in self.parameters]
 
     def rows_written(self) -> list[bool]:
         """Per sharded parameter, whether code has written to it since the last call.
@@ -604,6 +645,19 @@ class Flat:
             if gradient is not None:
                 view.add_(gradient)
 
+    @property
+    def has_landed(self) -> bool:
+        """Whether gradients have come to parameters that are not armed."""
+        return self.grad_full is None and self._held is None and self._has_landed()
+
+    def _has_landed(self) -> bool:
+        # a loop: each step asks several times, and mostly the answer is no
+        for parameter in self.parameters:
+            gradient = parameter.grad
+            if gradient is not None and not isinstance(gradient, LockedGradient):
+                return True
+        return False
+
     def used(self) -> list[bool]:
         """Per parameter, whether a gradient has landed on this rank since :meth:`arm`."""
         return [
@@ -719,6 +773,10 @@ class Flat:
         sent = self.context.reduce_dtype
         is_rounded = sent is not None and dtype.is_floating_point and sent.itemsize < dtype.itemsize
         return sent if sent is not None and is_rounded else dtype
+
+    def look_for_late(self) -> None:
+        """Note gradients that have come behind the reduce, before :meth:`disarm`."""
+        self.has_late = self.has_late or self._has_landed()
 
     def disarm(self) -> None:
         """Give back the memory of ``grad_full``; call it after the wait for its reduce."""

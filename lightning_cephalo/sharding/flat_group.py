@@ -132,8 +132,7 @@ class FlatGroup(Flats):
     @property
     def has_landed(self) -> bool:
         """Whether gradients have come to parameters that are not armed."""
-        unarmed = [flat for flat in self.flats if flat.grad_full is None]
-        return any(p.grad is not None for flat in unarmed for p in flat.parameters)
+        return any(flat.has_landed for flat in self.flats)
 
     def forget_landed(self) -> None:
         """Drop what has landed for a step whose backward has not come."""
@@ -155,9 +154,19 @@ class FlatGroup(Flats):
         """Wait for this rank's slice of the summed gradients and free the full gradients."""
         for pending in self._reducing:
             pending.wait(wait)
+        if self._reducing:
+            for flat in self.flats:
+                flat.look_for_late()
         self._reducing = []
         for flat in self.flats:
             flat.disarm()
+
+    def take_late(self) -> bool:
+        """Return whether gradients have come behind a reduce since the last call."""
+        late = self.has_landed or any(flat.has_late for flat in self.flats)
+        for flat in self.flats:
+            flat.has_late = False
+        return late
 
     def publish(self, used: Sequence[bool]) -> None:
         """Set ``.grad`` where any rank used the parameter; flags in the order of :meth:`used`."""

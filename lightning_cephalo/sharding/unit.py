@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 
 from lightning_cephalo.plan.program import FIRST_LAYERS, LAST_LAYERS
 from lightning_cephalo.sharding.buffers import BufferPool
@@ -184,6 +185,10 @@ class Unit(Flats):
                 for flat, group in zip(self.flats, self._group_of, strict=True)
             ]
         )
+
+    def renew_accumulators(self) -> list[Node]:
+        """Let graphs from now on add to gradients in place; see ``Flat.renew_accumulators``."""
+        return [node for flat in self.flats for node in flat.renew_accumulators()]
 
     # -- steps with several phases ------------------------------------------------------------
 
@@ -363,6 +368,16 @@ class Unit(Flats):
         """Wait for this rank's slice of the summed gradients and free the full gradients."""
         for group in self._all:
             group.wait_reduce(wait)
+
+    @property
+    def has_landed(self) -> bool:
+        """Whether gradients have come to parameters that are not armed."""
+        return any(group.has_landed for group in self._all)
+
+    def take_late(self) -> bool:
+        """Return whether gradients have come behind a reduce since the last call."""
+        late = [group.take_late() for group in self._all]  # of every group
+        return any(late)
 
     def drop_gradients(self) -> None:
         """Release the summed gradients, which nobody shall see."""

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -346,7 +346,7 @@ def test_a_failing_weight_is_raised_on_all_ranks():
 class CleansUp(Faulty):
     """Opens modes and, when stopped, calls a unit once more."""
 
-    cleaned: tuple[str, ...] = ()
+    cleaned: ClassVar[list[str]] = []
 
     def through(self, x):
         try:
@@ -354,7 +354,7 @@ class CleansUp(Faulty):
                 y = self.blocks[0](x)
             return super().through(x) + y.float()
         finally:
-            self.cleaned = (*self.cleaned, "once")
+            self.cleaned.append("once")
             if self.fault.__name__ == "fault":
                 self.blocks[2](x)
 

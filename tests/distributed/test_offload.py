@@ -162,10 +162,10 @@ def test_the_device_holds_the_boundaries_of_few_units():
     assert host > 0
 
 
-def test_gradients_of_residuals_in_the_glue_stay_on_the_device():
+def test_residuals_in_the_glue_hold_one_gradient():
     ((plain, offloaded, host),) = run_ranks(1, _peaks, False, True)
-    # the tail's backward reaches every unit's output along the residuals at once
-    assert 12 < offloaded < plain - 8
+    # the backward takes them in its turn, not all at once
+    assert offloaded < 5 < plain - 7
     assert host > 0
 
 

@@ -1,4 +1,4 @@
-"""Hooks of tensors between units see the gradients of one device, or are refused by name."""
+"""Hooks of tensors between units, and in them, see the gradients of one device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from harness import (
     relative_error,
     sharded_step,
 )
-from launch import RankFailure, run_ranks
+from launch import run_ranks
 from torch import Tensor, nn
 
 _WIDTH = 6
@@ -120,10 +120,9 @@ def _inside(model: _Blocks, x: Tensor, block: nn.Module) -> Tensor:
     def hook(module: nn.Module, inputs: tuple[Tensor]) -> None:
         inputs[0].register_hook(lambda gradient: gradient * 0.5)
 
-    handle = block.linear.register_forward_pre_hook(hook)
-    y = block(x)
-    handle.remove()
-    return y
+    if not block.linear._forward_pre_hooks:  # else one for each microbatch that waits
+        block.linear.register_forward_pre_hook(hook)
+    return block(x)
 
 
 def _around(model: _Blocks, x: Tensor, block: nn.Module) -> Tensor:
@@ -189,6 +188,9 @@ def _of_ranks(rank: int, between: Callable[..., Tensor], recompute: bool) -> tup
         _around_views,
         _shared,
         _retained_after_the_call,
+        _after_the_call,
+        _around,
+        _inside,
     ],
 )
 def test_hooks_between_units_see_the_gradients_of_one_device(between, recompute):
@@ -196,20 +198,6 @@ def test_hooks_between_units_see_the_gradients_of_one_device(between, recompute)
         assert error < 1e-6
         if between is _cut_off:
             assert seen == 3 * len(_ALLOCATION.microbatches[rank])
-
-
-@pytest.mark.parametrize(
-    ("between", "words"),
-    [
-        (_after_the_call, "after another unit was called"),
-        (_around, "in parts"),
-        (_inside, "on an argument of its forward"),
-    ],
-)
-@pytest.mark.parametrize("recompute", [True, False])
-def test_hooks_that_would_see_less_are_refused_by_name(between, words, recompute):
-    with pytest.raises(RankFailure, match=words):
-        run_ranks(2, _of_ranks, between, recompute)
 
 
 def _behind_a_smaller_batch(rank: int, tokens: float) -> float:

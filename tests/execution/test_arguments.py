@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
 from lightning_cephalo.common.errors import UnitUseError
-from lightning_cephalo.execution.call_tree import (
-    flatten,
-    refuse_changed_containers,
-    without_empty_caches,
-)
+from lightning_cephalo.execution.call_tree import without_empty_caches
 
 
 class Cache:
@@ -28,11 +22,6 @@ class Cache:
         self.length += 1
 
 
-@dataclasses.dataclass
-class State:
-    hidden: torch.Tensor
-
-
 def test_an_empty_cache_is_left_out_and_all_else_is_passed_on():
     hidden = torch.ones(1)
     args, kwargs = without_empty_caches((hidden, Cache(0)), {"past": Cache(0), "flag": True})
@@ -43,42 +32,3 @@ def test_an_empty_cache_is_left_out_and_all_else_is_passed_on():
 def test_a_filled_cache_is_refused_with_the_way_out():
     with pytest.raises(UnitUseError, match=r"filled Cache .*recompute=False"):
         without_empty_caches((), {"past": Cache(3)})
-
-
-def append(container):
-    container.append(torch.ones(1))
-
-
-def replace_item(container):
-    container[0] = torch.ones(1)
-
-
-def add_key(container):
-    container["more"] = torch.ones(1)
-
-
-def set_field(container):
-    container.hidden = torch.ones(1)
-
-
-@pytest.mark.parametrize(
-    ("container", "change"),
-    [
-        ([torch.zeros(1)], append),
-        ([torch.zeros(1)], replace_item),
-        ({"x": torch.zeros(1)}, add_key),
-        (State(torch.zeros(1)), set_field),
-    ],
-)
-@pytest.mark.parametrize("named", [False, True])
-def test_a_changed_container_is_refused(container, change, named):
-    args, kwargs = ((), {"state": container}) if named else ((container,), {})
-    inputs, _ = flatten((args, kwargs))
-    refuse_changed_containers(args, kwargs, inputs)
-    change(container)
-    with pytest.raises(UnitUseError, match="return the new values instead"):
-        refuse_changed_containers(args, kwargs, inputs)
-
-
-def test_a_tuple_is_not_looked_into():
-    refuse_changed_containers((torch.ones(1), (1, 2)), {}, [])

@@ -13,7 +13,14 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_cephalo.accelerator.cpu import Cpu
 from lightning_cephalo.common.errors import UnitUseError
-from lightning_cephalo.execution.microbatch import BEHIND_THE_LAST, Microbatch
+from lightning_cephalo.execution.graph import run
+from lightning_cephalo.execution.microbatch import (
+    BEHIND_THE_LAST,
+    Microbatch,
+    MicrobatchOptions,
+)
+from lightning_cephalo.execution.recomputed import Places
+from lightning_cephalo.execution.user_writes import explained
 from lightning_cephalo.plan.program import NONE, Visit
 
 
@@ -45,12 +52,33 @@ def microbatch_of(step: Callable[[Callable[..., Any]], Any], **options: Any) -> 
 
     def visit(index: int, unit: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         trainable = isinstance(unit, nn.Module) and any(p.requires_grad for p in unit.parameters())
-        forward = SimpleNamespace(body=unit, with_buffers=())
+        forward = SimpleNamespace(body=unit, with_buffers=(), renew_accumulators=list)
         return microbatch.visit(index, trainable, forward, args, kwargs)
 
-    options = {"recompute": True, **options}
-    microbatch = Microbatch(lambda: step(visit), Cpu(torch.device("cpu")), **options)
+    places = Places(Cpu(torch.device("cpu")), None, None, SimpleNamespace(again=None))
+    options = MicrobatchOptions(**{"recompute": True, **options})
+    microbatch = Microbatch(0, lambda: step(visit), places, options, Passing())
     return microbatch
+
+
+class Passing:
+    """Notes where the backward is."""
+
+    def __init__(self) -> None:
+        self.passed: list[int] = []
+
+    def arrive(self, index: int, position: int, record: Any = None, gradients: Any = None) -> None:
+        self.passed.append(position)
+        if record is not None:
+            record.arrive()
+
+    def leave(self, index: int, gradients: Any = None) -> None:
+        pass
+
+
+def backward(microbatch: Microbatch) -> None:
+    rest = microbatch.backward_of_loss(microbatch.result, None, set())
+    run([*rest, *microbatch.marks(None)])
 
 
 def run_through(microbatch: Microbatch) -> list[Visit | None]:
@@ -76,9 +104,7 @@ def test_gradients_are_those_of_plain_autograd(recompute, interleaved):
             other = microbatch_of(lambda visit: visit(1, torch.relu, torch.ones(1)))
             with torch.no_grad():
                 run_through(other)
-    microbatch.backward_of_loss(microbatch.result)
-    for position in (1, 0):
-        microbatch.backward_of_visit(position)
+    backward(microbatch)
     for (name, parameter), expected in zip(
         model.named_parameters(), plain.parameters(), strict=True
     ):
@@ -119,7 +145,7 @@ def test_a_unit_is_computed_again_in_the_modes_of_its_forward_and_leaves_those_o
     def unit(x):
         seen.append(modes())
         torch.set_default_dtype(torch.float64)  # which it does not undo
-        return x * 2
+        return x.sin()
 
     def modes():
         return (torch.is_autocast_enabled("cpu"), torch.get_default_dtype(), torch.rand(()).item())
@@ -132,12 +158,10 @@ def test_a_unit_is_computed_again_in_the_modes_of_its_forward_and_leaves_those_o
     microbatch = microbatch_of(step)
     run_through(microbatch)
     forward, torch_state = list(seen), torch.get_rng_state()
-    microbatch.backward_of_loss(microbatch.result)
-    for position in (1, 0):
-        microbatch.backward_of_visit(position)
-        assert not torch.is_autocast_enabled("cpu") and torch.is_grad_enabled()
-        assert torch.get_default_dtype() is torch.float32
-        assert torch.equal(torch.get_rng_state(), torch_state)
+    backward(microbatch)
+    assert not torch.is_autocast_enabled("cpu") and torch.is_grad_enabled()
+    assert torch.get_default_dtype() is torch.float32
+    assert torch.equal(torch.get_rng_state(), torch_state)
     assert forward == [(True, torch.float32, forward[0][2]), (True, torch.float64, forward[1][2])]
     assert seen[2:] == [forward[1], forward[0]]
 
@@ -185,18 +209,19 @@ def in_place_behind_the_unit(visit):
     return out.sum()
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_an_input_that_the_unit_changes_is_refused(recompute):
+def test_an_input_that_the_unit_changes_is_refused_where_it_is_computed_again():
     with pytest.raises(UnitUseError, match="changed in place"):
-        run_through(microbatch_of(in_place_by_the_unit, recompute=recompute))
+        run_through(microbatch_of(in_place_by_the_unit))
+    kept = microbatch_of(in_place_by_the_unit, recompute=False)
+    run_through(kept)
+    backward(kept)
 
 
 def test_an_input_that_is_changed_behind_the_unit_is_refused_in_the_backward():
     microbatch = microbatch_of(in_place_behind_the_unit)
     run_through(microbatch)
-    microbatch.backward_of_loss(microbatch.result)
     with pytest.raises(UnitUseError, match="changed in place"):
-        microbatch.backward_of_visit(0)
+        backward(microbatch)
 
 
 def test_checkpointing_around_a_unit_is_refused():
@@ -212,7 +237,7 @@ def test_a_loss_without_gradient_is_refused():
     microbatch = microbatch_of(lambda visit: torch.ones(()))
     run_through(microbatch)
     with pytest.raises(UnitUseError, match="does not require a gradient"):
-        microbatch.backward_of_loss(microbatch.result)
+        backward(microbatch)
 
 
 def test_a_unit_that_the_loss_does_not_depend_on_is_passed_without_computing_it_again():
@@ -220,7 +245,7 @@ def test_a_unit_that_the_loss_does_not_depend_on_is_passed_without_computing_it_
 
     def unit(x):
         calls.append(torch.is_grad_enabled())
-        return x * 2
+        return x.sin()
 
     def step(visit):
         x = torch.ones(2, requires_grad=True) * 3
@@ -229,7 +254,62 @@ def test_a_unit_that_the_loss_does_not_depend_on_is_passed_without_computing_it_
 
     microbatch = microbatch_of(step)
     run_through(microbatch)
-    microbatch.backward_of_loss(microbatch.result)
-    for position in (1, 0):
-        microbatch.backward_of_visit(position)
-    assert calls == [False, False, True]
+    backward(microbatch)
+    assert calls == [True, True, True]
+    assert microbatch._backwards.passed == [1, 0]
+
+
+def test_a_unit_stops_where_all_is_saved_again_and_may_be_read_twice():
+    calls = []
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, gradient):
+            (x,), (again,) = ctx.saved_tensors, ctx.saved_tensors
+            assert torch.equal(x, again)
+            return 2 * x * gradient
+
+    def unit(x):
+        x = Twice.apply(x)
+        calls.append("saved")
+        return x + 1.0  # which saves nothing
+
+    x = torch.full((2,), 3.0, requires_grad=True)
+    microbatch = microbatch_of(lambda visit: visit(1, unit, x * 1.0).sum())
+    run_through(microbatch)
+    backward(microbatch)
+    assert torch.equal(x.grad, torch.full((2,), 6.0))
+    assert calls == ["saved"]  # of the forward
+
+
+def test_functional_gradients_in_a_unit_are_refused_by_name_where_it_is_computed_again():
+    x = torch.ones(3, 2, requires_grad=True) * 1.0
+
+    def unit(x):
+        return torch.func.vmap(torch.func.grad(lambda row: row.sin().sum()))(x)
+
+    with pytest.raises(RuntimeError) as error:
+        run_through(microbatch_of(lambda visit: visit(1, unit, x).sum()))
+    assert "CephaloStrategy(recompute=False)" in str(explained(error.value))
+    kept = microbatch_of(lambda visit: visit(1, unit, x).sum(), recompute=False)
+    run_through(kept)
+    backward(kept)
+
+
+def test_a_unit_that_computes_otherwise_is_refused():
+    runs = []
+
+    def unit(x):
+        runs.append(1)
+        return x.sin() if len(runs) == 1 else x + 1
+
+    x = torch.ones(2, requires_grad=True)
+    microbatch = microbatch_of(lambda visit: visit(1, unit, x * 1.0).sum())
+    run_through(microbatch)
+    with pytest.raises(UnitUseError, match="has saved 1 tensors for its backward, and 0 when"):
+        backward(microbatch)

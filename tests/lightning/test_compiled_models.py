@@ -55,6 +55,7 @@ def _fit(plan, ways):
 
 # torch.compile's own imports
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_compiled_model_trains_as_on_one_device_and_is_really_compiled():
     ((wanted, _),) = by_plan(None, _fit, [""])
     ways = ["torch.compile(model)", "model.compile()", "block.compile()"]

@@ -17,7 +17,7 @@ from lightning_cephalo.recovery.recovering import Recovering
 BATCH = 256
 # With late updates, two moments and the whole batch fit into the larger one. Three fit into the
 # smaller one in no way.
-ENOUGH, TOO_LITTLE = 1_085_000, 850_000
+ENOUGH, TOO_LITTLE = 1_000_000, 800_000
 
 
 class Normalised(LightningModule):

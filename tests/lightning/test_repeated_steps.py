@@ -75,10 +75,11 @@ class Hungry(Net):
         return self.trainer.fit_loop.epoch_loop.total_batch_idx
 
     def _eat(self, *_: object) -> None:
-        # in the backward units are computed again with gradients, in the forward without
-        doing = "backward" if torch.is_grad_enabled() else "forward"
-        is_hungry = self.trainer.world_size > 1 and self.global_rank
-        if is_hungry and self.planted.take(self._batch, doing):
+        if self.trainer.world_size == 1:
+            return
+        hooks = self.trainer.strategy.session.model.executor.hooks
+        doing = "backward" if hooks.in_backward else "forward"
+        if self.global_rank and self.planted.take(self._batch, doing):
             raise torch.OutOfMemoryError("planted: out of memory")
 
     def training_step(self, batch, batch_idx):

@@ -85,7 +85,7 @@ class _Lane:
                 self._compute(2, size, self.free_s)
 
     def backward(self, unit: int, ready_s: float) -> None:
-        for index, size in enumerate(self._sizes):
+        for index, size in reversed([*enumerate(self._sizes)]):
             fetched_s = self._copied_s.pop((unit, index), 0.0)
             self._compute(1, size, max(self.free_s, ready_s, fetched_s), released=size)
             if 0 <= unit - _STAY < self._away:

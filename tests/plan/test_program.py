@@ -146,7 +146,7 @@ def test_the_layered_order_is_the_one_that_the_module_explains():
     program = layered(chain(2), 2)
     assert str(program) == (
         "G0 Z0 F0.0 F0.1 G1 F1.0 F1.1 X1 G2 F2.0 L0.0 F2.1 L0.1 A\n"
-        "Z2 B2.0 B2.1 R2 X2 G1 Z1 B1.0 B1.1 R1 X1 R0 X0 A\n"
+        "Z2 B2.1 B2.0 R2 X2 G1 Z1 B1.1 B1.0 R1 X1 R0 X0 A\n"
         "U"
     )
     assert "layered " + " ".join(str(program).split()) in " ".join(module.__doc__.split())
@@ -155,7 +155,7 @@ def test_the_layered_order_is_the_one_that_the_module_explains():
 def test_keep_gathered_drops_the_free_of_the_forward_and_the_gather_of_the_backward():
     assert str(keep_gathered(layered(chain(2), 2))) == (
         "G0 Z0 F0.0 F0.1 G1 F1.0 F1.1 G2 F2.0 L0.0 F2.1 L0.1 A\n"
-        "Z2 B2.0 B2.1 R2 X2 Z1 B1.0 B1.1 R1 X1 R0 X0 A\n"
+        "Z2 B2.1 B2.0 R2 X2 Z1 B1.1 B1.0 R1 X1 R0 X0 A\n"
         "U"
     )
 
@@ -180,7 +180,7 @@ def test_keeping_takes_one_instruction_at_a_time():
 def test_prefetch_moves_each_gather_before_the_visit_ahead_of_it():
     assert str(prefetch(layered(chain(2), 2))) == (
         "G0 G1 Z0 F0.0 F0.1 G2 F1.0 F1.1 X1 F2.0 L0.0 F2.1 L0.1 A\n"
-        "G1 Z2 B2.0 B2.1 R2 X2 Z1 B1.0 B1.1 R1 X1 R0 X0 A\n"
+        "G1 Z2 B2.1 B2.0 R2 X2 Z1 B1.1 B1.0 R1 X1 R0 X0 A\n"
         "U"
     )
 
@@ -188,7 +188,7 @@ def test_prefetch_moves_each_gather_before_the_visit_ahead_of_it():
 def test_offload_copies_behind_the_forward_and_fetches_two_visits_ahead():
     assert str(offload(layered(chain(3), 2), chain(3))) == (
         "G0 Z0 F0.0 F0.1 G1 F1.0 O1.0 F1.1 O1.1 X1 G2 F2.0 F2.1 X2 G3 F3.0 L0.0 F3.1 L0.1 A\n"
-        "Z3 B3.0 H1.0 B3.1 H1.1 R3 X3 G2 Z2 B2.0 B2.1 R2 X2 G1 Z1 B1.0 B1.1 R1 X1 R0 X0 A\n"
+        "Z3 B3.1 H1.1 B3.0 H1.0 R3 X3 G2 Z2 B2.1 B2.0 R2 X2 G1 Z1 B1.1 B1.0 R1 X1 R0 X0 A\n"
         "U"
     )
 
@@ -196,7 +196,7 @@ def test_offload_copies_behind_the_forward_and_fetches_two_visits_ahead():
 def test_an_early_update_follows_the_next_reduce_and_the_rest_is_left_to_the_last():
     assert str(update_early(layered(chain(2), 2))) == (
         "G0 Z0 F0.0 F0.1 G1 F1.0 F1.1 X1 G2 F2.0 L0.0 F2.1 L0.1 A\n"
-        "Z2 B2.0 B2.1 R2 X2 G1 Z1 B1.0 B1.1 R1 X1 U2 R0 X0 U1 A\n"
+        "Z2 B2.1 B2.0 R2 X2 G1 Z1 B1.1 B1.0 R1 X1 U2 R0 X0 U1 A\n"
         "U"
     )
     assert str(update_early(layered([], 1))) == str(layered([], 1))
@@ -259,12 +259,12 @@ def test_ends_of_the_root_unit_are_there_while_they_are_needed():
     program = release_ends(layered(chain(2), 2), chain(2), Ends(first=True, last=True))
     assert str(program) == (
         "G0 Z0 F0.0 F0.1 Xf G1 Gl F1.0 F1.1 X1 G2 Zl F2.0 L0.0 F2.1 L0.1 A\n"
-        "Rl Xl Z2 B2.0 B2.1 R2 X2 G1 Z1 Zf B1.0 B1.1 R1 X1 R0 X0 A\n"
+        "Rl Xl Z2 B2.1 B2.0 R2 X2 G1 Z1 Zf B1.1 B1.0 R1 X1 R0 X0 A\n"
         "U"
     )
     explained = " ".join(module.__doc__.split())
     assert "adds Xf after F0.1, Gl before F1.0 and Zl before F2.0" in explained
-    assert "in the backward, Rl Xl at its beginning, and Zf before B1.0" in explained
+    assert "in the backward, Rl Xl at its beginning, and Zf before B1.1" in explained
     # behind the gather of the last unit, where that comes ahead
     ahead = compile_step(chain(3), 1, ALL, ends=Ends(last=True))
     assert str(ahead).startswith("G0 G1 Z0 F0.0 G2 F1.0 X1 G3 Gl F2.0 X2 Zl F3.0 L0.0 A")
@@ -318,7 +318,7 @@ def test_a_step_of_three_units_and_two_microbatches():
         "G0 G1 Z0 F0.0 F0.1 G2 F1.0 F1.1 X1 G3 F2.0 F2.1 X2 F3.0 L0.0 F3.1 L0.1 A"
     )
     assert text(program.backward) == (
-        "G2 Z3 B3.0 B3.1 R3 X3 G1 Z2 B2.0 B2.1 R2 X2 Z1 B1.0 B1.1 R1 X1 R0 X0 A"
+        "G2 Z3 B3.1 B3.0 R3 X3 G1 Z2 B2.1 B2.0 R2 X2 Z1 B1.1 B1.0 R1 X1 R0 X0 A"
     )
     assert text(program.update) == "U"
 
@@ -419,8 +419,8 @@ def test_microbatches_meet_in_units_and_between_them_while_the_next_unit_is_gath
     assert str(step(visits, 2)) == (
         "G0 G1 Z0 F0.0 F0.1 G2 F1.0 F1.1 M1 F1.0 F1.1 M0 F0.0 F0.1 X1"
         " F2.0 F2.1 M2 F2.0 F2.1 M2 F2.0 L0.0 F2.1 L0.1 A\n"
-        "G1 Z2 B2.0 B2.1 M2 B2.0 B2.1 M2 B2.0 B2.1 R2 B0.0 B0.1 M0 X2"
-        " Z1 B1.0 B1.1 M1 B1.0 B1.1 R1 X1 R0 X0 A\n"
+        "G1 Z2 B2.1 B2.0 M2 B2.1 B2.0 M2 B2.1 B2.0 R2 B0.1 B0.0 M0 X2"
+        " Z1 B1.1 B1.0 M1 B1.1 B1.0 R1 X1 R0 X0 A\n"
         "U"
     )
     for reshard in (True, False):
@@ -464,7 +464,7 @@ def test_a_unit_used_with_and_without_gradient_is_reduced_once():
 def test_without_resharding_units_stay_until_their_last_backward():
     assert str(step(chain(3), 2, reshard=False)) == (
         "G0 G1 Z0 F0.0 F0.1 G2 F1.0 F1.1 G3 F2.0 F2.1 F3.0 L0.0 F3.1 L0.1 A\n"
-        "Z3 B3.0 B3.1 R3 X3 Z2 B2.0 B2.1 R2 X2 Z1 B1.0 B1.1 R1 X1 R0 X0 A\n"
+        "Z3 B3.1 B3.0 R3 X3 Z2 B2.1 B2.0 R2 X2 Z1 B1.1 B1.0 R1 X1 R0 X0 A\n"
         "U"
     )
 
@@ -571,7 +571,9 @@ def test_visits_go_in_order_forward_and_in_reverse_backward(
 ):
     program = step(visits, microbatches, trainable, is_prefetched=is_prefetched)
     forward = [(each.visit, each.microbatch) for each in of(Operation.FORWARD, program.forward)]
-    backward = [(-each.visit, each.microbatch) for each in of(Operation.BACKWARD, program.backward)]
+    backward = [
+        (-each.visit, -each.microbatch) for each in of(Operation.BACKWARD, program.backward)
+    ]
     assert forward == sorted(forward)
     assert backward == sorted(backward)
     assert not of(Operation.BACKWARD, program.forward)
@@ -747,8 +749,8 @@ def test_offload_of_a_whole_step_with_prefetch():
     assert str(compile_step(chain(4), 2, ALL, offload_boundaries=True)) == (
         "G0 G1 Z0 F0.0 F0.1 G2 F1.0 O1.0 F1.1 O1.1 X1 G3 F2.0 O2.0 F2.1 O2.1 X2"
         " G4 F3.0 F3.1 X3 F4.0 L0.0 F4.1 L0.1 A\n"
-        "G3 Z4 B4.0 H2.0 B4.1 H2.1 R4 X4 G2 Z3 B3.0 H1.0 B3.1 H1.1 R3 X3"
-        " G1 Z2 B2.0 B2.1 R2 X2 Z1 B1.0 B1.1 R1 X1 R0 X0 A\n"
+        "G3 Z4 B4.1 H2.1 B4.0 H2.0 R4 X4 G2 Z3 B3.1 H1.1 B3.0 H1.0 R3 X3"
+        " G1 Z2 B2.1 B2.0 R2 X2 Z1 B1.1 B1.0 R1 X1 R0 X0 A\n"
         "U"
     )
 
@@ -1014,7 +1016,7 @@ def test_the_program_that_is_edited_is_valid():
         "G0 G1 Z0 F0.0 F0.1 G2 F1.0 O1.0 F1.1 O1.1 X1 G3 F2.0 F2.1 X2 F3.0 L0.0 F3.1 L0.1 A"
     )
     assert text(VALID.backward) == (
-        "G2 Z3 B3.0 H1.0 B3.1 H1.1 R3 X3 G1 Z2 B2.0 B2.1 R2 X2 Z1 B1.0 B1.1 R1 X1 R0 X0 A"
+        "G2 Z3 B3.1 H1.1 B3.0 H1.0 R3 X3 G1 Z2 B2.1 B2.0 R2 X2 Z1 B1.1 B1.0 R1 X1 R0 X0 A"
     )
     assert edited({"forward: F2.0 F2.1": "F2.0 F2.1"}) == VALID
     check([compile_step(chain(3), 1, ALL), VALID])
@@ -1153,8 +1155,8 @@ NOTHING_WENT = "nothing went forward there"
             "Rank 1 cannot run Z2 (arm of unit 2): the unit is reduced already.",
         ),
         (
-            {"backward: B2.1 R2 X2": "R2 X2 B2.1"},
-            f"Rank 1 cannot run B2.1 (backward of unit 2): {NOT_GATHERED}.",
+            {"backward: B2.0 R2 X2": "R2 X2 B2.0"},
+            f"Rank 1 cannot run B2.0 (backward of unit 2): {NOT_GATHERED}.",
         ),
         # what hangs: each rank alone could run
         (
@@ -1230,14 +1232,14 @@ def test_a_microbatch_without_loss_is_refused_though_no_backward_follows():
     ("edits", "named"),
     [
         # gradients are lost or wrong, no rank hangs
-        ({"backward: B2.1 R2": "R2 B2.1"}, "B2.1"),  # reduced before the last backward
-        ({"backward: Z2 B2.0": "B2.0 Z2"}, "Z2"),  # zeroed behind a backward
-        ({"backward: Z2 B2.0": "Z2 B2.0 Z2"}, "Z2"),  # zeroed twice
+        ({"backward: B2.0 R2": "R2 B2.0"}, "B2.0"),  # reduced before the last backward
+        ({"backward: Z2 B2.1": "B2.1 Z2"}, "Z2"),  # zeroed behind a backward
+        ({"backward: Z2 B2.1": "Z2 B2.1 Z2"}, "Z2"),  # zeroed twice
         ({"forward: L0.0": "L0.0 Z0"}, "Z0"),  # the root unit zeroed again behind a loss
         ({"backward: B2.1": ""}, "(1, 1)"),  # a microbatch does not come back
-        ({"backward: B3.0 H1.0 B3.1 H1.1 R3": "H1.0 H1.1 R3"}, "[0, 1]"),  # none does
+        ({"backward: B3.1 H1.1 B3.0 H1.0 R3": "H1.0 H1.1 R3"}, "[0, 1]"),  # none does
         # gathered early by prefetch, and used early
-        ({"backward: Z2 B2.0": "Z2", "backward: Z3 B3.0": "Z3 B2.0 B3.0"}, "B3.0"),
+        ({"backward: Z2 B2.1": "Z2", "backward: Z3 B3.1": "Z3 B2.1 B3.1"}, "B3.1"),
         ({"forward: G3 F2.0": "G3", "forward: G2 F1.0": "G2 F2.0 F1.0"}, "F2.0"),
         # computed too often, too late or not at all
         ({"forward: F2.0": "F2.0 F2.0"}, "F2.0"),
