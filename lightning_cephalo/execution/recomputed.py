@@ -109,6 +109,7 @@ class RecomputedVisit:
         self._versions = [tensor._version for tensor in self._tensors]
         self._away: list[OffloadedTensor] = []
         self._saved_count = 0
+        self._counts = False
         self._values: list[Any] | None = None
         self._body: Callable[..., Any] | None = None
         self._is_due, self._parts = False, 0
@@ -131,10 +132,13 @@ class RecomputedVisit:
     def resume(self) -> None:
         """Go on with the body, in this thread."""
         push_saved_tensor_hooks(self._count, self._value)
+        self._counts = True
 
     def pause(self) -> None:
         """Stop before the body's end: other code is to save what it saves."""
-        pop_saved_tensor_hooks()
+        if self._counts:  # a microbatch that is stopped at a meeting has paused already
+            pop_saved_tensor_hooks()
+        self._counts = False
 
     def _count(self, tensor: Tensor) -> int:
         self._saved_count += 1
