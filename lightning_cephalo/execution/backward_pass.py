@@ -64,7 +64,7 @@ class BackwardPass:
                 self._go_on(instruction)
             self._end_visit()
         finally:
-            self._running = None
+            self._running, self._due = None, set()
             step.roots.clear()
 
     def _run_engine(self, step: Step, *, retain: bool) -> None:

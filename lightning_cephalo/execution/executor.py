@@ -45,11 +45,7 @@ from lightning_cephalo.execution.state_moves import StateMoves
 from lightning_cephalo.execution.step import ForwardOutcome, MicrobatchCall, Step
 from lightning_cephalo.execution.unit_hooks import Meet, UnitHooks
 from lightning_cephalo.execution.user_collectives import UserCollectives
-from lightning_cephalo.execution.user_writes import (
-    UserWrites,
-    explained,
-    used_outside,
-)
+from lightning_cephalo.execution.user_writes import UserWrites, explained, used_outside
 from lightning_cephalo.execution.visits import (
     FAILED,
     FINISHED,
@@ -86,10 +82,6 @@ _OWN_UPDATE = Instruction(Operation.UPDATE)
 
 # code of the user that runs while parameters are gathered for the backward, for messages
 _BEFORE_BACKWARD = "a hook between the forward and the backward"
-
-
-def _raise(error: Exception) -> None:
-    raise error
 
 
 class Executor:
@@ -565,8 +557,9 @@ class Executor:
     def _arm(self, instruction: Instruction) -> None:
         # comes before the wait for the unit: zeroing overlaps with its gather
         part = self._part(instruction.unit)
-        if isinstance(part, Unit) and not part.ends and part.has_landed:
-            self.failure.guarded(_raise, used_outside([part.name]))
+        is_well = self.failure.error is None
+        if is_well and isinstance(part, Unit) and not part.ends and part.has_landed:
+            self.failure.note(used_outside([part.name]))
         arm = part.arm
         if isinstance(part, FlatGroup):
             arm = part.arm_late if instruction.unit == FIRST_LAYERS else part.arm

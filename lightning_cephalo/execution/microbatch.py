@@ -11,7 +11,7 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import greenlet
 import torch
@@ -44,6 +44,7 @@ from lightning_cephalo.execution.replay import ThreadState
 from lightning_cephalo.plan.program import NONE, ROOT, Visit, visit_of
 
 if TYPE_CHECKING:
+    from lightning_cephalo.execution.backward_pass import BackwardPass
     from lightning_cephalo.execution.unit_hooks import UnitForward
 
 BEHIND_THE_LAST = Visit(NONE)
@@ -64,22 +65,6 @@ AT_UPDATE = Visit(-5)
 _MAX_PARKS_WHILE_STOPPING = 100
 # the backward that needs no values of a parameter
 _EMBEDDING = "EmbeddingBackward"
-
-
-class Backwards(Protocol):
-    """What the marks of a microbatch call in the backward; see backward_pass.py."""
-
-    def arrive(
-        self,
-        index: int,
-        position: int,
-        record: RecomputedVisit | None = None,
-        gradients: Any = None,
-    ) -> None:
-        """The backward of a microbatch comes to a visit."""
-
-    def leave(self, index: int, gradients: Any = None) -> None:
-        """The backward comes to what was made before some code of the microbatch."""
 
 
 @dataclass
@@ -123,7 +108,7 @@ class Microbatch:
         step: Callable[[], Any],
         places: Places,
         options: MicrobatchOptions,
-        backwards: Backwards,
+        backwards: BackwardPass,
     ) -> None:
         self._index, self._places, self._options = index, places, options
         self._backwards = backwards
