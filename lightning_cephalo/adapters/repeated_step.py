@@ -1,8 +1,5 @@
 """Repeats a step in which a rank ran out of memory, as if it had not begun.
 
-A step that used parameters where they are not gathered is repeated, too; see
-[Note: ends that are used elsewhere] in ``execution/ends_policy.py``.
-
 [Note: repeated steps]
 Until the optimizer's update a step changes nothing that lasts but what is put back here. So it can
 run once more on the same samples, by another plan: a forward inside of the strategy's
@@ -122,22 +119,19 @@ class RepeatedStep:
         executor = self._model.executor
         if not executor.gave_up:
             raise error  # the other ranks are elsewhere
-        is_whole = executor.ends_policy.is_to_repeat()
         if executor.early.left_half_updated or self._evaluations > 1:
             raise error  # on every rank
         if self._repeats == MOST_REPEATS:
             refused = f"The step was repeated {MOST_REPEATS} times already."
-        if relief is None and (refused or not is_whole):
+        if relief is None:
             raise error
         if not refused:
             executor.state_moves.repeat(self._model.units)
-        if refused or not is_whole:
-            assert relief is not None
-            try:
-                relief(error, refused)
-            except Exception as failure:
-                executor.gave_up = failure is error
-                raise
+        try:
+            relief(error, refused)
+        except Exception as failure:
+            executor.gave_up = failure is error
+            raise
         executor.gave_up = False  # the next attempt may fail before its pass
         self._repeats += 1
         executor.early.repeat()

@@ -67,18 +67,6 @@ class UnitUseError(CephaloError, RuntimeError):
     """A unit is used in a way that cannot be split into microbatches."""
 
 
-class ShardedUseError(UnitUseError):
-    """A step uses parameters that are sharded at that moment.
-
-    Attributes:
-        names: Full names of the parameters; empty: unknown.
-    """
-
-    def __init__(self, message: str, names: frozenset[str] = frozenset()) -> None:
-        super().__init__(message)
-        self.names = names
-
-
 class BatchSplitError(CephaloError, ValueError):
     """A batch has no batch dimension that cephalo can cut."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,19 +19,11 @@ from lightning_cephalo.accelerator.throttle import Throttle
 from lightning_cephalo.common.errors import RemoteRankError, UnitUseError
 from lightning_cephalo.execution.backward_pass import BackwardPass
 from lightning_cephalo.execution.early_updates import EarlyUpdates
-from lightning_cephalo.execution.ends_policy import (
-    EndsPolicy,
-    needs_values,
-    root_arms_without,
-    root_gathers_without,
-    used_elsewhere,
-)
 from lightning_cephalo.execution.failure import Failure
 from lightning_cephalo.execution.loss_weights import LossWeights, loss_scale
 from lightning_cephalo.execution.meetings import Meetings
 from lightning_cephalo.execution.microbatch import (
     AT_BATCH,
-    AT_LAST_LAYERS,
     BEHIND_THE_LAST,
     Microbatch,
     MicrobatchOptions,
@@ -45,7 +38,12 @@ from lightning_cephalo.execution.state_moves import StateMoves
 from lightning_cephalo.execution.step import ForwardOutcome, MicrobatchCall, Step
 from lightning_cephalo.execution.unit_hooks import Meet, UnitHooks
 from lightning_cephalo.execution.user_collectives import UserCollectives
-from lightning_cephalo.execution.user_writes import UserWrites, explained, used_outside
+from lightning_cephalo.execution.user_writes import (
+    UserWrites,
+    explained,
+    read_elsewhere,
+    used_outside,
+)
 from lightning_cephalo.execution.visits import (
     FAILED,
     FINISHED,
@@ -55,11 +53,9 @@ from lightning_cephalo.execution.visits import (
     without_backward,
 )
 from lightning_cephalo.plan.program import (
-    FIRST_LAYERS,
-    LAST_LAYERS,
     NONE,
     ROOT,
-    WHOLE_ROOT,
+    Ends,
     Instruction,
     Operation,
     Visit,
@@ -68,12 +64,13 @@ from lightning_cephalo.plan.program import (
     layered_forward,
     offloading,
     resumed_forward,
+    with_loss,
     without_frees,
 )
 from lightning_cephalo.ranks.control import ControlGroup
+from lightning_cephalo.sharding.discovery import UnitKind
 from lightning_cephalo.sharding.flat import Residence
-from lightning_cephalo.sharding.flat_group import FlatGroup, UnitState
-from lightning_cephalo.sharding.unit import Unit
+from lightning_cephalo.sharding.unit import Unit, UnitState
 
 # A rank's state in the exchange that ends a forward.
 _WELL, _FAILED, _UNFINISHED, _ASKS = 0.0, 1.0, 2.0, 3.0
@@ -107,7 +104,7 @@ class Executor:
         self.units = list(units)
         self.control = control
         self.accelerator = accelerator
-        self.ends_policy = EndsPolicy(units[ROOT])
+        self.ends = Ends(*(_of_kind(units, k) for k in (UnitKind.EMBEDDING, UnitKind.HEAD)))
         self.writes = UserWrites(units)
         self.hooks = UnitHooks(units, meet, self.writes)
         self.failure = Failure(control.rank, names)
@@ -132,7 +129,7 @@ class Executor:
         self._showing: list[Unit] = []
         self._note: Callable[[], Sequence[float]] = tuple
         self._now = Instruction(Operation.AGREE)
-        self._reducing: Unit | FlatGroup | None = None
+        self._reducing: Unit | None = None
         self._has_gradients = False
         self._pass, self._saved_again = BackwardPass(), SavedAgain()
         # plain functions: bound methods would form a cycle that keeps process groups alive
@@ -249,8 +246,6 @@ class Executor:
         self.gave_up = False
         self._sends_gradients = self.state_moves.begin_step()
         self._hide_held_gradients()  # of a step whose backward has not come
-        for group in self.units[ROOT].ends.values():
-            group.forget_landed()
         self._throttle.begin_step()
         trainable = tuple(unit.trainable for unit in self.units)
         visits = self._visits.known(trainable)
@@ -280,21 +275,17 @@ class Executor:
     ) -> None:
         self.early.begin()
         self.state_moves.is_late = False
-        last = NONE if visits is None else len(visits) - 1
+        last = NONE if visits is None else len(visits) - 1 - (with_loss(visits, self.ends) != NONE)
         checks = not self._visits.is_checked(trainable)
         options = MicrobatchOptions(
             self._recompute,
             last,
             meets=True,
             searches=checks,
-            # a backward that fails behind an early update cannot be repeated
-            first_layers=self.ends_policy.first_layers() if checks or self.early.is_on else {},
         )
         microbatches = self.microbatches_of(calls, options)
         step = self._step = self._new_step(calls, microbatches)
         step.trainable, step.checks = trainable, checks
-        step.ends = self.ends_policy.of_step()
-        self.hooks.ends = root_gathers_without(step.ends)
         self.failure.begin(microbatches, "beginning of the root unit")
         self.meetings.begin_step()
         if visits is not None:
@@ -330,7 +321,7 @@ class Executor:
             updates_early=self.early.is_on or self.drops_gradients,
             homes=() if self.drops_gradients else tuple(self.state_moves.homes),
             sends_gradients=self._sends_gradients and not self.early.is_on,
-            ends=step.ends,
+            ends=self.ends,
         )
 
     def begin_phases(
@@ -341,7 +332,6 @@ class Executor:
     ) -> Step:
         """Begin a step that calls its backwards itself; see ``execution/manual_step.py``."""
         self.gave_up = self._sends_gradients = False
-        self.hooks.ends = frozenset()
         self._throttle.begin_step()
         step = self._step = self._new_step(calls, microbatches)
         step.visits, step.is_traced, step.goes_on = visits, True, True
@@ -374,7 +364,7 @@ class Executor:
         self.hooks.in_backward = True
         # hooks may have freed units that the forward left gathered (checkpoints, samples)
         for unit in gathered_after(step.program.forward):
-            if self._part(unit).state is UnitState.SHARDED:
+            if self.units[unit].state is UnitState.SHARDED:
                 self.execute(Instruction(Operation.GATHER, unit))
         try:
             self.run_backward(step.program.backward)
@@ -431,7 +421,6 @@ class Executor:
 
         Ranks may call units differently often (text generation): all go on to the last call.
         """
-        self.hooks.ends = frozenset()
         calls = [] if call is None else [call]
         places = Places(self.accelerator, None, None, self.hooks.norms)
         options = MicrobatchOptions(recompute=False)
@@ -477,12 +466,8 @@ class Executor:
             handler = self._local_handlers.get(operation)
         elif instruction.unit != NONE:
             unit = self.units[instruction.unit]
-            if unit.core.state is not UnitState.GATHERED:
+            if unit.state is not UnitState.GATHERED:
                 self.wait_for(unit)
-            elif unit.ends:
-                # what stands behind all visits refuses its use until the losses are due
-                is_due = operation is Operation.LOSS
-                unit.finish_gather(self._wait, () if is_due else self.hooks.ends)
         for observer in self._observers:
             observer.before(instruction)
         if handler is None:
@@ -499,7 +484,7 @@ class Executor:
         """The engine is about to run the backward of a visit."""
         self._now = self.failure.place = instruction
         unit = self.units[instruction.unit]
-        if unit.core.state is not UnitState.GATHERED:
+        if unit.state is not UnitState.GATHERED and unit.kind is not UnitKind.EMBEDDING:
             self.wait_for(unit)
         if self._step.before_visit is not None:
             self._step.before_visit(instruction)
@@ -515,15 +500,7 @@ class Executor:
         """Wait for the gather of a unit; begin it if nobody has."""
         if unit.state is UnitState.SHARDED:
             unit.start_gather()
-        unit.finish_gather(self._wait, self.hooks.ends if unit.ends else ())
-
-    def _part(self, index: int) -> Unit | FlatGroup:
-        """Return a unit, or an end of the root unit, by its number in programs."""
-        return self.units[ROOT].ends[index] if index < ROOT else self.units[index]
-
-    def _apart(self, part: Unit | FlatGroup) -> Sequence[frozenset[int]]:
-        """Return the argument by which a unit leaves out the ends that the step has apart."""
-        return (root_gathers_without(self._step.ends),) if isinstance(part, Unit) else ()
+        unit.finish_gather(self._wait)
 
     def _wait(self, work: Any) -> None:
         with self._waiting():
@@ -543,29 +520,22 @@ class Executor:
             observer.after_wait(self._now)
 
     def _gather(self, instruction: Instruction) -> None:
-        part = self._part(instruction.unit)
-        apart = self._apart(part)
-        if isinstance(part, Unit):
-            for end in {*part.ends}.intersection(*apart):  # evaluation has gathered all
-                part.ends[end].free(self._wait)
-        if part.state is not UnitState.SHARDED:
+        unit = self.units[instruction.unit]
+        if unit.state is not UnitState.SHARDED:
             return
-        self.failure.with_memory(partial(part.start_gather, *apart))
+        self.failure.with_memory(unit.start_gather)
         for observer in self._observers:
-            observer.issued(instruction, part.works[0])
+            observer.issued(instruction, unit.works[0])
 
     def _arm(self, instruction: Instruction) -> None:
         # comes before the wait for the unit: zeroing overlaps with its gather
-        part = self._part(instruction.unit)
-        is_well = self.failure.error is None
-        if is_well and isinstance(part, Unit) and not part.ends and part.has_landed:
-            self.failure.note(used_outside([part.name]))
-        arm = part.arm
-        if isinstance(part, FlatGroup):
-            arm = part.arm_late if instruction.unit == FIRST_LAYERS else part.arm
-        elif part.ends:
-            arm = partial(part.arm, root_arms_without(self._step.ends))
-        self.failure.with_memory(arm)
+        unit = self.units[instruction.unit]
+        if instruction.unit in self._step.armed:  # a head that losses have armed
+            return
+        self._step.armed.add(instruction.unit)
+        if self.failure.error is None and unit.has_landed:
+            self.failure.note(used_outside([unit.name]))
+        self.failure.with_memory(unit.arm)
 
     def _forward(self, instruction: Instruction) -> None:
         step, index, position = self._step, instruction.microbatch, instruction.visit
@@ -575,11 +545,11 @@ class Executor:
         if position != NONE:
             place, parked = step.visits[position], microbatch.parked
             if parked is not place and parked != place:
-                microbatch.let_pass()
+                microbatch.let_pass(position)
                 return
         self._advance(index)
         if microbatch.finished and not step.is_traced and position < len(step.visits) - 1:
-            self._loss(instruction)  # its memory would wait for the end of the order
+            self._loss(replace(instruction, unit=ROOT))  # else its memory would wait
 
     def _advance(self, index: int) -> None:
         microbatch, call = self._step.microbatches[index], self._step.calls[index]
@@ -606,14 +576,17 @@ class Executor:
         step, index = self._step, instruction.microbatch
         if not step.microbatches or index in step.with_loss:
             return
-        microbatch = step.microbatches[index]
-        waited = microbatch.parked is AT_LAST_LAYERS
-        if waited or microbatch.parked is BEHIND_THE_LAST or microbatch.asking.is_answered:
+        microbatch, with_head = step.microbatches[index], instruction.unit != ROOT
+        if microbatch.parked is BEHIND_THE_LAST or microbatch.asking.is_answered:
             self._advance(index)
-        if not microbatch.has_loss:
-            if microbatch.needed_last_layers and microbatch.parked is not AT_BATCH:
-                raise used_elsewhere(self.units[ROOT].ends[LAST_LAYERS].names)
-            return  # it visits more units than are known
+        if with_head and microbatch.parked == step.visits[instruction.visit]:
+            self._advance(index)
+        if not microbatch.has_loss:  # it visits more units than are known
+            if with_head and microbatch.parked is not AT_BATCH:
+                microbatch.let_pass(instruction.visit)
+            return
+        if with_head:
+            microbatch.drop_marks_of_head(instruction.visit)
         step.with_loss.add(index)
         weighed = self._weighed(index)
         if weighed is None:
@@ -623,7 +596,7 @@ class Executor:
                 step.roots += microbatch.backward_of_loss(*weighed, self.meetings.numbers)
         except RuntimeError as error:
             self.writes.check("training_step")  # a write may be the cause
-            self._explain_ends(error)
+            self._explain_embeddings(error)
             raise
 
     def _weighed(self, index: int) -> tuple[Tensor, Tensor | None] | None:
@@ -668,18 +641,15 @@ class Executor:
             return error
         try:
             self.writes.check(_BEFORE_BACKWARD)  # a write may be the cause
-            self._explain_ends(error)
+            self._explain_embeddings(error)
         except Exception as found:
             return found
         return explained(error)
 
-    def _explain_ends(self, error: RuntimeError) -> None:
-        """Raise by name if a backward has failed as the values of an end are gone."""
-        if self._step.ends == WHOLE_ROOT:
-            return
-        for group in self.units[ROOT].ends.values():
-            if needs_values(error, group):
-                raise used_elsewhere(group.names) from error
+    def _explain_embeddings(self, error: RuntimeError) -> None:
+        """Raise by name if a backward has failed as the values of an embedding are gone."""
+        for index in self.ends.embeddings:
+            read_elsewhere(error, self.units[index])
 
     def _meet(self, instruction: Instruction) -> None:
         step, visit = self._step, self._step.visits[instruction.visit]
@@ -690,17 +660,19 @@ class Executor:
             self.meetings.forward(visit, step.microbatches, meet, self._waiting)
 
     def _reduce(self, instruction: Instruction) -> None:
-        part, step = self._part(instruction.unit), self._step
+        unit, step = self.units[instruction.unit], self._step
+        if instruction.unit not in step.armed:  # a head, on a rank without a loss of its own
+            self.failure.with_memory(unit.arm)
+        step.armed.discard(instruction.unit)
         in_place = instruction.unit in step.program.updated_in_backward
-        apart = self._apart(part)
-        start = partial(part.start_reduce, step.gradient_scale, *apart, in_place=in_place)
-        step.used[instruction.unit] = part.used(*apart)
-        self._finish_reduce(part)
+        start = partial(unit.start_reduce, step.gradient_scale, in_place=in_place)
+        step.used[instruction.unit] = unit.used()
+        self._finish_reduce(unit)
         self.failure.with_memory(start)
         for observer in self._observers:
-            observer.issued(instruction, part.works[1])
+            observer.issued(instruction, unit.works[1])
 
-    def _finish_reduce(self, following: Unit | FlatGroup | None) -> None:
+    def _finish_reduce(self, following: Unit | None) -> None:
         # one reduce is under way at a time: it overlaps the next unit's compute
         if self._reducing is not None:
             self._reducing.wait_reduce(self._wait)
@@ -741,10 +713,7 @@ class Executor:
             self.failure.guarded(move, instruction.unit)
 
     def _free(self, instruction: Instruction) -> None:
-        part = self._part(instruction.unit)
-        part.free(self._wait)
-        if isinstance(part, FlatGroup):
-            part.outdate()
+        self.units[instruction.unit].free(self._wait)
 
     # -- agreement between ranks --------------------------------------------------------------
 
@@ -843,15 +812,11 @@ class Executor:
         start = 1
         for index, used in step.used.items():
             end = start + len(used)
-            part = self._part(index)
-            part.publish(agreed[start:end], *self._apart(part))
+            self.units[index].publish(agreed[start:end])
             start = end
 
     def _refuse_late_gradients(self) -> None:
-        """Raise if a gradient has come to an end of the root unit behind its reduce."""
-        for group in self.units[ROOT].ends.values():
-            if group.has_landed:
-                raise used_elsewhere(group.names)
+        """Raise if a gradient has come to a unit behind its reduce."""
         late = [unit.name for unit in self.units[1:] if unit.take_late()]
         if late:
             raise used_outside(late)
@@ -862,21 +827,10 @@ class Executor:
         self._release_all()
         self.hooks.in_backward = False
         try:
-            if self._step.ends != WHOLE_ROOT:
-                self._learn_of_misuse(failure)
             self.control.raise_if_any_failed(failure, doing)
         except Exception as error:  # else the connection is lost
             self.gave_up = error is failure or isinstance(error, RemoteRankError)
             raise
-
-    def _learn_of_misuse(self, failure: BaseException | None) -> None:
-        """Gather the root unit as one from now on if a rank has failed for lack of an end."""
-        try:
-            if self.control.any(self.ends_policy.is_misuse(failure)):
-                self.ends_policy.gather_as_one()
-        except Exception:
-            if failure is None:  # else this rank's own failure says more than a lost connection
-                raise
 
     def _release_all(self) -> None:
         self.failure.abandon()
@@ -918,8 +872,12 @@ class Executor:
         for microbatch, answer in zip(step.microbatches, answers, strict=True):
             microbatch.asking.answer(answer)
         last = len(step.visits) - 1
+        head = with_loss(step.visits, self.ends)
+        unit = ROOT if head == NONE else step.visits[head].unit
+        if unit != ROOT and step.trainable[unit]:
+            self.execute(Instruction(Operation.ARM, unit, last))
         for index in range(len(step.calls)):
-            self.execute(Instruction(Operation.LOSS, ROOT, last, index))
+            self.execute(Instruction(Operation.LOSS, unit, last, index))
         self.execute(Instruction(Operation.AGREE))
 
     # -- tracing ------------------------------------------------------------------------------
@@ -930,7 +888,11 @@ class Executor:
         visits: list[Visit] = []
         step.is_traced, step.visits = True, visits
         instructions = layered_forward(
-            self._discovered(visits), len(step.calls), step.has_returned, ends=step.ends
+            self._discovered(visits),
+            len(step.calls),
+            step.has_returned,
+            self.ends,
+            step.trainable,
         )
         return self._by_mode(instructions, visits)
 
@@ -944,7 +906,12 @@ class Executor:
         visits = list(step.visits)
         step.is_traced, step.visits, step.is_apart = True, visits, True
         instructions = resumed_forward(
-            self._discovered(visits), len(visits), len(step.calls), step.has_returned
+            self._discovered(visits),
+            len(visits),
+            len(step.calls),
+            step.has_returned,
+            self.ends,
+            step.trainable,
         )
         self.run(self._by_mode(instructions, visits))
 
@@ -971,7 +938,7 @@ class Executor:
     ) -> Iterator[Instruction]:
         """Apply the passes of a compiled program to instructions while they are discovered."""
         if not self._reshard_after_forward:
-            instructions = without_frees(instructions)
+            instructions = without_frees(instructions, self.ends)
         if self.arena is not None:
             instructions = offloading(instructions, lambda at: visits[at].differentiable)
         return instructions
@@ -982,7 +949,7 @@ class Executor:
         choice = Choice(self._visits.known(step.trainable) or ())
         while True:
             failed = self.failure.error is not None
-            parked = [None if at in (AT_BATCH, AT_LAST_LAYERS) else at for at in step.parked]
+            parked = [None if at is AT_BATCH else at for at in step.parked]
             place = where(failed=failed, parked=parked, choice=choice)
             visit, is_apart = agree(self.exchange(place), choice)
             step.is_apart = step.is_apart or is_apart
@@ -990,6 +957,9 @@ class Executor:
                 break
             visits.append(visit)
             yield visit
-        waiting = (None, AT_BATCH, AT_LAST_LAYERS)
-        if any(each.parked not in waiting for each in step.microbatches):
+        if any(each.parked not in (None, AT_BATCH) for each in step.microbatches):
             self.failure.abandon()  # another rank has failed; the next exchange reports it
+
+
+def _of_kind(units: Sequence[Unit], kind: UnitKind) -> frozenset[int]:
+    return frozenset(index for index, unit in enumerate(units) if unit.kind is kind)

@@ -19,20 +19,7 @@ from lightning_cephalo.execution.memory_errors import (
     is_out_of_memory,
 )
 from lightning_cephalo.execution.microbatch import Microbatch
-from lightning_cephalo.plan.program import (
-    FIRST_LAYERS,
-    LAST_LAYERS,
-    NONE,
-    OPERATIONS,
-    ROOT,
-    Instruction,
-)
-
-_OF_ROOT = {
-    ROOT: "the root unit",
-    FIRST_LAYERS: "the first layers",
-    LAST_LAYERS: "the last layers",
-}
+from lightning_cephalo.plan.program import NONE, OPERATIONS, ROOT, Instruction
 
 
 class Failure:
@@ -117,9 +104,9 @@ class Failure:
         doing = OPERATIONS[instruction.operation].phrase or instruction.operation.value
         if instruction.unit == NONE:
             return doing
-        unit = _OF_ROOT.get(instruction.unit, "")
-        if not unit:
-            unit = f"unit {self._names[instruction.unit]!r}"
+        unit = f"unit {self._names[instruction.unit]!r}"
+        if instruction.unit == ROOT:
+            unit = "the root unit"
         which = ""
         if instruction.microbatch != NONE:
             which = f", microbatch {instruction.microbatch + 1} of {self._count}"

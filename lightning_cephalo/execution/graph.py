@@ -130,6 +130,10 @@ class Marks:
             if positions is None or position in positions
         ]
 
+    def drop(self, count: int) -> None:
+        """Forget all marks but the first ones."""
+        del self._marks[count:]
+
     def clear(self) -> None:
         """Forget all marks."""
         self._marks.clear()

@@ -46,8 +46,7 @@ from lightning_cephalo.plan.program import (
     prefetch,
 )
 from lightning_cephalo.sharding.flat import Residence
-from lightning_cephalo.sharding.flat_group import UnitState
-from lightning_cephalo.sharding.unit import Unit
+from lightning_cephalo.sharding.unit import Unit, UnitState
 from lightning_cephalo.sharding.write_guard import spelled
 
 _DOING = "running training_step"
@@ -83,7 +82,6 @@ class ManualSteps:
         self._seen: list[tuple[tuple[bool, ...], tuple[int, ...]]] = []
         # a graph of glue may live from one gather of the root unit to the next
         self._root.choose_residence(Residence.OWN)
-        executor.ends_policy.is_on = False  # its phases gather the root unit as one
 
     @property
     def _root(self) -> Unit:
@@ -322,7 +320,8 @@ class ManualSteps:
         executor.execute(Instruction(Operation.ARM, ROOT))
         executor.execute(Instruction(Operation.LOSS, ROOT, len(visits) - 1, microbatch=0))
         held = self._held()
-        after = layered_backward(visits, len(step.microbatches), step.trainable, held)
+        embeddings = replace(executor.ends, heads=frozenset())
+        after = layered_backward(visits, len(step.microbatches), step.trainable, held, embeddings)
         executor.hooks.in_backward = True
         retains = any(microbatch.retains for microbatch in step.microbatches)
         executor.run_backward(prefetch(Program((), after)).backward, retain=retains)
@@ -334,14 +333,14 @@ class ManualSteps:
         unit = self._executor.units[instruction.unit]
         unit.show_flags(self._seen[instruction.visit][0])
 
-    def _held(self) -> int:
+    def _held(self) -> list[int]:
         """Return the unit of the last visit if it is still gathered; free all others."""
         held = self._order[-1].unit if self._order else NONE
         for index, unit in enumerate(self._executor.units[1:], start=1):
             if index != held and self._executor.reshard_after_forward:
                 unit.free()
         is_gathered = held != NONE and self._executor.units[held].state is UnitState.GATHERED
-        return held if is_gathered else NONE
+        return [held] if is_gathered else []
 
     def _check_unchanged(self, visits: Sequence[Visit]) -> None:
         """Raise if a backward would find other parameters than its forward."""

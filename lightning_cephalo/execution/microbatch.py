@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextvars
 from bisect import bisect_left
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +25,6 @@ from lightning_cephalo.execution.call_tree import (
     flatten_call,
     without_empty_caches,
 )
-from lightning_cephalo.execution.ends_policy import used_elsewhere
 from lightning_cephalo.execution.graph import (
     Marks,
     Root,
@@ -56,15 +55,10 @@ AT_BACKWARD = Visit(-4)
 AT_BATCH = Visit(-6)
 """The place of a microbatch that waits for the rows of the whole batch; see over_batch.py."""
 
-AT_LAST_LAYERS = Visit(-7)
-"""The place of a microbatch that waits for the last layers of the root unit; see ends_policy.py."""
-
 AT_UPDATE = Visit(-5)
 """The place of a microbatch whose code is about to clip gradients or to run an optimizer."""
 
 _MAX_PARKS_WHILE_STOPPING = 100
-# the backward that needs no values of a parameter
-_EMBEDDING = "EmbeddingBackward"
 
 
 @dataclass
@@ -86,7 +80,6 @@ class MicrobatchOptions:
         searches: Whether the graph is searched for tensors of other microbatches.
         windows: The visits of all of them.
         hooks: Whether their code has registered hooks.
-        first_layers: Names of gathered parameters that are freed before their backward, by ids.
     """
 
     recompute: bool
@@ -96,7 +89,6 @@ class MicrobatchOptions:
     searches: bool = False
     windows: Windows = field(default_factory=Windows)
     hooks: Hooks = field(default_factory=Hooks)
-    first_layers: Mapping[int, str] = field(default_factory=dict)
 
 
 class Microbatch:
@@ -125,10 +117,12 @@ class Microbatch:
         self._scheduler_modes: ThreadState | None = None
         self.parked: Visit | None = None
         self.result: Any = None
-        self.finished = self.needed_last_layers = False
+        self.finished = False
         self.meeting: Meeting | None = None
         # the graph
         self._marks = Marks()
+        # of a head that it has visited last: the visit, and the number of marks before
+        self._head = (NONE, 0)
         self._windows: dict[int, tuple[int, int]] = {}
         self._recomputed: dict[int, RecomputedVisit] = {}
         self._entered: Visit | None = None
@@ -164,9 +158,9 @@ class Microbatch:
         """Return how many hooks its code has registered since it goes on."""
         return RemovableHandle.next_id - self._first_handle - len(self._marks)
 
-    def let_pass(self) -> None:
+    def let_pass(self, position: int) -> None:
         """Wait, or have returned, while other microbatches make a visit."""
-        self._passed += 1
+        self._passed = max(self._passed, position + 1)
 
     def abandon(self) -> None:
         """Stop the step where it is and drop all that it holds."""
@@ -193,18 +187,6 @@ class Microbatch:
     def need_root(self) -> None:
         with self.outside():
             self._park(Visit(ROOT))
-
-    def need_last_layers(self, names: frozenset[str], are_there: bool) -> None:
-        """Park until the last layers of the root unit are shown, for the losses."""
-        if self._entered is not None:
-            raise used_elsewhere(names)
-        self.needed_last_layers = True
-        if are_there:
-            return
-        if has_saved_tensor_hooks():
-            raise used_elsewhere(names)
-        with self.outside():
-            self._park(AT_LAST_LAYERS)
 
     def need_backward(self, loss: Tensor, retain: bool) -> None:
         self.result, self._retains = loss, retain
@@ -263,7 +245,14 @@ class Microbatch:
         kwargs: dict[str, Any],
     ) -> Any:
         """Visit a unit: park until it is gathered, then compute its body."""
-        grad, again = torch.is_grad_enabled(), self._options.recompute
+        if self._entered is not None:
+            raise UnitUseError(
+                f"The unit {forward.name!r} is called inside of another unit. Name the units"
+                " without it, such as CephaloStrategy(unit_types=[Block]): what is no unit can be"
+                " called everywhere."
+            )
+        grad = torch.is_grad_enabled()
+        again = self._options.recompute and forward.recomputes
         flat: list[Any] = []
         if grad and (again or not trainable):
             flat, structure = flatten_call(args, kwargs)
@@ -272,10 +261,14 @@ class Microbatch:
                 flat, structure = flatten_call(args, kwargs)
         differentiable = grad and (trainable or _needs_gradient(flat))
         if differentiable and has_saved_tensor_hooks():
-            refuse_saved_tensor_hooks("unit", ", or choose larger units with unit_names=")
+            refuse_saved_tensor_hooks(
+                f"unit ({forward.name})", ", or choose larger units with unit_names="
+            )
         visit = visit_of(unit, differentiable, NONE)
         modes = self._park(visit)
         position = self._begin_visit()
+        if forward.is_head:
+            self._head = position, len(self._marks)
         # autocast would cache casts of weights that are about to be freed, and would cache them
         # without a graph where the forward runs without one
         torch.set_autocast_cache_enabled(False)
@@ -413,8 +406,6 @@ class Microbatch:
         record = self._recomputed.get(position)
         if record is None or self.finished or record is self._visiting:
             return
-        if self.parked is AT_LAST_LAYERS:  # its loss is next, and leads straight back to it
-            return
         record.offload()
 
     def fetch(self, position: int) -> None:
@@ -428,6 +419,12 @@ class Microbatch:
         """Return the marks of visits as roots of a backward; None: of all visits."""
         return self._marks.roots(reached)
 
+    def drop_marks_of_head(self, position: int) -> None:
+        """Let the loss's backward pass a head, too, if that is this microbatch's last visit."""
+        last, marks = self._head
+        if last == position == self._passed - 1:
+            self._marks.drop(marks)
+
     def backward_of_loss(
         self, loss: Tensor, without_weight: Tensor | None, joint: set[int]
     ) -> list[Root]:
@@ -439,23 +436,9 @@ class Microbatch:
             )
         if not self.has_one_backward:
             return [(loss, torch.ones_like(loss))]
-        if self._options.searches or self._options.first_layers:
-            nodes = nodes_of([loss], joint)
-            self._options.windows.refuse_others(nodes, self._index)
-            self._refuse_uses_of_first_layers(nodes)
+        if self._options.searches:
+            self._options.windows.refuse_others(nodes_of([loss], joint), self._index)
         return self._marks.run_behind(loss, without_weight, has_hooks=self.has_hooks)
-
-    def _refuse_uses_of_first_layers(self, nodes: Iterable[Any]) -> None:
-        """Raise ShardedUseError if a backward needs the values of the first layers."""
-        names = self._options.first_layers
-        found = {
-            names.get(id(getattr(following, "variable", None)))
-            for node in nodes
-            if names and not type(node).__name__.startswith(_EMBEDDING)
-            for following, _ in node.next_functions
-        }
-        if used := frozenset(name for name in found if name is not None):
-            raise used_elsewhere(used)
 
 
 def _ignore(gradients: Any) -> None:

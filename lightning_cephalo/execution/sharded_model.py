@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -14,23 +14,21 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.backends import backend_of
-from lightning_cephalo.execution.ends_policy import root_gathers_without
 from lightning_cephalo.execution.executor import Executor
 from lightning_cephalo.execution.unit_hooks import Meet
-from lightning_cephalo.plan.program import FIRST_LAYERS, LAST_LAYERS, ROOT, WHOLE_ROOT
+from lightning_cephalo.plan.program import ROOT
 from lightning_cephalo.plan.state_groups import members_of
 from lightning_cephalo.ranks.groups import Groups
 from lightning_cephalo.sharding.across_groups import Across
 from lightning_cephalo.sharding.buffers import BufferPool
 from lightning_cephalo.sharding.collectives import broadcast
-from lightning_cephalo.sharding.discovery import UnitMembers, find_units
+from lightning_cephalo.sharding.discovery import UnitKind, UnitMembers, find_units
 from lightning_cephalo.sharding.flat import Flat, ShardingContext, divide_flat
 from lightning_cephalo.sharding.layout import Divider, GroupDivider
 from lightning_cephalo.sharding.materialise import initialise_members
 from lightning_cephalo.sharding.moving import Column
 from lightning_cephalo.sharding.padding import slot_numel
 from lightning_cephalo.sharding.placement import default_mesh, whole_of
-from lightning_cephalo.sharding.root_ends import NO_ENDS, ends_of
 from lightning_cephalo.sharding.routes import Routing
 from lightning_cephalo.sharding.staging import HostStage
 from lightning_cephalo.sharding.unit import Unit
@@ -116,11 +114,11 @@ class ShardedModel:
         self.place = context.rank
         self.padding = context.padding
         self.units: list[Unit] = []
-        members_of_units = find_units(module, units.types, units.names)
+        # code may read the dtype of what is away, which is that of the rows
+        with_ends = compute_dtype is None
+        members_of_units = find_units(module, units.types, units.names, with_ends=with_ends)
         self.fractions = tuple(fractions(members_of_units) if callable(fractions) else fractions)
         divider = self._divider(self.fractions)
-        # code may read the dtype of what is away, which is that of the rows
-        ends = ends_of(module, members_of_units) if compute_dtype is None else NO_ENDS
         # weak: only what holds them already, such as an optimizer, keeps the originals alive
         self._originals: WeakIdKeyDictionary = WeakIdKeyDictionary()
         for members in members_of_units:
@@ -128,9 +126,7 @@ class ShardedModel:
                 self._originals[parameter] = owners[0].name
             is_source = groups.control.rank == 0
             members = initialise_members(module, members, materialise=is_source)
-            self.units.append(Unit(members, divider, context, NO_ENDS if self.units else ends))
-            if len(self.units) == 1:  # the root stays gathered all step long: it shares no memory
-                context = replace(context, buffers=BufferPool(), gradient_buffers=BufferPool())
+            self.units.append(Unit(members, divider, context))
         self._cast_buffers: list[tuple[nn.Module, str, torch.dtype]] = []
         self._move_buffers(compute_dtype)
         self.meet: Meet = groups.meeting.meet
@@ -183,14 +179,9 @@ class ShardedModel:
     def flats(self) -> list[Flat]:
         return [flat for unit in self.units for flat in unit.flats]
 
-    def flats_of(self, unit: int) -> list[Flat]:
-        """Return the flats that move with a unit, or with an end of the root unit, in training."""
-        root = self.units[ROOT]
-        if unit < ROOT:
-            return root.ends[unit].flats
-        apart = root_gathers_without(self.executor.ends_policy.of_step())
-        away = {id(flat) for end in apart for flat in root.ends[end].flats}
-        return [flat for flat in self.units[unit].flats if id(flat) not in away]
+    def of_kind(self, kind: UnitKind) -> list[Unit]:
+        """Return the units of one kind, in the order of their indices."""
+        return [unit for unit in self.units if unit.kind is kind]
 
     @property
     def parameter_count(self) -> int:
@@ -220,7 +211,7 @@ class ShardedModel:
 
         Parameters: the root unit and two others (one in use, one being gathered). Gradients: the
         root unit and two others (one accumulating, one being reduced), and copies for rounding or
-        by node. Of ends that are apart, only one is there at a time.
+        by node. Embeddings are there before heads.
         """
         return self.gathered_parameter_bytes + self.gathered_gradient_bytes
 
@@ -231,26 +222,23 @@ class ShardedModel:
 
     def _buffers_at_peak(self) -> tuple[int, int]:
         """Return the bytes of parameters and gradients when both together are the most."""
-        root, ends = self.units[ROOT], self.executor.ends_policy.of_step()
-        apart = root.ends if ends != WHOLE_ROOT else {}
-        first, last = [
-            (0, 0) if group is None else (group.full_bytes, group.gradient_bytes)
-            for group in (apart.get(FIRST_LAYERS), apart.get(LAST_LAYERS))
-        ]
-        full = sum(sorted((unit.full_bytes for unit in self.units[1:]), reverse=True)[:2])
-        gradients = sorted((unit.gradient_bytes for unit in self.units[1:]), reverse=True)[:2]
+        root = self.units[ROOT]
+        first, last = (
+            [sum(u.full_bytes for u in units), sum(u.gradient_bytes for u in units)]
+            for units in map(self.of_kind, (UnitKind.EMBEDDING, UnitKind.HEAD))
+        )
+        blocks = self.of_kind(UnitKind.BLOCK)
+        full = sum(sorted((unit.full_bytes for unit in blocks), reverse=True)[:2])
+        gradients = sorted((unit.gradient_bytes for unit in blocks), reverse=True)[:2]
         moments = (
-            (full + first[0], 0),  # first units are gathered
+            (full + first[0], 0),  # embeddings are gathered
             (full + last[0], last[1]),  # the loss
-            (full, last[1] + sum(gradients[:1])),  # the last unit's backward
+            (full, last[1] + sum(gradients[:1])),  # the last block's backward
             (full, sum(gradients)),
             (full, sum(gradients) + first[1]),  # the first unit's backward
         )
         most = max(moments, key=sum)
-        return (
-            root.full_bytes - first[0] - last[0] + most[0],
-            root.gradient_bytes - first[1] - last[1] + most[1],
-        )
+        return root.full_bytes + most[0], root.gradient_bytes + most[1]
 
     @property
     def unresharded_bytes(self) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_cephalo.execution.graph import Root
 from lightning_cephalo.execution.loss_weights import LossWeights
 from lightning_cephalo.execution.microbatch import Microbatch
-from lightning_cephalo.plan.program import WHOLE_ROOT, Ends, Instruction, Program, Visit
+from lightning_cephalo.plan.program import Instruction, Program, Visit
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Step:
     # of a backward that the code calls itself: the visits that it passes
     reached: frozenset[int] | None = None
     before_visit: Callable[[Instruction], None] | None = None
-    ends: Ends = WHOLE_ROOT
+    armed: set[int] = field(default_factory=set)  # units with gradients that are not reduced
 
     def forget_microbatches(self) -> None:
         """Drop the microbatches; no garbage collector finds cycles through nodes of a graph."""

@@ -20,9 +20,9 @@ from lightning_cephalo.execution.graph import refusing_freed, refusing_gradients
 from lightning_cephalo.execution.meetings import NormForward, SynchronisedNorms
 from lightning_cephalo.execution.microbatch import Microbatch
 from lightning_cephalo.execution.user_writes import UserWrites
-from lightning_cephalo.plan.program import LAST_LAYERS, ROOT
-from lightning_cephalo.sharding.flat_group import UnitState
-from lightning_cephalo.sharding.unit import Unit
+from lightning_cephalo.plan.program import ROOT
+from lightning_cephalo.sharding.discovery import UnitKind
+from lightning_cephalo.sharding.unit import Unit, UnitState
 
 _REMEDY = (
     "Outside of a step, every rank must call the model, as its parameters are gathered from all."
@@ -46,9 +46,6 @@ class UnitHooks:
         self.norms = SynchronisedNorms(units[ROOT].module, lambda: self.running)
         self._hooks: list[RemovableHandle] = []
         self._forwards: list[UnitForward] = []
-        self.ends: frozenset[int] = frozenset()
-        self._last_layers = units[ROOT].ends.get(LAST_LAYERS)
-        self._of_last_layers: frozenset[int] = frozenset()
 
     def install(self) -> None:
         """Replace the units' forwards, and gather the root unit before its modules are called."""
@@ -58,7 +55,6 @@ class UnitHooks:
         root = self._units[ROOT]
         # the top module too, so that one call of it outside of a step gathers the root once
         modules = {id(module): module for module in [root.module, *root.owning_modules()]}
-        self._of_last_layers = frozenset(map(id, root.owning_modules(LAST_LAYERS)))
         for module in modules.values():
             self._hooks.append(module.register_forward_pre_hook(self._before_root))
             self._hooks.append(module.register_forward_hook(self._after_root, always_call=True))
@@ -137,12 +133,7 @@ class UnitHooks:
         if self._in_step:
             if root.state is UnitState.SHARDED and self.running is not None:
                 self.running.need_root()
-            last = self._last_layers if id(module) in self._of_last_layers else None
-            if self.ends and last is not None and self.running is not None:
-                self.running.need_last_layers(last.names, last.state is UnitState.GATHERED)
-            if root.state is UnitState.SHARDED:
-                root.wait_gather()
-            root.finish_gather(apart=self.ends)
+            root.wait_gather()
             return
         if not self._outside_depth and not self._is_kept(root):
             self._meet(f"calling {self._name_of(module)} outside of a step", _REMEDY)
@@ -186,9 +177,13 @@ class UnitHooks:
 class UnitForward:
     def __init__(self, index: int, unit: Unit, hooks: UnitHooks) -> None:
         self._index, self._unit, self._hooks = index, unit, hooks
-        module = self._module = unit.module
+        self.name, module = unit.name, unit.module
+        self._module = module
         self.with_buffers = [each for each in module.modules() if each._buffers]
         self.renew_accumulators = unit.renew_accumulators
+        # an embedding saves indices; a head would be computed again immediately
+        self.recomputes = unit.kind is UnitKind.BLOCK
+        self.is_head = unit.kind is UnitKind.HEAD
         # modules wrapped by torch.compile also have a forward on the instance
         self._replaced = module.__dict__.get("forward")
         # `module.compile()` would trace into the scheduler: the cut must be outside of it

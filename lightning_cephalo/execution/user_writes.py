@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from lightning_cephalo.common.errors import CephaloError, ShardedUseError, UnitUseError
+from lightning_cephalo.common.errors import CephaloError, UnitUseError
 from lightning_cephalo.execution.graph import gradient_through_units
 from lightning_cephalo.sharding.flat import FREED
 from lightning_cephalo.sharding.unit import Unit
@@ -69,7 +69,7 @@ def explained(error: RuntimeError) -> RuntimeError:
             " self.manual_backward(loss, retain_graph=True) the first time, or sum the losses."
         )
     if _SHARDED in str(error) and not isinstance(error, CephaloError):
-        return ShardedUseError(str(error))  # load_state_dict() keeps the text alone
+        return UnitUseError(str(error))  # load_state_dict() keeps the text alone
     if "got mixed torch.Tensor and DTensor" not in str(error):
         return error
     return UnitUseError(
@@ -86,6 +86,17 @@ def needs_freed(error: BaseException) -> bool:
     """Whether a backward has failed as it needs parameters that are freed."""
     found = _VERSION.search(str(error))
     return found is not None and int(found[1]) >= FREED
+
+
+def read_elsewhere(error: RuntimeError, unit: Unit) -> None:
+    """Raise by name if a backward has failed as an embedding's values are gone."""
+    shapes = (str(list(shape))[1:-1] for flat in unit.flats for shape in flat.shapes)
+    if needs_freed(error) and any(shape in str(error) for shape in shapes):
+        raise UnitUseError(
+            f"training_step computes with the parameters of {unit.name!r} behind a call of it. Its"
+            " parameters are freed then, and its backward gathers none. Name the units without it,"
+            " such as CephaloStrategy(unit_types=[Block]): what is no unit is there all step long."
+        ) from error
 
 
 def used_outside(names: list[str]) -> UnitUseError:

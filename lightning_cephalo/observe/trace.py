@@ -16,7 +16,7 @@ from lightning_cephalo.common import files
 from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.plan import Problem
 from lightning_cephalo.plan.memory_timeline import Way, rate
-from lightning_cephalo.plan.program import FIRST_LAYERS, LAST_LAYERS, NONE, ROOT
+from lightning_cephalo.plan.program import NONE, ROOT
 from lightning_cephalo.plan.timeline import (
     MEASURED_KINDS,
     Event,
@@ -140,7 +140,7 @@ def _thread(rank: int, thread: int, name: str) -> Iterator[dict[str, Any]]:
     yield _metadata(rank, "thread_sort_index", thread, sort_index=thread)
 
 
-_NAMES = {NONE: "", ROOT: " root", FIRST_LAYERS: " first layers", LAST_LAYERS: " last layers"}
+_NAMES = {NONE: "", ROOT: " root"}
 
 
 def _metadata(rank: int, kind: str, thread: int = 0, **arguments: object) -> dict[str, Any]:

@@ -295,7 +295,7 @@ def _moved_bytes(model: Callable[[], ShardedModel | None], instruction: Instruct
     sharded = model()
     if sharded is None or instruction.operation not in (Operation.GATHER, Operation.REDUCE):
         return 0.0
-    flats = sharded.flats_of(instruction.unit)
+    flats = sharded.units[instruction.unit].flats
     if instruction.operation is Operation.GATHER:
         return float(sum((f.numel - f.shard.numel()) * f.dtype.itemsize for f in flats))
     trained = [flat for flat in flats if flat.trainable]

@@ -23,7 +23,6 @@ from lightning_cephalo.plan import Plan, Problem, RankPlan, RankProfile, cost
 from lightning_cephalo.plan.check import check
 from lightning_cephalo.plan.moving import moved_by
 from lightning_cephalo.plan.program import (
-    LAST_LAYERS,
     NONE,
     ROOT,
     UNITS_THAT_STAY,
@@ -80,8 +79,9 @@ def simulate(problem: Problem, plan: Plan, *, steps: int = 1) -> Simulation:
 def programs_of(problem: Problem, plan: Plan) -> list[Program]:
     """Return the program of every rank, for a model that visits each unit once."""
     problem = cost.as_planned(problem, plan)
-    visits = [Visit(unit) for unit in range(1, problem.units + 1)]
-    trainable = [True] * (problem.units + 1)
+    heads = _heads(problem)
+    visits = [Visit(unit) for unit in (*range(1, problem.units + 1), *heads)]
+    trainable = [True] * (len(visits) + 1)
     return [
         compile_step(
             visits,
@@ -90,21 +90,27 @@ def programs_of(problem: Problem, plan: Plan) -> list[Program]:
             reshard_after_forward=bool(problem.reshard_after_forward),
             offload_boundaries=part.offload,
             updates_early=problem.early_update,
-            homes=homes_of(problem, part),
+            # the root unit's state has that of heads
+            homes=(*homes_of(problem, part), *(homes_of(problem, part)[:1] if heads else ())),
             sends_gradients=problem.sends_gradients and not problem.early_update,
-            ends=Ends(last=problem.has_last_layers),
+            ends=Ends(heads=heads),
         )
         for part in plan.ranks
     ]
 
 
+def _heads(problem: Problem) -> frozenset[int]:
+    return frozenset({problem.units + 1} if problem.has_last_layers else ())
+
+
 def _play(problem: Problem, lanes: Sequence[_Lane]) -> float:
     """Run the programs of all lanes, collective by collective, and return when the step ends."""
+    head = problem.units + 1
     seconds = {
         (Operation.GATHER, ROOT): problem.root_gather_s,
-        (Operation.GATHER, LAST_LAYERS): problem.last_gather_s,
+        (Operation.GATHER, head): problem.last_gather_s,
         (Operation.REDUCE, ROOT): problem.root_reduce_s,
-        (Operation.REDUCE, LAST_LAYERS): problem.last_reduce_s,
+        (Operation.REDUCE, head): problem.last_reduce_s,
     }
     of_units = {Operation.GATHER: problem.gather_s, Operation.REDUCE: problem.reduce_s}
     link_free_s, behind_reduce = 0.0, False
@@ -116,10 +122,11 @@ def _play(problem: Problem, lanes: Sequence[_Lane]) -> float:
         collective = reached[0]
         start_s = max(link_free_s, max(lane.free_s for lane in lanes))
         operation, unit = collective.operation, collective.unit
-        took_s = of_units[operation] if unit > ROOT else seconds[operation, unit]
+        is_block = ROOT < unit < head
+        took_s = of_units[operation] if is_block else seconds[operation, unit]
         if operation is Operation.GATHER and behind_reduce:
             took_s = max(0.0, problem.both_s - problem.reduce_s)  # the reduce runs beside it
-        behind_reduce = operation is Operation.REDUCE and unit > ROOT
+        behind_reduce = operation is Operation.REDUCE and is_block
         link_free_s = start_s + took_s
         for lane in lanes:
             lane.communicate(collective, start_s, link_free_s)
@@ -184,7 +191,7 @@ class _Lane:
         self._ranks = tuple(ranks)
         self._rest = iter((*program.forward, *program.backward))
         self._updates_last = program.update
-        self._keeps = not mode.recompute
+        self._keeps, self._heads = not mode.recompute, program.ends.heads
         resting = problem.fixed_bytes + problem.microbatch_bytes * len(part.microbatch_sizes)
         if part.offload and problem.units > UNITS_THAT_STAY:
             resting += problem.boundary_bytes * part.batch_size  # gradients between units
@@ -221,12 +228,14 @@ class _Lane:
         for instruction in self._rest:
             if instruction.operation in _LINKED:
                 is_reduce = instruction.operation is Operation.REDUCE
-                if is_reduce and instruction.unit != LAST_LAYERS and not self._is_reducing:
+                if is_reduce and instruction.unit not in self._heads and not self._is_reducing:
                     self._is_reducing = True
                     # no later than the next unit's backward, which waits for its gather
                     begun_s = max(self.free_s, *self._gathered_s.values())
                     self._changes.append(_Change(begun_s, moment=_REDUCING))
                 return instruction
+            if instruction.unit in self._heads and instruction.microbatch == NONE:
+                continue  # the time of its update is the root unit's
             self._move(instruction)
             if instruction.operation is Operation.UPDATE:
                 seconds = self._unit_update_s + self._unit_rows_s
@@ -246,7 +255,7 @@ class _Lane:
                 size = microbatch.size
                 self._compute(instruction, start_s, microbatch.forward_s, keep=size)
             case Operation.LOSS:
-                start_s = self._gathered_s.get(LAST_LAYERS, 0.0)
+                start_s = self._gathered_s[instruction.unit]
                 self._compute(instruction, start_s, microbatch.tail_s)
             case Operation.OFFLOAD:
                 start_s, end_s = self._copy(instruction)
@@ -275,6 +284,8 @@ class _Lane:
         if self._state is not None:
             self.free_s = max(self.free_s, start_s)
         for instruction in self._updates_last:
+            if instruction.unit in self._heads:
+                continue
             self._move(instruction)
             if instruction.operation is Operation.UPDATE:  # the last one takes all of the time
                 self._update(instruction, start_s, rest_s * (instruction.unit == NONE))

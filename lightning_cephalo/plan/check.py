@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from lightning_cephalo.common.errors import ProgramError
 from lightning_cephalo.plan.program import (
     COLLECTIVES,
     COMPUTE,
-    FIRST_LAYERS,
-    LAST_LAYERS,
     NONE,
     ROOT,
     Instruction,
@@ -25,9 +23,8 @@ _AGREEMENTS = 2
 def check(programs: Sequence[Program]) -> None:
     """Prove that the programs of all ranks can run together.
 
-    - Each compute instruction finds its unit gathered.
-    - Each microbatch that goes forward has a loss. The root unit is armed before the loss, and its
-      last layers are gathered. No microbatch begins when its first layers are freed.
+    - Each compute instruction finds its unit gathered, but for the backward of an embedding.
+    - Each microbatch that goes forward has a loss. The root unit is armed before the loss.
     - Each microbatch comes back through the same visits, on all ranks.
     - Each armed unit is reduced once, after all its backwards.
     - A unit that is updated early has been reduced before, and is not used after. Each unit is
@@ -79,11 +76,10 @@ def _named(collectives: Sequence[tuple[Operation, int]], at: int) -> str:
 class _State:
     """State of one rank while its program is read."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, embeddings: Container[int]) -> None:
         self._rank = rank
+        self.embeddings = embeddings  # their backward needs no parameters
         self.gathered: set[int] = set()
-        self.first_layers_are_free = False
-        self.has_last_layers = False
         self.armed: set[int] = set()
         self.reduced: set[int] = set()
         self.forward: set[tuple[int, int]] = set()
@@ -109,23 +105,23 @@ class _State:
             return
         self._expect(instruction, not self.is_updated, "the optimizer has made its step")
         self._expect(instruction, unit not in self.updated, "the unit is updated already")
-        if unit == FIRST_LAYERS:
-            self._first_layers(instruction)
-        elif operation is Operation.GATHER:
+        is_there = unit in self.gathered or unit in self.embeddings
+        if operation is Operation.GATHER:
             self._expect(instruction, unit not in self.gathered, "the unit is gathered already")
             self.gathered.add(unit)
         elif operation is Operation.FREE:
             self._expect(instruction, unit in self.gathered, "the unit is not gathered")
             self.gathered.discard(unit)
         elif operation is Operation.ARM:
-            self._expect(instruction, unit in self.gathered, "the unit is not gathered")
+            self._expect(instruction, is_there, "the unit is not gathered")
             self._expect(instruction, unit not in self.reduced, "the unit is reduced already")
             self._expect(instruction, unit not in self.armed, "the unit is armed already")
             came = unit in self.returned_units
             self._expect(instruction, not came, "a backward has passed the unit already")
             self.armed.add(unit)
         elif operation in COMPUTE:
-            self._expect(instruction, unit in self.gathered, "the unit is not gathered")
+            is_there = is_there if operation is Operation.BACKWARD else unit in self.gathered
+            self._expect(instruction, is_there, "the unit is not gathered")
             self._compute(instruction)
         elif operation is Operation.OFFLOAD:
             self._expect(instruction, passage in self.forward, "nothing went forward there")
@@ -138,8 +134,6 @@ class _State:
             self._expect(instruction, unit in self.armed, "the unit is not armed")
             self.armed.discard(unit)
             self.reduced.add(unit)
-            if unit == ROOT:
-                self.armed.discard(FIRST_LAYERS)
         elif operation is Operation.MEET:
             self._expect(instruction, unit in self.gathered, "the unit is not gathered")
         elif operation is Operation.AGREE:
@@ -169,21 +163,9 @@ class _State:
             self._expect(instruction, not self.fetched, f"units {sorted(self.fetched)} hold state")
             away = sorted(self.sent - self.updated)
             self._expect(instruction, not away, f"the host has not updated units {away}")
-            late = {ROOT, LAST_LAYERS}
-            left = sorted(self.reduced - self.updated - late) if self.has_early_updates else []
+            left = sorted(self.reduced - self.updated - {ROOT}) if self.has_early_updates else []
             self._expect(instruction, not left, f"units {left} have missed their early update")
             self.is_updated = True
-
-    def _first_layers(self, instruction: Instruction) -> None:
-        self._expect(instruction, ROOT in self.gathered, "the root unit is not gathered")
-        if instruction.operation is Operation.FREE:
-            self._expect(instruction, not self.first_layers_are_free, "they are free already")
-            self.first_layers_are_free = True
-        else:
-            self._expect(instruction, instruction.operation is Operation.ARM, "they go with unit 0")
-            self._expect(instruction, ROOT in self.armed, "the root unit is not armed")
-            self._expect(instruction, FIRST_LAYERS not in self.armed, "they are armed already")
-            self.armed.add(FIRST_LAYERS)
 
     def _store_state(self, instruction: Instruction) -> None:
         unit = instruction.unit
@@ -196,9 +178,6 @@ class _State:
     def _compute(self, instruction: Instruction) -> None:
         passage = (instruction.visit, instruction.microbatch)
         if instruction.operation is Operation.FORWARD:
-            begins = instruction.unit == ROOT and instruction.visit == NONE
-            there = not (begins and self.first_layers_are_free)
-            self._expect(instruction, there, "its first layers are free")
             before = self.reached.get(instruction.microbatch, NONE - 1)
             follows = instruction.visit == before + 1
             self._expect(instruction, follows, "its microbatch was not at the visit before")
@@ -207,8 +186,6 @@ class _State:
             self.without_loss.add(instruction.microbatch)
         elif instruction.operation is Operation.LOSS:
             self._expect(instruction, ROOT in self.armed, "the root unit is not armed")
-            there = not self.has_last_layers or LAST_LAYERS in self.gathered
-            self._expect(instruction, there, "its last layers are not gathered")
             waits = instruction.microbatch in self.without_loss
             self._expect(instruction, waits, "its microbatch did not go forward")
             self.without_loss.discard(instruction.microbatch)
@@ -229,9 +206,6 @@ class _State:
     def _expect(self, instruction: Instruction, holds: bool, otherwise: str) -> None:
         if not holds:
             unit = "" if instruction.unit == NONE else f" of unit {instruction.unit}"
-            if instruction.unit in (FIRST_LAYERS, LAST_LAYERS):
-                which = "first" if instruction.unit == FIRST_LAYERS else "last"
-                unit = f" of the root unit's {which} layers"
             raise ProgramError(
                 f"Rank {self._rank} cannot run {instruction} ({instruction.operation.value}{unit}):"
                 f" {otherwise}."
@@ -262,8 +236,7 @@ class _State:
 
 
 def _check_rank(rank: int, program: Program) -> _State:
-    state = _State(rank)
-    state.has_last_layers = any(each.unit == LAST_LAYERS for each in program.instructions)
+    state = _State(rank, program.ends.embeddings)
     for instruction in program.instructions:
         state.read(instruction)
     state.expect_nothing_left()

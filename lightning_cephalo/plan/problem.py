@@ -204,11 +204,11 @@ class Problem(FileRecord):
             the same.
         padded_bytes: bytes of buffers in which equal shares travel that fast, on every rank: slices
             of rows are not quite equal, and are padded there; 0: they travel as they are.
-        root_gather_s: time to gather the root unit, before any compute.
-        root_reduce_s: time to reduce the root unit, after all other work.
-        last_gather_s: time to gather the root unit's last layers, where that is apart from it and
-            hides behind the last units' forward; 0: they are a part of the root unit.
-        last_reduce_s: time to reduce them, behind the last unit's backward; the same.
+        root_gather_s: time to gather the root unit and embeddings, before any compute.
+        root_reduce_s: time to reduce them, after all other work.
+        last_gather_s: time to gather a head that is a unit of its own, which hides behind the last
+            units' forward; 0: there is none.
+        last_reduce_s: time to reduce it, behind the last unit's backward; the same.
         fill_s: time that no compute hides: the first unit's gather and the last unit's reduce. A
             simulation plays these itself and ignores ``fill_s``.
         kept_bytes: bytes retained per sample and unit, in addition to the boundary, on ranks that
@@ -235,7 +235,7 @@ class Problem(FileRecord):
         optimizer_offload: whether optimizer state may live in host memory. False: it stays on the
             devices. True: all of it lives there, on ranks with ``host_capacity_bytes``. "auto": the
             plan moves what makes it fit, or the step shorter.
-        unit_parameters: trained parameters of each unit of the model, the root unit first. Empty:
+        unit_parameters: trained parameters of each block, behind those of all else. Empty:
             optimizer state cannot move, and shares of it take no time. Their number need not be
             that of ``units``: a step may visit a unit several times.
         moment_bytes: bytes of optimizer state for each, a part of ``state_bytes``.
@@ -414,7 +414,7 @@ class Problem(FileRecord):
 
     @property
     def has_last_layers(self) -> bool:
-        """Whether the root unit's last layers have collectives of their own."""
+        """Whether a head is a unit of its own."""
         return self.last_gather_s + self.last_reduce_s > 0
 
     @property

@@ -14,8 +14,13 @@ build it from the visits of a model::
     update_early      adds U2 after R1 X1, and U1 after R0 X0; U updates the rest
     move_state        unit 2 streamed: adds I2 after R2, and S2 after U2
                       unit 1 updated by the host: C1 for U1, and S1 after U
-    release_ends      adds Xf after F0.1, Gl before F1.0 and Zl before F2.0; in the backward, Rl Xl
-                      at its beginning, and Zf before B1.1
+
+A unit of embeddings alone (e) needs no parameters in its backward: it has no G there. A head (h)
+that comes last runs with the loss, one microbatch after the other, so that the logits of only one
+exist. It has memory of its own: the unit before it stays gathered::
+
+    forward           G0 Z0 F0.0 F0.1 Ge Fe.0 Fe.1 Xe G1 Gh F1.0 F1.1 Zh Lh.0 Lh.1 A
+    backward          Rh Xh Z1 B1.1 B1.0 R1 X1 Ze Be.1 Be.0 Re R0 X0 A
 
 Where unit 1 normalises by the statistics of the global batch, its microbatches stop and meet::
 
@@ -26,8 +31,7 @@ In layered accumulation (Cephalo, ICS 2025, figure 4), all microbatches pass a u
 them passes the next. So a unit is gathered once per pass and reduced once per step.
 
 A *visit* is one use of a unit by every microbatch. A unit that is used twice is reduced after the
-visit that comes last in the backward. The root unit holds everything outside the other units. Its
-*ends* are layers that only its forward (``f``, the first ones) or its loss (``l``) uses.
+visit that comes last in the backward. The root unit holds everything outside the other units.
 ``python -m lightning_cephalo.plan`` prints an example.
 """
 
@@ -43,9 +47,6 @@ from lightning_cephalo.plan.state_homes import STAGED_UNITS, StateHome
 
 ROOT = 0
 NONE = -1
-FIRST_LAYERS = -2
-LAST_LAYERS = -3
-_END_NAMES = {FIRST_LAYERS: "f", LAST_LAYERS: "l"}
 # Boundaries of the last visits are needed again immediately: they stay on the device.
 UNITS_THAT_STAY = 2
 
@@ -59,7 +60,7 @@ class Operation(str, enum.Enum):
     GATHER = "gather"  # start to all-gather the unit's parameters
     ARM = "arm"  # provide zeroed gradients to accumulate into
     FORWARD = "forward"  # pass a microbatch through the unit
-    LOSS = "loss"  # run what follows the last unit: head, loss, and the backward of both
+    LOSS = "loss"  # run what follows the last unit: loss and its backward; of a head, too
     OFFLOAD = "offload"  # copy the unit's input to the host
     FETCH = "fetch"  # start to copy it back
     BACKWARD = "backward"  # carry a microbatch's gradients through the unit
@@ -112,7 +113,6 @@ OPERATIONS = {
 
 COLLECTIVES = frozenset({Operation.GATHER, Operation.REDUCE, Operation.MEET, Operation.AGREE})
 COMPUTE = frozenset({Operation.FORWARD, Operation.LOSS, Operation.BACKWARD})
-_PASSING = COMPUTE | {Operation.MEET}
 
 
 @dataclass(frozen=True)
@@ -123,8 +123,8 @@ class Instruction:
     'F2.0'
 
     Attributes:
-        unit: Index of the unit; 0 is the root unit, -1 if no unit applies. -2 and -3 are the root
-            unit's first and last layers, where they have instructions of their own.
+        unit: Index of the unit; 0 is the root unit, -1 if no unit applies. For LOSS, the head that
+            runs with it, or the root unit.
         visit: Position in the order of visits; for LOSS, that of the last visit before it. -1 for
             all else of the root unit and if no visit applies.
         microbatch: Index on this rank; -1 if the instruction is for all microbatches.
@@ -136,7 +136,7 @@ class Instruction:
     microbatch: int = NONE
 
     def __str__(self) -> str:
-        unit = "" if self.unit == NONE else _END_NAMES.get(self.unit, str(self.unit))
+        unit = "" if self.unit == NONE else str(self.unit)
         microbatch = "" if self.microbatch == NONE else f".{self.microbatch}"
         return f"{OPERATIONS[self.operation].letter}{unit}{microbatch}"
 
@@ -173,20 +173,28 @@ Instructions = tuple[Instruction, ...]
 
 @dataclass(frozen=True)
 class Ends:
-    """Layers of the root unit that a step gathers, arms and frees apart from it.
+    """Units that are no blocks, by their indices.
 
-    ``first_trains`` and ``last_trains`` tell whether they have gradients to reduce. The backward of
-    the first layers does not need their parameters, as that of an embedding.
+    Attributes:
+        embeddings: Units whose backward needs no parameters.
+        heads: Units behind all blocks, with memory of their own.
     """
 
-    first: bool = False
-    last: bool = False
-    first_trains: bool = True
-    last_trains: bool = True
+    embeddings: frozenset[int] = frozenset()
+    heads: frozenset[int] = frozenset()
+
+    def __contains__(self, unit: int) -> bool:
+        return unit in self.embeddings or unit in self.heads
 
 
-WHOLE_ROOT = Ends()
-"""The root unit is gathered and freed as one."""
+NO_ENDS = Ends()
+
+
+def with_loss(visits: Sequence[Visit], ends: Ends) -> int:
+    """Return the position of the head's visit that runs with the loss; -1 if there is none."""
+    last = len(visits) - 1
+    is_head = last >= 0 and visits[last].unit in ends.heads and not visits[last].is_meeting
+    return last if is_head else NONE
 
 
 @dataclass(frozen=True)
@@ -200,6 +208,7 @@ class Program:
     forward: Instructions
     backward: Instructions
     update: Instructions = (Instruction(Operation.UPDATE),)
+    ends: Ends = NO_ENDS
 
     @property
     def instructions(self) -> Instructions:
@@ -230,7 +239,7 @@ def compile_step(
     updates_early: bool = False,
     homes: Sequence[StateHome] = (),
     sends_gradients: bool = False,
-    ends: Ends = WHOLE_ROOT,
+    ends: Ends = NO_ENDS,
 ) -> Program:
     """Return the program of a rank's step; each option is a pass of this file.
 
@@ -239,11 +248,9 @@ def compile_step(
         microbatches: Number of this rank's microbatches; 0 for a rank that only communicates.
         trainable: Per unit, the root unit first, whether it has gradients to reduce.
         homes: Where each unit's optimizer state lives; empty: all of it is on the device.
+        ends: The units that are embeddings and heads.
     """
-    forward = tuple(
-        layered_forward(visits, microbatches, lambda visit, _: visit == len(visits) - 1)
-    )
-    program = Program(forward, layered_backward(visits, microbatches, trainable))
+    program = layered(visits, microbatches, trainable, ends)
     if not reshard_after_forward:
         program = keep_gathered(program)
     program = prefetch(program)
@@ -255,17 +262,53 @@ def compile_step(
         program = move_state(program, homes)
         if sends_gradients:
             program = send_gradients(program, homes)
-    return release_ends(program, visits, ends)
+    return program
 
 
 # -- the layered order ------------------------------------------------------------------------
+
+
+def layered(
+    visits: Sequence[Visit], microbatches: int, trainable: Sequence[bool], ends: Ends = NO_ENDS
+) -> Program:
+    """Return the program of an order that is known, without a pass."""
+    last, head = len(visits) - 1, with_loss(visits, ends)
+    known = visits if head == NONE else visits[:head]
+    forward = layered_forward(known, microbatches, lambda visit, _: visit == last, ends, trainable)
+    instructions = list(forward)
+    if head != NONE:
+        agree, unit = instructions.pop(), visits[head].unit
+        if unit not in gathered_after(instructions):
+            # with that of the unit before, as it has memory of its own
+            was_there = any(visit.unit == unit for visit in visits[max(0, head - 2) : head])
+            begins = [n for n, each in enumerate(instructions) if _begins(each, head - 1)]
+            at, visit = (len(instructions), head)
+            if begins and not was_there:
+                at, visit = begins[0], head - 1
+            instructions.insert(at, Instruction(Operation.GATHER, unit, visit))
+        if trainable[unit]:
+            instructions.append(Instruction(Operation.ARM, unit, head))
+        instructions += [
+            Instruction(Operation.LOSS, unit, head, microbatch)
+            for microbatch in range(microbatches)
+        ]
+        instructions.append(agree)
+    held = [unit for unit in gathered_after(instructions) if unit != ROOT]
+    backward = layered_backward(visits, microbatches, trainable, held, ends, head)
+    return Program(tuple(instructions), backward, ends=ends)
+
+
+def _begins(instruction: Instruction, visit: int) -> bool:
+    is_visit = instruction.visit == visit and instruction.unit != ROOT
+    return is_visit and instruction.operation in (Operation.FORWARD, Operation.MEET)
 
 
 def layered_forward(
     visits: Iterable[Visit],
     microbatches: int,
     has_returned: Callable[[int, int], bool],
-    ends: Ends = WHOLE_ROOT,
+    ends: Ends = NO_ENDS,
+    trainable: Sequence[bool] = (),
 ) -> Iterator[Instruction]:
     """Yield the instructions of the forward.
 
@@ -277,23 +320,13 @@ def layered_forward(
         microbatches: Number of this rank's microbatches.
         has_returned: Called with a visit (-1: the root unit's forward) and a microbatch, after the
             microbatch's FORWARD there was consumed. Returns whether only its loss is left.
-        ends: As no visit is known to be the last one, the last layers are gathered behind all
-            visits. A microbatch that has needed them waits for that; its loss is left.
+        ends: A microbatch that has returned behind a head runs the head's backward with its loss.
+        trainable: Per unit, whether it has gradients; only heads count.
     """
     yield Instruction(Operation.GATHER, ROOT)
     yield Instruction(Operation.ARM, ROOT)
-    yield from _forward_of(ROOT, NONE, microbatches, has_returned)
-    if ends.first:
-        yield Instruction(Operation.FREE, FIRST_LAYERS)
-    last = NONE
-    for instruction in _visits_forward(visits, 0, microbatches, has_returned):
-        if instruction.operation is Operation.AGREE and ends.last:
-            yield Instruction(Operation.GATHER, LAST_LAYERS)
-            yield Instruction(Operation.ARM, LAST_LAYERS)
-            for microbatch in range(microbatches):
-                yield Instruction(Operation.LOSS, ROOT, last, microbatch)
-        last = max(last, instruction.visit)
-        yield instruction
+    yield from _forward_of(Visit(ROOT), NONE, microbatches, has_returned, False, False)
+    yield from _visits_forward(visits, 0, microbatches, has_returned, ends, trainable)
 
 
 def resumed_forward(
@@ -301,12 +334,14 @@ def resumed_forward(
     start: int,
     microbatches: int,
     has_returned: Callable[[int, int], bool],
+    ends: Ends = NO_ENDS,
+    trainable: Sequence[bool] = (),
 ) -> Iterator[Instruction]:
     """Yield the rest of a :func:`layered_forward` that has stopped before visit ``start``."""
     for microbatch in range(microbatches):
         if has_returned(start - 1, microbatch):
             yield Instruction(Operation.LOSS, ROOT, start - 1, microbatch)
-    yield from _visits_forward(visits, start, microbatches, has_returned)
+    yield from _visits_forward(visits, start, microbatches, has_returned, ends, trainable)
 
 
 def _visits_forward(
@@ -314,63 +349,89 @@ def _visits_forward(
     start: int,
     microbatches: int,
     has_returned: Callable[[int, int], bool],
+    ends: Ends,
+    trainable: Sequence[bool],
 ) -> Iterator[Instruction]:
-    held = NONE
+    held: list[int] = []
     for position, visit in enumerate(visits, start):
-        if visit.unit not in (held, ROOT):
-            if held != NONE:
-                yield Instruction(Operation.FREE, held, position - 1)
-            yield Instruction(Operation.GATHER, visit.unit, position)
-            held = visit.unit
+        unit = visit.unit
+        if unit not in (*held, ROOT):
+            for other in _left_behind(unit, held, ends):
+                held.remove(other)
+                yield Instruction(Operation.FREE, other, position - 1)
+            yield Instruction(Operation.GATHER, unit, position)
+            held.append(unit)
         if visit.is_meeting:
-            yield Instruction(Operation.MEET, visit.unit, position)
-        yield from _forward_of(visit.unit, position, microbatches, has_returned)
+            yield Instruction(Operation.MEET, unit, position)
+        is_head = unit in ends.heads and not visit.is_meeting
+        arms = is_head and visit.differentiable and trainable[unit]
+        yield from _forward_of(visit, position, microbatches, has_returned, is_head, arms)
     yield Instruction(Operation.AGREE)
 
 
+def _left_behind(unit: int, held: Sequence[int], ends: Ends) -> list[int]:
+    """Return the units that are freed for another one; heads have memory of their own."""
+    is_head = unit in ends.heads
+    return [other for other in held if not is_head or other in ends]
+
+
 def _forward_of(
-    unit: int, position: int, microbatches: int, has_returned: Callable[[int, int], bool]
+    visit: Visit,
+    position: int,
+    microbatches: int,
+    has_returned: Callable[[int, int], bool],
+    is_head: bool,
+    arms: bool,
 ) -> Iterator[Instruction]:
     for microbatch in range(microbatches):
-        yield Instruction(Operation.FORWARD, unit, position, microbatch)
+        yield Instruction(Operation.FORWARD, visit.unit, position, microbatch)
         if has_returned(position, microbatch):
-            yield Instruction(Operation.LOSS, ROOT, position, microbatch)
+            if arms:
+                yield Instruction(Operation.ARM, visit.unit, position)
+                arms = False
+            yield Instruction(Operation.LOSS, visit.unit if is_head else ROOT, position, microbatch)
 
 
 def layered_backward(
     visits: Sequence[Visit],
     microbatches: int,
     trainable: Sequence[bool],
-    held: int | None = None,
+    held: Sequence[int],
+    ends: Ends = NO_ENDS,
+    head: int = NONE,
 ) -> Instructions:
     """Return the instructions of the backward.
-
-    The root unit is already gathered, and one other.
 
     Args:
         visits: Visits in the order of the forward.
         microbatches: Number of this rank's microbatches.
         trainable: Per unit, the root unit first, whether it has gradients to reduce.
-        held: The other unit that is gathered; -1 for none. None: that of the last visit.
+        held: The other units that are gathered beside the root unit.
+        ends: The units that are embeddings and heads.
+        head: Position of the visit whose backward has run with the loss; its unit is armed.
     """
-    order = backward_order(visits)
+    order = [position for position in backward_order(visits) if position != head]
     reduced_at = {visits[position].unit: position for position in order}
     armed: set[int] = set()
+    since = dict.fromkeys(held, NONE)  # per gathered unit, its last visit
     found: list[Instruction] = []
-    # The last visit's unit is still gathered. If the backward starts with another unit, it is
-    # freed before everything else.
-    if held is None:
-        units = [visit.unit for visit in visits if visit.unit != ROOT]
-        held = units[-1] if units else NONE
-    held_since = NONE
+    if head != NONE:
+        unit = visits[head].unit
+        armed.add(unit)
+        if unit not in reduced_at:
+            if trainable[unit]:
+                found.append(Instruction(Operation.REDUCE, unit, head))
+            found.append(Instruction(Operation.FREE, unit, head))
+            del since[unit]
     for position in order:
         unit = visits[position].unit
-        if unit not in (held, ROOT):
-            if held != NONE:
-                found.append(Instruction(Operation.FREE, held, held_since))
-            found.append(Instruction(Operation.GATHER, unit, position))
-            held = unit
-        held_since = NONE if held_since == NONE and unit == ROOT else position
+        if unit not in (*since, ROOT):
+            for other in _left_behind(unit, [*since], ends):
+                found.append(Instruction(Operation.FREE, other, since.pop(other)))
+            if unit not in ends.embeddings:
+                found.append(Instruction(Operation.GATHER, unit, position))
+        if unit != ROOT and unit not in ends.embeddings:
+            since[unit] = position
         if trainable[unit] and unit not in armed and unit != ROOT:
             found.append(Instruction(Operation.ARM, unit, position))
             armed.add(unit)
@@ -382,8 +443,7 @@ def layered_backward(
             found.append(Instruction(Operation.MEET, unit, position))
         if trainable[unit] and reduced_at[unit] == position and unit != ROOT:
             found.append(Instruction(Operation.REDUCE, unit, position))
-    if held != NONE:
-        found.append(Instruction(Operation.FREE, held, held_since))
+    found += [Instruction(Operation.FREE, unit, last) for unit, last in since.items()]
     found += [
         Instruction(Operation.REDUCE, ROOT),
         Instruction(Operation.FREE, ROOT),
@@ -408,10 +468,11 @@ def evaluation_of(unit: int, takes_part: bool) -> Instructions:
 
 def keep_gathered(program: Program) -> Program:
     """Free each unit only after its last use, as with ``reshard_after_forward=False``."""
+    embeddings = program.ends.embeddings
     last_free = {i.unit: i for i in program.backward if i.operation is Operation.FREE}
     # units that no backward passes are not needed after the forward
     freed = [i.unit for i in program.forward if i.operation is Operation.FREE]
-    unused = [unit for unit in dict.fromkeys(freed) if unit not in last_free]
+    unused = [u for u in dict.fromkeys(freed) if u not in last_free and u not in embeddings]
     backward = [
         instruction
         for instruction in program.backward
@@ -423,21 +484,29 @@ def keep_gathered(program: Program) -> Program:
     ]
     return replace(
         program,
-        forward=tuple(without_frees(program.forward)),
+        forward=tuple(without_frees(program.forward, program.ends)),
         backward=(*(Instruction(Operation.FREE, unit) for unit in unused), *backward),
     )
 
 
-def without_frees(instructions: Iterable[Instruction]) -> Iterator[Instruction]:
-    """Yield the instructions of a forward, lazily, without FREEs and repeated GATHERs of units."""
+def without_frees(
+    instructions: Iterable[Instruction], ends: Ends = NO_ENDS
+) -> Iterator[Instruction]:
+    """Yield the instructions of a forward, lazily, without FREEs and repeated GATHERs of units.
+
+    Embeddings are freed all the same: their backward needs no parameters.
+    """
     gathered: set[int] = set()
     for instruction in instructions:
-        if instruction.operation is Operation.FREE and instruction.unit != FIRST_LAYERS:
+        operation, unit = instruction.operation, instruction.unit
+        if operation is Operation.FREE and unit not in ends.embeddings:
             continue
-        if instruction.operation is Operation.GATHER:
-            if instruction.unit in gathered:
+        if operation is Operation.FREE:
+            gathered.discard(unit)
+        elif operation is Operation.GATHER:
+            if unit in gathered:
                 continue
-            gathered.add(instruction.unit)
+            gathered.add(unit)
         yield instruction
 
 
@@ -484,7 +553,7 @@ def _is_left_over(instruction: Instruction) -> bool:
 
 def offload(program: Program, visits: Sequence[Visit]) -> Program:
     """Copy boundaries to the host after their forward and fetch them two visits before use."""
-    order = backward_order(visits)
+    order = [at for at in backward_order(visits) if visits[at].unit not in program.ends]
     away = frozenset(order[UNITS_THAT_STAY:])
     fetched_behind = dict(zip(order, order[UNITS_THAT_STAY:], strict=False))
     backward: list[Instruction] = []
@@ -576,58 +645,6 @@ def send_gradients(program: Program, homes: Sequence[StateHome]) -> Program:
                 backward.append(Instruction(Operation.SEND_GRADIENT, reduced))
             reduced = instruction.unit
     return replace(program, backward=tuple(backward))
-
-
-def release_ends(program: Program, visits: Sequence[Visit], ends: Ends) -> Program:
-    """Gather, arm and free the first and the last layers of the root unit when they are needed.
-
-    The gather of the last layers hides behind the last but one visit. The first layers are reduced
-    with the root unit.
-    """
-    forward, backward = list(program.forward), list(program.backward)
-    if ends.last:
-        last = len(visits) - 1
-        gather = Instruction(Operation.GATHER, LAST_LAYERS)
-        forward.insert(_first_from(forward, max(last - 1, min(last, 0))), gather)
-        if ends.last_trains:
-            forward.insert(_first_from(forward, last), Instruction(Operation.ARM, LAST_LAYERS))
-        backward.insert(0, Instruction(Operation.FREE, LAST_LAYERS))
-        if ends.last_trains:
-            backward.insert(0, Instruction(Operation.REDUCE, LAST_LAYERS))
-    if ends.first:
-        of_root = [n for n, each in enumerate(forward) if _begins(each)]
-        forward.insert(of_root[-1] + 1, Instruction(Operation.FREE, FIRST_LAYERS))
-    if ends.first and ends.first_trains:
-        passed = backward_order(visits)
-        at = _first_until(backward, passed[-1] if passed else NONE)
-        backward.insert(at, Instruction(Operation.ARM, FIRST_LAYERS))
-    return replace(program, forward=tuple(forward), backward=tuple(backward))
-
-
-def _begins(instruction: Instruction) -> bool:
-    """Whether an instruction is one of those that use the root unit's first layers, or before."""
-    of_root = instruction.unit == ROOT and instruction.visit == NONE
-    return of_root and instruction.operation in (Operation.ARM, Operation.FORWARD)
-
-
-def _first_from(instructions: Sequence[Instruction], position: int) -> int:
-    """Return where a forward comes to a visit, behind its gather; else its exchange."""
-    return next(
-        index
-        for index, each in enumerate(instructions)
-        if (each.visit >= position and each.operation in _PASSING)
-        or each.operation is Operation.AGREE
-    )
-
-
-def _first_until(instructions: Sequence[Instruction], position: int) -> int:
-    """Return where a backward comes to a visit; else where it reduces the root unit."""
-    return next(
-        index
-        for index, each in enumerate(instructions)
-        if (NONE < each.visit <= position and each.operation in _PASSING)
-        or (each.operation is Operation.REDUCE and each.unit == ROOT)
-    )
 
 
 def offloading(

@@ -16,8 +16,8 @@ longer. D is the time of a gather and a reduce that run beside each other: G + R
 measured (``Problem.gather_and_reduce_s``). Where units stay gathered, the windows of the backward
 have no gathers.
 
-Where the root unit's last layers are apart, their gather follows that of unit U, beside unit U - 1,
-and their reduce runs beside the backward of unit U. The first loss may have to wait for that gather
+Where a head is a unit of its own, its gather follows that of unit U, beside unit U - 1, and its
+reduce runs beside the backward of unit U. The first loss may have to wait for that gather
 behind one microbatch only, so that unit U's own forward does not count.
 
 With early updates, the update of a unit runs between two backwards, beside the reduce of the unit
@@ -103,7 +103,7 @@ def rooms_of_updates(problem: Problem, backward_s: float) -> Windows:
 
 
 def exposed_last_gather_s(problem: Problem) -> float:
-    """Return the seconds in which the gather of the last layers hides behind nothing."""
+    """Return the seconds in which the gather of a head hides behind nothing."""
     return problem.last_gather_s if problem.units == 1 else 0.0
 
 

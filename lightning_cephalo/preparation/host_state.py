@@ -20,7 +20,7 @@ from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.observe.memory import RankMemory
 from lightning_cephalo.plan import Plan, PlanError, RankPlan
 from lightning_cephalo.plan.state_homes import StateHome, home_bytes, state_homes
-from lightning_cephalo.profiling.state_rates import MOMENTS, trained_sizes
+from lightning_cephalo.profiling.state_rates import MOMENTS, homes_of_units, trained_sizes
 from lightning_cephalo.ranks.control import ControlGroup
 
 if TYPE_CHECKING:
@@ -85,8 +85,8 @@ class HostState:
         """Raise if this rank's state does not fit into its host's memory."""
         if not own.moves_state or not optimizers or not self._has_begun:
             return
-        whole = trained_sizes(self._model)
-        homes = state_homes(whole, own.resident_fraction, own.host_update_fraction)
+        homes = self._planned_homes(own)
+        whole = [sum(flat.numel for flat in unit.trained) for unit in self._model.units]
         rows = [own.state_fraction * size for size in whole]
         needed = self._taken_bytes(rows, homes, self._held(optimizers)) + (own.host_bytes or 0.0)
         if needed > self._capacity_bytes:
@@ -143,14 +143,18 @@ class HostState:
         part = plan.ranks[rank]
         if not part.moves_state:
             return (StateHome.RESIDENT,) * len(self._model.units)
-        # rows are cut differently in each unit: shares of them would make other homes
-        sizes = trained_sizes(self._model)
-        homes = state_homes(sizes, part.resident_fraction, part.host_update_fraction)
+        homes = self._planned_homes(part)
         # nothing moves of a unit of which the rank holds no rows
         return tuple(
             home if held else StateHome.RESIDENT
             for home, held in zip(homes, self._sizes(rank), strict=True)
         )
+
+    def _planned_homes(self, part: RankPlan) -> tuple[StateHome, ...]:
+        # rows are cut differently in each unit: shares of them would make other homes
+        sizes = trained_sizes(self._model)
+        homes = state_homes(sizes, part.resident_fraction, part.host_update_fraction)
+        return homes_of_units(self._model, homes)
 
     def _held(self, optimizers: Sequence[Optimizer]) -> tuple[UnitState, ...]:
         """Return what each unit's state takes: as of Adam, where small copies cannot tell."""

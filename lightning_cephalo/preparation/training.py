@@ -62,7 +62,7 @@ class Training:
             self.replanning = replanning.begin(
                 session, trainer, self.changes, watch, problem, options
             )
-        may_repeat = self.replanning is not None or session.model.executor.ends_policy.is_on
+        may_repeat = self.replanning is not None
         if may_repeat and session.manual is None:
             self.repeated = RepeatedStep(session.model, session.logs.metrics)
 

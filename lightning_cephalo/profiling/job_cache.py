@@ -30,7 +30,6 @@ from lightning_cephalo.common.quantities import format_bytes
 from lightning_cephalo.data.randomness import preserved_randomness
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Problem
-from lightning_cephalo.plan.program import ROOT
 from lightning_cephalo.profiling.measure import merge_equal_ranks
 from lightning_cephalo.ranks.control import ControlGroup
 
@@ -149,7 +148,7 @@ def describe(
             for name, p in unit.named_sharded()
         ],
         "units": [unit.name for unit in model.units],
-        **({"ends": sorted(model.units[ROOT].ends)} if model.units[ROOT].ends else {}),
+        "kinds": [unit.kind.value for unit in model.units],
         "compiled": [
             *model.executor.hooks.compiled_units,
             *[name for name, inner in module.named_modules() if inner._compiled_call_impl],

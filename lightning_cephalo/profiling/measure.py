@@ -21,6 +21,7 @@ from lightning_cephalo.execution.manual_step import ManualSteps
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Problem, RankProfile
 from lightning_cephalo.plan.cost import fixed_time
+from lightning_cephalo.plan.program import Visit
 from lightning_cephalo.plan.updates import least_update_s, with_updates
 from lightning_cephalo.profiling.isolation import expect_samples, isolated, moved_to_device
 from lightning_cephalo.profiling.lost_rank import lost_rank_explained
@@ -48,6 +49,7 @@ from lightning_cephalo.profiling.sweep import (
     measure_times,
 )
 from lightning_cephalo.ranks.control import ControlGroup
+from lightning_cephalo.sharding.discovery import UnitKind
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -159,7 +161,7 @@ def measure(
         for flat in unit.flats:
             flat.forget_gradient()  # moving the shards may need this memory
     model.accelerator.empty_cache()
-    visits = [visit for visit in model.executor.visits if not visit.is_meeting]
+    visits = _visits_of_blocks(model)
     units = max(1, sum(visit.differentiable for visit in visits))
     own_inside = RetainedBytes(0.0, 0.0) if no_recompute is None else no_recompute.kept
     per_microbatch = max(own_kept.microbatch_bytes, own_inside.microbatch_bytes)
@@ -226,7 +228,7 @@ def _in_this_world(
     resting: float,
 ) -> Problem:
     """Return a problem with what depends on all ranks together."""
-    visits = [visit for visit in model.executor.visits if not visit.is_meeting]
+    visits = _visits_of_blocks(model)
     reduced = len({visit.unit for visit in visits if model.units[visit.unit].trainable})
     share = reduced / alone.units
 
@@ -262,6 +264,15 @@ def _in_this_world(
         hybrid_sharding=bool(model.state_groups),
         state_groups=model.state_groups,
     )
+
+
+def _visits_of_blocks(model: ShardedModel) -> list[Visit]:
+    """Return the visits of a step whose times a problem has as those of units."""
+    return [
+        visit
+        for visit in model.executor.visits
+        if not visit.is_meeting and model.units[visit.unit].kind is UnitKind.BLOCK
+    ]
 
 
 def balanced_step_s(problem: Problem) -> float:

@@ -31,8 +31,8 @@ from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.observe.memory import MemoryMeter, RankMemory
 from lightning_cephalo.plan import Plan, Problem, cost
 from lightning_cephalo.plan.moving import moved_by
-from lightning_cephalo.plan.program import LAST_LAYERS, ROOT, Instruction, Operation
-from lightning_cephalo.sharding.flat_group import FlatGroup
+from lightning_cephalo.plan.program import ROOT, Instruction, Operation
+from lightning_cephalo.sharding.discovery import UnitKind
 from lightning_cephalo.sharding.unit import Unit
 
 # The parameter, its gradient and Adam's two moments. The user's optimizer is created later:
@@ -62,24 +62,23 @@ def state_bytes(model: ShardedModel, *, early: bool = False) -> int:
     )
     if not early:
         return held + _receive_bytes(model)
-    # the last layers are reduced before the first unit, and updated with the root unit
-    return held + sum(_of_last_layers(model))
+    return held + sum(_of_heads(model))  # they are reduced before the first block
 
 
 def reducing_state_bytes(model: ShardedModel) -> int:
-    """Return the further bytes that fractions divide from the first reduce on."""
-    return _receive_bytes(model) - _of_last_layers(model)[1]
+    """Return the further bytes that fractions divide from the first reduce of a block on."""
+    return max(0, _receive_bytes(model) - sum(_of_heads(model)))
 
 
 def updating_state_bytes(model: ShardedModel) -> int:
     """Return the same while a unit is updated inside the backward, with what an update makes."""
     root, *others = model.units
     summands = model.routing.summands
-    last, received = _of_last_layers(model)
     makes = _UPDATE_COPIES * max((unit.gradient_bytes for unit in others), default=0)
     held = makes + max((_received(summands, unit) for unit in others), default=0)
-    held = max(held, makes + _received(summands, root) - received + _of_root(model)) - received
-    return max(held, (1 + _UPDATE_COPIES) * root.gradient_bytes - last - received)
+    held = max(held, makes + _received(summands, root) + root.gradient_bytes)
+    held = max(held, (1 + _UPDATE_COPIES) * root.gradient_bytes)
+    return max(0, held - sum(_of_heads(model)))
 
 
 def unresharded_peak_bytes(model: ShardedModel) -> int:
@@ -87,30 +86,24 @@ def unresharded_peak_bytes(model: ShardedModel) -> int:
     return max((unit.full_bytes for unit in model.units[1:]), default=0)
 
 
-def _of_root(model: ShardedModel) -> int:
-    """Return the bytes of the root unit's gradient, without last layers that are apart."""
-    return model.units[ROOT].gradient_bytes - _of_last_layers(model)[0]
-
-
-def _of_last_layers(model: ShardedModel) -> tuple[int, int]:
-    """Return the bytes of the gradients of last layers that are apart, and of their reduce."""
-    group = model.units[ROOT].ends.get(LAST_LAYERS)
-    if group is None or not model.executor.ends_policy.is_on:
-        return 0, 0
-    return group.gradient_bytes, _received(model.routing.summands, group)
+def _of_heads(model: ShardedModel) -> tuple[int, int]:
+    """Return the bytes of the gradients of heads, and of what their reduces receive into."""
+    heads, summands = model.of_kind(UnitKind.HEAD), model.routing.summands
+    return (
+        sum(unit.gradient_bytes for unit in heads),
+        max((_received(summands, unit) for unit in heads), default=0),
+    )
 
 
 def _receive_bytes(model: ShardedModel) -> int:
     """Return the bytes that one reduce receives into, over all ranks; reduces do not overlap."""
     if not model.flats:
         return 0
-    root, *others = [_received(model.routing.summands, unit) for unit in model.units]
-    last = _of_last_layers(model)[1]
-    return max(root - last, last, *others)
+    return max(_received(model.routing.summands, unit) for unit in model.units)
 
 
-def _received(summands: int, part: Unit | FlatGroup) -> int:
-    sent, whole = part.sent_gradient_bytes, part.gradient_bytes
+def _received(summands: int, unit: Unit) -> int:
+    sent, whole = unit.sent_gradient_bytes, unit.gradient_bytes
     # summands that were rounded are added up in memory of their own
     return summands * sent + (whole if sent < whole else 0)
 
@@ -198,7 +191,7 @@ def predicted(problem: Problem, plan: Plan, model: ShardedModel) -> tuple[RankMe
         padded = model.padded_bytes()
         gathered, gradients = gathered + padded.gathers, gradients + padded.reduces
     # late updates count gradients with the state, and what a reduce receives into
-    beside = _of_root(model) if planned.early_update else -received
+    beside = model.units[ROOT].gradient_bytes if planned.early_update else -received
     found = []
     for profile, rank in zip(problem.ranks, plan.ranks, strict=True):
         need = cost.device_need(planned, profile, cost.Mode.of(rank))
@@ -224,6 +217,7 @@ class StepMeter(Observer):
         self._model = model
         self._meter = MemoryMeter(model.accelerator.allocator, _StepTracker(model))
         self._resting_bytes = 0
+        self._heads = model.executor.ends.heads
         self._is_reducing = False
         self._peak_bytes = self._kept_bytes = 0
         self._reducing_peak_bytes = self._reducing_kept_bytes = 0
@@ -234,7 +228,7 @@ class StepMeter(Observer):
 
     def before(self, instruction: Instruction) -> None:
         is_reduce = instruction.operation is Operation.REDUCE
-        if is_reduce and instruction.unit != LAST_LAYERS and not self._is_reducing:
+        if is_reduce and instruction.unit not in self._heads and not self._is_reducing:
             self._is_reducing = True
             self._peak_bytes = self._beside_state(self._meter.peak_bytes)
             self._reducing_kept_bytes = self._beside_state(self._meter.current_bytes)

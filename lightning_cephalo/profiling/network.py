@@ -5,14 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from lightning_cephalo.execution.ends_policy import root_gathers_without
 from lightning_cephalo.execution.sharded_model import ShardedModel
-from lightning_cephalo.plan.program import ROOT
 from lightning_cephalo.plan.state_groups import fractions_are_even
+from lightning_cephalo.sharding.discovery import UnitKind
 from lightning_cephalo.sharding.unit import Unit
 
 # Most units that are timed apart from the root. In a pass of a few, ranks hardly drift apart.
@@ -179,9 +178,9 @@ def _times(
 
 
 def mean_times(model: ShardedModel, clock: Callable[[], float]) -> MeanTimes:
-    """Return the mean times of units other than the root, whose collectives run as in a step."""
-    units = _spread([unit for unit in model.units[1:] if unit.flats], _UNITS)
-    trained = _spread([unit for unit in model.units[1:] if unit.trainable], _UNITS)
+    """Return the mean times of blocks, whose collectives run as in a step."""
+    units = _spread([unit for unit in model.of_kind(UnitKind.BLOCK) if unit.flats], _UNITS)
+    trained = _spread([unit for unit in model.of_kind(UnitKind.BLOCK) if unit.trainable], _UNITS)
     if len(trained) >= _WITH_BOTH:
         return _in_turn(model, units, trained, clock)
     times = [unit_times(model, unit, clock) for unit in units]
@@ -208,9 +207,9 @@ def _in_turn(
         forward_s = slowest(model, clock, partial(_forward, passed))
         if passed[-1] is not trained[-1]:
             passed[-1].free()
-            _gather(trained[-1], ())
+            trained[-1].wait_gather()
         backward_s = slowest(model, clock, partial(_backward, trained))
-        return forward_s, backward_s, slowest(model, clock, partial(_reduce, trained[0], ()))
+        return forward_s, backward_s, slowest(model, clock, partial(_reduce, trained[0]))
 
     once(trained[:_WITH_BOTH], trained[:_WITH_BOTH])  # the first ones may make connections
     for _ in range(_PASSES):
@@ -262,28 +261,24 @@ def _spread(units: Sequence[Unit], count: int) -> list[Unit]:
 def root_times(
     model: ShardedModel, clock: Callable[[], float]
 ) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return the times of the root unit as steps move it, and those of its last layers if apart."""
-    root = model.units[ROOT]
-    apart = root_gathers_without(model.executor.ends_policy.of_step())
-    own = unit_times(model, root, clock, apart)
-    last_s = (0.0, 0.0)
-    for end in apart:
-        last_s = unit_times(
-            model, root, clock, [other for other in (ROOT, *root.ends) if other != end]
-        )
-    return own, last_s
+    """Return the times of what is no block: of the root unit with embeddings, and of heads."""
+
+    def of_kinds(*kinds: UnitKind) -> tuple[float, float]:
+        units = [unit for kind in kinds for unit in model.of_kind(kind)]
+        times = [unit_times(model, unit, clock) for unit in units]
+        return sum(gather_s for gather_s, _ in times), sum(reduce_s for _, reduce_s in times)
+
+    return of_kinds(UnitKind.ROOT, UnitKind.EMBEDDING), of_kinds(UnitKind.HEAD)
 
 
-def unit_times(
-    model: ShardedModel, unit: Unit, clock: Callable[[], float], apart: Collection[int] = ()
-) -> tuple[float, float]:
+def unit_times(model: ShardedModel, unit: Unit, clock: Callable[[], float]) -> tuple[float, float]:
     """Return the slowest rank's median seconds of gathering and of reducing a unit."""
     gathers, reduces = [], []
     for repeat in range(1 + _REPEATS):
-        gather_s, reduce_s = slowest(model, clock, partial(_gather, unit, apart)), 0.0
+        gather_s, reduce_s = slowest(model, clock, unit.wait_gather), 0.0
         if unit.trainable:
-            unit.arm(apart)
-            reduce_s = slowest(model, clock, lambda: _reduce(unit, apart))
+            unit.arm()
+            reduce_s = slowest(model, clock, lambda: _reduce(unit))
         unit.free()
         if not repeat:
             continue  # the first collective of a kind may make connections
@@ -294,13 +289,8 @@ def unit_times(
     return statistics.median(gathers), statistics.median(reduces)
 
 
-def _gather(unit: Unit, apart: Collection[int]) -> None:
-    unit.start_gather(apart)
-    unit.finish_gather()
-
-
-def _reduce(unit: Unit, apart: Collection[int]) -> None:
-    unit.start_reduce(1.0, apart, in_place=True)
+def _reduce(unit: Unit) -> None:
+    unit.start_reduce(1.0, in_place=True)
     unit.wait_reduce()
     unit.drop_gradients()
 

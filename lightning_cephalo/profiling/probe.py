@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -24,10 +24,11 @@ from lightning_cephalo.execution.memory_errors import is_out_of_memory
 from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.execution.step import MicrobatchCall
-from lightning_cephalo.plan.program import COMPUTE, NONE, ROOT, Instruction, Operation
+from lightning_cephalo.plan.program import COMPUTE, Instruction, Operation
 from lightning_cephalo.profiling.isolation import forget_gradients
 from lightning_cephalo.profiling.lost_rank import lost_rank_explained
 from lightning_cephalo.profiling.memory_model import Held, StepMeter, batch_bytes
+from lightning_cephalo.sharding.discovery import UnitKind
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,8 @@ class Prober:
         return [out_of_memory for _, out_of_memory, _ in said]
 
     def _timed_step_of(self, size: int) -> None:
-        clock = _PhaseClock(self._clock)
+        blocks = {n for n, unit in enumerate(self.model.units) if unit.kind is UnitKind.BLOCK}
+        clock = _PhaseClock(self._clock, blocks)
         with self.model.executor.observed_by(clock):
             self._forward_backward(*self._calls(size, 1))
         if size:
@@ -159,20 +161,6 @@ class Prober:
         between: Callable[[], None] = lambda: None,
     ) -> None:
         self._is_inside = True
-        try:
-            self._pass(calls, failure, between)
-        except Exception:
-            if not self.model.executor.ends_policy.is_to_repeat():
-                raise
-            self._pass(calls, failure, between)
-        self._is_inside = False
-
-    def _pass(
-        self,
-        calls: list[MicrobatchCall],
-        failure: BaseException | None,
-        between: Callable[[], None],
-    ) -> None:
         if self.manual is not None:
             with self._context(), self.manual.measuring():
                 self.manual.run(next(iter(calls), None), failure=failure)
@@ -181,6 +169,7 @@ class Prober:
                 self.model.executor.forward(calls, failure=failure)
             between()
             self.model.executor.backward()
+        self._is_inside = False
 
     def _calls(self, size: int, count: int) -> tuple[list[MicrobatchCall], BaseException | None]:
         """Return the microbatches to run, or why this rank cannot run them."""
@@ -199,8 +188,8 @@ class Prober:
 class _PhaseClock(Observer):
     """Sums this rank's compute time by phase."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float], blocks: Container[int]) -> None:
+        self._clock, self._blocks = clock, blocks
         self._began_s = self._met_s = 0.0
         self.forward_s = self.backward_s = self.tail_s = 0.0
 
@@ -224,10 +213,10 @@ class _PhaseClock(Observer):
         if instruction.operation not in COMPUTE:
             return
         took_s = self._clock() - self._began_s
-        if instruction.operation is Operation.BACKWARD:
-            self.backward_s += took_s
-        elif instruction.unit in (ROOT, NONE):
+        if instruction.unit not in self._blocks:
             self.tail_s += took_s
+        elif instruction.operation is Operation.BACKWARD:
+            self.backward_s += took_s
         else:
             self.forward_s += took_s
 

@@ -21,6 +21,9 @@ from lightning_cephalo.common.errors import HostMemoryError
 from lightning_cephalo.common.quantities import format_mib
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Problem, RankProfile
+from lightning_cephalo.plan.program import ROOT
+from lightning_cephalo.plan.state_homes import StateHome
+from lightning_cephalo.sharding.discovery import UnitKind
 
 _REPEATS = 4
 _COPIED_BYTES, _LEAST_BYTES = 2**24, 2**16
@@ -80,8 +83,22 @@ def has_state_rates(problem: Problem) -> bool:
 
 
 def trained_sizes(model: ShardedModel) -> tuple[int, ...]:
-    """Return the trained parameters of each unit, the root unit first; the same on all ranks."""
-    return tuple(sum(flat.numel for flat in unit.flats if flat.trainable) for unit in model.units)
+    """Return the trained parameters of each block, behind those of all else; as on all ranks."""
+    sizes = [0]
+    for unit in model.units:
+        size = sum(flat.numel for flat in unit.trained)
+        if unit.kind is UnitKind.BLOCK:
+            sizes.append(size)
+        else:
+            sizes[ROOT] += size
+    return tuple(sizes)
+
+
+def homes_of_units(model: ShardedModel, homes: Sequence[StateHome]) -> tuple[StateHome, ...]:
+    """Return where each unit's state lives, by homes in the order of :func:`trained_sizes`."""
+    root, *others = homes
+    of_blocks = iter(others)
+    return tuple(next(of_blocks) if unit.kind is UnitKind.BLOCK else root for unit in model.units)
 
 
 def planned_state_bytes(model: ShardedModel) -> float:

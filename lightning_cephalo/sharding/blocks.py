@@ -6,8 +6,10 @@
    ResNet, a Swin Transformer or a U-Net. The blocks inside of them are the units.
 3. *By size*: where more than half of the parameters lie outside of blocks, the modules that hold
    them are units. Larger ones are divided into their children.
+4. *Ends*: large embeddings, and large modules behind all blocks, such as the head of a language
+   model.
 
-The root unit keeps embeddings, because other code often uses their weights.
+The root unit keeps what is small, what is tied, and what other code reads without a call.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
+import torch
 from torch import nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
@@ -28,7 +31,11 @@ SMALLEST_SHARE = 0.1
 LARGEST_REST = 0.5
 # A unit by size is divided if it is larger than this share, and left to the root if it is smaller.
 LARGEST_UNIT, SMALLEST_UNIT = 1 / 8, 1 / 64
+# Embeddings and heads that are smaller than this share of a mean block stay in the root unit.
+SMALLEST_END = 1 / 4
 
+# Of such parameters the rows have another dtype, which code may read while they are away.
+_HALF = (torch.float16, torch.bfloat16)
 _LISTS = (nn.ModuleList, nn.Sequential)
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -73,6 +80,60 @@ def blocks_of(module: nn.Module) -> dict[str, nn.Module]:
         if len(chosen) < 2 and not any(map(_is_compiled, chosen.values())):
             return {}
     return {name: inner for name, inner in module.named_modules() if name in chosen}
+
+
+def ends_of(
+    module: nn.Module, blocks: dict[str, nn.Module], *, smallest_share: float = SMALLEST_END
+) -> dict[str, nn.Module]:
+    """Return the large embeddings outside of blocks, and the large modules behind all blocks.
+
+    ::
+
+        ends_of(llama, blocks_of(llama))    # {"model.embed_tokens": ..., "lm_head": ...}
+
+    Args:
+        smallest_share: Least parameters of an end, as a share of a mean block's.
+    """
+    if not blocks:
+        return {}
+    inside = {id(inner) for block in blocks.values() for inner in block.modules()}
+    order = {id(inner): place for place, inner in enumerate(module.modules())}
+    last = max(order[key] for key in inside)
+    least = smallest_share * sum(map(_numel, blocks.values())) / len(blocks)
+    tied = _tied(module)
+
+    def found_in(prefix: str, parent: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        for name, child in parent.named_children():
+            own = [p for p in child.parameters() if id(p) not in tied]
+            if id(child) in inside or sum(p.numel() for p in own) < max(least, 1):
+                continue
+            is_end = is_plain_embedding(child) or (order[id(child)] > last and _can_be_unit(child))
+            if not is_end or _is_read_by_others(parent, name, child):
+                yield from found_in(f"{prefix}{name}.", child)
+            elif not any(p.dtype in _HALF for p in own):
+                yield f"{prefix}{name}", child
+
+    return dict(found_in("", module))
+
+
+def _tied(module: nn.Module) -> set[int]:
+    """Return the ids of the parameters that several modules hold."""
+    seen: set[int] = set()
+    tied: set[int] = set()
+    for inner in module.modules():
+        for parameter in inner._parameters.values():
+            if parameter is not None:
+                (tied if id(parameter) in seen else seen).add(id(parameter))
+    return tied
+
+
+def is_plain_embedding(module: nn.Module) -> bool:
+    """Whether a module is an embedding whose backward needs no parameters."""
+    if not isinstance(module, nn.Embedding) or type(module).forward is not nn.Embedding.forward:
+        return False
+    is_own = set(module._parameters) == {"weight"} and "forward" not in vars(module)
+    plain = module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
+    return is_own and plain and not module._modules
 
 
 def type_of(module: nn.Module) -> type[nn.Module]:

@@ -1,18 +1,29 @@
 """Finds the units of a module: the blocks whose parameters are gathered together.
 
-By default ``sharding/blocks.py`` chooses them: repeated blocks, and by size where few are repeated.
-The root unit holds everything else.
+By default ``sharding/blocks.py`` chooses them: repeated blocks, large embeddings and heads, and by
+size where few are repeated. The root unit holds everything else.
 """
 
 from __future__ import annotations
 
+import enum
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_cephalo.sharding.blocks import blocks_of, type_of
+from lightning_cephalo.sharding.blocks import blocks_of, ends_of, is_plain_embedding, type_of
+
+
+class UnitKind(enum.Enum):
+    """What a unit is, which decides how a step moves it; see ``plan/program.py``."""
+
+    ROOT = "root"
+    BLOCK = "block"
+    EMBEDDING = "embedding"  # its backward needs no parameters
+    HEAD = "head"  # behind several units of one type; it may run with the loss
 
 
 @dataclass(frozen=True)
@@ -36,12 +47,15 @@ class UnitMembers:
     name: str
     module: nn.Module
     parameters: tuple[tuple[nn.Parameter, tuple[Owner, ...]], ...]
+    kind: UnitKind = UnitKind.BLOCK
 
 
 def find_units(
     module: nn.Module,
     unit_types: Sequence[type[nn.Module] | str] | None = None,
     unit_names: Sequence[str] | None = None,
+    *,
+    with_ends: bool = True,
 ) -> list[UnitMembers]:
     """Divide the parameters of ``module`` into units, the root unit first.
 
@@ -49,6 +63,7 @@ def find_units(
         module: The whole model.
         unit_types: Classes, or names of classes, whose instances are units.
         unit_names: Full names of modules that are units. If both are given, their union counts.
+        with_ends: Whether embeddings and heads are units where neither types nor names are given.
 
     Returns:
         The root unit, then the units in order of definition. The root unit holds parameters
@@ -68,6 +83,10 @@ def find_units(
                 " the blocks with CephaloStrategy(unit_types=[...]) or unit_names=[...].",
                 stacklevel=2,
             )
+        elif with_ends:
+            ends = ends_of(module, chosen)
+            both = {**chosen, **ends}
+            chosen = {name: inner for name, inner in module.named_modules() if name in both}
     else:
         chosen = _requested(module, unit_types or (), unit_names or ())
     _refuse_nesting(chosen)
@@ -140,4 +159,21 @@ def _divide_parameters(module: nn.Module, chosen: dict[str, nn.Module]) -> list[
         units = units_of[key]
         unit = next(iter(units)) if len(units) == 1 else ""
         members[unit].append((parameter, tuple(owners[key])))
-    return [UnitMembers(name, chosen.get(name, module), tuple(members[name])) for name in members]
+    kinds = _kinds(chosen)
+    return [
+        UnitMembers(name, chosen.get(name, module), tuple(own), kinds.get(name, UnitKind.ROOT))
+        for name, own in members.items()
+    ]
+
+
+def _kinds(chosen: dict[str, nn.Module]) -> dict[str, UnitKind]:
+    """Return the kinds of units, given in order of definition."""
+    kinds = {
+        name: UnitKind.EMBEDDING if is_plain_embedding(inner) else UnitKind.BLOCK
+        for name, inner in chosen.items()
+    }
+    blocks = [name for name, kind in kinds.items() if kind is UnitKind.BLOCK]
+    count = Counter(type_of(chosen[name]) for name in blocks)
+    repeated = [n for n, name in enumerate(blocks) if count[type_of(chosen[name])] > 1]
+    kinds.update(dict.fromkeys(blocks[max(repeated) + 1 :] if repeated else (), UnitKind.HEAD))
+    return kinds

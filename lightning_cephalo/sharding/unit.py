@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+import enum
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -11,19 +12,14 @@ import torch
 from torch import nn
 from torch.autograd.graph import Node
 
-from lightning_cephalo.plan.program import FIRST_LAYERS, LAST_LAYERS
 from lightning_cephalo.sharding.buffers import BufferPool
-from lightning_cephalo.sharding.discovery import UnitMembers
+from lightning_cephalo.sharding.discovery import UnitKind, UnitMembers
 from lightning_cephalo.sharding.flat import Flat, Residence, ShardingContext, divide_flat
-from lightning_cephalo.sharding.flat_group import FlatGroup, Flats, UnitState
 from lightning_cephalo.sharding.layout import Divider
 from lightning_cephalo.sharding.moving import Column
-from lightning_cephalo.sharding.root_ends import NO_ENDS, RootEnds
-from lightning_cephalo.sharding.transfers import Wait, wait_for
+from lightning_cephalo.sharding.transfers import Pending, Wait, wait_for
 from lightning_cephalo.sharding.write_guard import GatheredParameter
 
-# the key of all that is at no end
-_CORE = 0
 # 16 bytes in the narrowest dtype, which has one byte
 _ALIGNED_NUMEL = 16
 # Of a unit's parameters, a part whose gradients may stay to the end of a backward: to look whether
@@ -31,7 +27,20 @@ _ALIGNED_NUMEL = 16
 _LITTLE = 1 / 16
 
 
-class Unit(Flats):
+class UnitState(enum.Enum):
+    """State of the parameters of a unit.
+
+    SHARDED -> (gather) -> GATHERING -> (wait) -> GATHERED -> (free) -> SHARDED.
+
+    Freeing GATHERING parameters waits for their gather first.
+    """
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    GATHERED = "gathered"
+
+
+class Unit:
     """The flats of one unit and the module attributes that refer to their parameters.
 
     While sharded, the modules hold the DTensor parameters; while gathered, the full ones. Names and
@@ -39,99 +48,86 @@ class Unit(Flats):
 
     Args:
         divider: Cuts the flats; carries rounding errors from unit to unit.
-        ends: Parameters at the ends of the root unit, which have flats of their own.
-
-    Attributes:
-        ends: The root unit's first and last layers, by their numbers in programs, where steps may
-            gather and free them apart. See [Note: ends of the root unit] in
-            ``sharding/root_ends.py``.
-        core: All flats that are at no end; every visit asks for their state.
     """
 
-    def __init__(
-        self,
-        members: UnitMembers,
-        divider: Divider,
-        context: ShardingContext,
-        ends: RootEnds = NO_ENDS,
-    ) -> None:
-        self.name = members.name
-        self.module = members.module
-        end_of = dict.fromkeys(ends.first, FIRST_LAYERS) | dict.fromkeys(ends.last, LAST_LAYERS)
-        groups: dict[tuple[int, bool, torch.dtype, bool], list[int]] = {}
+    def __init__(self, members: UnitMembers, divider: Divider, context: ShardingContext) -> None:
+        self.name, self.module, self.kind = members.name, members.module, members.kind
+        self.state = UnitState.SHARDED
+        if self.kind is not UnitKind.BLOCK:  # which share memory, as they are of one size
+            # what an embedding or a head holds goes back when it is freed
+            gradients = BufferPool(keeps=self.kind is UnitKind.ROOT)
+            context = replace(context, buffers=BufferPool(), gradient_buffers=gradients)
+        groups: dict[tuple[bool, torch.dtype, bool], list[int]] = {}
         for index, (parameter, _) in enumerate(members.parameters):
-            key = (
-                end_of.get(index, _CORE),
-                parameter.requires_grad,
-                parameter.dtype,
-                parameter.ndim == 0,
-            )
+            key = (parameter.requires_grad, parameter.dtype, parameter.ndim == 0)
             groups.setdefault(key, []).append(index)
         self._owners = []
         self._names: list[list[str]] = []
         self.flats: list[Flat] = []
-        contexts = {_CORE: context}
-        for end in set(end_of.values()):  # what an end holds goes back when it is freed
-            gradients = BufferPool(keeps=False)
-            contexts[end] = replace(context, buffers=BufferPool(), gradient_buffers=gradients)
-        places: dict[int, list[int]] = {_CORE: []}
-        # flags of a unit's parameters are those of its groups, one after the other
-        for (end, *_), indices in sorted(groups.items(), key=lambda item: -item[0][0]):
-            places.setdefault(end, []).append(len(self.flats))
+        for indices in groups.values():
             # odd sizes go last, so that the other parameters stay aligned for fast kernels
             indices.sort(
                 key=lambda index: members.parameters[index][0].numel() % _ALIGNED_NUMEL > 0
             )
             chosen = [members.parameters[index] for index in indices]
             layout = divide_flat([tuple(parameter.shape) for parameter, _ in chosen], divider)
-            self.flats.append(Flat([parameter for parameter, _ in chosen], layout, contexts[end]))
+            self.flats.append(Flat([parameter for parameter, _ in chosen], layout, context))
             self._owners.append([owners for _, owners in chosen])
             self._names.append([owners[0].name for _, owners in chosen])
         for names, flat in zip(self._names, self.flats, strict=True):
             for name, parameter in zip(names, flat.parameters, strict=True):
                 assert isinstance(parameter, GatheredParameter)
                 parameter.full_name, parameter.lock = name, flat.locking
-        self._groups = {
-            end: FlatGroup(
-                [self.flats[place] for place in own],
-                [name for place in own for name in self._names[place]],
-                self._show_gathered,
-            )
-            for end, own in places.items()
-        }
-        self.core = self._groups[_CORE]
-        self.ends = {end: group for end, group in self._groups.items() if end != _CORE}
-        self._all = tuple(self._groups.values())
-        group_of = {id(flat): group for group in self._all for flat in group.flats}
-        self._group_of = [group_of[id(flat)] for flat in self.flats]
+        self._gathers: list[Pending] = []
+        self._reduces: list[Pending] = []
         self._shown: Sequence[Sequence[nn.Parameter]] = ()
         self._replaced: list[str] = []
-        self._show_gathered()
+        self._show([flat.sharded for flat in self.flats])
 
     def __repr__(self) -> str:
         return f"Unit({self.name or 'root'!r}, {self.state.value})"
 
     @property
-    def state(self) -> UnitState:
-        """State of its parameters, without those of its ends."""
-        return self.core.state
-
-    @property
     def works(self) -> tuple[list[Any], list[Any]]:
         """Pending handles of torch.distributed: those of the gather, and those of the reduce."""
-        works = [group.works for group in self._all]
         return (
-            [work for gathers, _ in works for work in gathers],
-            [work for _, reduces in works for work in reduces],
+            [work for pending in self._gathers for work in pending.works],
+            [work for pending in self._reduces for work in pending.works],
         )
 
-    # -- parameters ---------------------------------------------------------------------------
+    # -- sizes --------------------------------------------------------------------------------
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any parameter needs a gradient now."""
+        return any(flat.trainable for flat in self.flats)
+
+    @property
+    def trained(self) -> list[Flat]:
+        """The flats that need gradients now."""
+        return [flat for flat in self.flats if flat.trainable]
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the gathered parameters."""
+        return sum(flat.numel * flat.dtype.itemsize for flat in self.flats)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the full gradients during a backward."""
+        return sum(flat.numel * flat.master_dtype.itemsize for flat in self.trained)
+
+    @property
+    def sent_gradient_bytes(self) -> int:
+        """Bytes of the full gradients as they travel."""
+        return sum(flat.numel * flat.sent_dtype.itemsize for flat in self.trained)
 
     @property
     def receiving_bytes(self) -> int:
         """Bytes that a reduce takes which is under way, in addition to gradients."""
-        reducing = [group for group in self._all if group.is_reducing]
-        return sum(flat.received_bytes for group in reducing for flat in group.trained)
+        return sum(flat.received_bytes for flat in self.trained) if self._reduces else 0
+
+    # -- parameters ---------------------------------------------------------------------------
 
     def named_sharded(self) -> list[tuple[str, nn.Parameter]]:
         """Return name and DTensor of every parameter (once, under its first name)."""
@@ -147,17 +143,11 @@ class Unit(Flats):
             pair for flat in self.flats for pair in zip(flat.sharded, flat.parameters, strict=True)
         ]
 
-    def owning_modules(self, end: int | None = None) -> list[nn.Module]:
-        """Return the modules that hold any of its parameters directly.
-
-        Args:
-            end: One of :attr:`ends`; None: all parameters count.
-        """
-        group = None if end is None else self._groups.get(end)
+    def owning_modules(self) -> list[nn.Module]:
+        """Return the modules that hold any of its parameters directly."""
         modules = {
             id(owner.module): owner.module
-            for owners_of, of in zip(self._owners, self._group_of, strict=True)
-            if end is None or of is group
+            for owners_of in self._owners
             for owners in owners_of
             for owner in owners
         }
@@ -177,14 +167,6 @@ class Unit(Flats):
                     if isinstance(owner.module, nn.RNNBase):
                         show_to_recurrent(owner.module, owner.attribute, parameter)
         self._shown = parameters_of
-
-    def _show_gathered(self) -> None:
-        self._show(
-            [
-                flat.parameters if group.state is UnitState.GATHERED else flat.sharded
-                for flat, group in zip(self.flats, self._group_of, strict=True)
-            ]
-        )
 
     def renew_accumulators(self) -> list[Node]:
         """Let graphs from now on add to gradients in place; see ``Flat.renew_accumulators``."""
@@ -275,30 +257,42 @@ class Unit(Flats):
 
     # -- gathering ----------------------------------------------------------------------------
 
-    def start_gather(self, apart: Collection[int] = ()) -> None:
+    def start_gather(self) -> None:
         """Begin to gather; does nothing if the gather has already begun."""
-        for group in self._beside(apart):
-            group.start_gather()
+        if self.state is not UnitState.SHARDED:
+            return
+        # resumes where a call without enough memory stopped: nothing is communicated twice
+        for flat in self.flats[len(self._gathers) :]:
+            self._gathers.append(flat.gather())
+        self.state = UnitState.GATHERING
 
     def wait_gather(self, wait: Wait = wait_for) -> None:
         """Gather if needed, wait, and give the modules the full parameters."""
         self.start_gather()
         self.finish_gather(wait)
 
-    def finish_gather(self, wait: Wait = wait_for, apart: Collection[int] = ()) -> None:
-        """Wait for what is being gathered, and give the modules the full parameters."""
-        for group in self._beside(apart):
-            group.finish_gather(wait)
+    def finish_gather(self, wait: Wait = wait_for) -> None:
+        """Wait for a gather that has begun, and give the modules the full parameters."""
+        if self.state is not UnitState.GATHERING:
+            return
+        self._wait_gathers(wait)
+        self.state = UnitState.GATHERED
+        self._show([flat.parameters for flat in self.flats])
 
     def free(self, wait: Wait = wait_for) -> None:
         """Free the full parameters and give the modules the sharded ones."""
-        for group in self._all:
-            group.free(wait)
+        if self.state is UnitState.SHARDED:
+            return
+        self._wait_gathers(wait)
+        self.state = UnitState.SHARDED
+        self._show([flat.sharded for flat in self.flats])
+        for flat in self.flats:
+            flat.free()
 
-    def _beside(self, apart: Collection[int]) -> Sequence[FlatGroup]:
-        if not apart:
-            return self._all
-        return [group for end, group in self._groups.items() if end not in apart]
+    def _wait_gathers(self, wait: Wait) -> None:
+        for pending in self._gathers:
+            pending.wait(wait)
+        self._gathers = []
 
     def change_fractions(
         self, divider: Divider, columns_of: Callable[[Flat], Sequence[Column]] = lambda flat: ()
@@ -331,7 +325,9 @@ class Unit(Flats):
 
     def choose_residence(self, residence: Residence) -> None:
         """Choose the memory of the full parameters; see [Note: residence] in ``flat.py``."""
-        for flat in self.core.flats:  # an end's memory is its own
+        if self.kind in (UnitKind.EMBEDDING, UnitKind.HEAD):
+            residence = Residence.OWN  # their graphs are kept, and they share no memory
+        for flat in self.flats:
             flat.residence = residence
         if residence is not Residence.RESIDENT and self.state is UnitState.SHARDED:
             self.release()
@@ -344,52 +340,58 @@ class Unit(Flats):
 
     # -- gradients ----------------------------------------------------------------------------
 
-    def arm(self, apart: Collection[int] = ()) -> None:
+    def arm(self) -> None:
         """Prepare zeroed gradients of the trainable parameters for accumulation."""
-        for group in self._beside(apart):
-            group.arm()
+        for flat in self.trained:
+            flat.arm()
 
-    def used(self, apart: Collection[int] = ()) -> list[bool]:
+    def used(self) -> list[bool]:
         """Per trainable flat and parameter, whether a gradient has landed on this rank."""
-        return [used for group in self._beside(apart) for used in group.used()]
+        return [used for flat in self.trained for used in flat.used()]
 
-    def start_reduce(
-        self, scale: float, apart: Collection[int] = (), *, in_place: bool = False
-    ) -> None:
+    def start_reduce(self, scale: float, *, in_place: bool = False) -> None:
         """Begin to sum the gradients over the ranks, times ``scale``.
 
         Args:
             in_place: Whether the sum may stay in the memory of the full gradient.
         """
-        for group in self._beside(apart):
-            group.start_reduce(scale, in_place=in_place)
+        for flat in self.trained[len(self._reduces) :]:  # as in start_gather
+            self._reduces.append(flat.reduce(scale, in_place=in_place))
 
     def wait_reduce(self, wait: Wait = wait_for) -> None:
         """Wait for this rank's slice of the summed gradients and free the full gradients."""
-        for group in self._all:
-            group.wait_reduce(wait)
+        for pending in self._reduces:
+            pending.wait(wait)
+        if self._reduces:
+            for flat in self.flats:
+                flat.look_for_late()
+        self._reduces = []
+        for flat in self.flats:
+            flat.disarm()
 
     @property
     def has_landed(self) -> bool:
         """Whether gradients have come to parameters that are not armed."""
-        return any(group.has_landed for group in self._all)
+        return any(flat.has_landed for flat in self.flats)
 
     def take_late(self) -> bool:
         """Return whether gradients have come behind a reduce since the last call."""
-        late = [group.take_late() for group in self._all]  # of every group
-        return any(late)
+        late = self.has_landed or any(flat.has_late for flat in self.flats)
+        for flat in self.flats:
+            flat.has_late = False
+        return late
 
     def drop_gradients(self) -> None:
         """Release the summed gradients, which nobody shall see."""
         for flat in self.flats:
             flat.drop_gradient()
 
-    def publish(self, used: Sequence[bool], apart: Collection[int] = ()) -> None:
+    def publish(self, used: Sequence[bool]) -> None:
         """Set ``.grad`` where any rank used the parameter; flags in the order of :meth:`used`."""
         start = 0
-        for group in self._beside(apart):
-            end = start + group.trained_parameters
-            group.publish(used[start:end])
+        for flat in self.trained:
+            end = start + len(flat.sharded)
+            flat.publish(used[start:end])
             start = end
 
     def reduced_parameters(self) -> list[nn.Parameter]:

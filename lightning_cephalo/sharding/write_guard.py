@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from lightning_cephalo.common.errors import ShardedUseError, UnitUseError
+from lightning_cephalo.common.errors import UnitUseError
 
 REMEDY = (
     "Write to parameters once a step, in a hook, where every rank runs the code:"
@@ -101,7 +101,7 @@ class Locked(Tensor):
         leaves = pytree.tree_leaves((args, kwargs))
         names = [leaf.full_name for leaf in leaves if isinstance(leaf, cls)]
         message = cls.refusal.format(names=spelled(names), operator=func)
-        raise ShardedUseError(message, frozenset(names))
+        raise UnitUseError(message)
 
 
 class LockedRows(Locked):
@@ -110,9 +110,10 @@ class LockedRows(Locked):
     refusal = (
         "training_step reads or writes {names} ({operator}) while sharded: each rank holds some"
         " rows, and runs the code once per microbatch. Inside of a step a unit's parameters can be"
-        " used in its forward only. To read them elsewhere, choose units that hold the code that"
-        " reads them with CephaloStrategy(unit_names=[...]); an empty list makes the whole model"
-        f" one unit. {REMEDY}"
+        " used in its forward only. To read them elsewhere, name the units without them, such as"
+        " CephaloStrategy(unit_types=[Block]), as what is no unit is there all step long; or name"
+        " one that holds the code that reads them, with unit_names=[...]. An empty list makes the"
+        f" whole model one unit. {REMEDY}"
     )
 
 

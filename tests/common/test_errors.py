@@ -29,7 +29,6 @@ BUILT_IN = {
     errors.TooLittleMemoryError: errors.ProfilingError,
     errors.UnsupportedError: RuntimeError,
     errors.UnitUseError: RuntimeError,
-    errors.ShardedUseError: errors.UnitUseError,
     errors.BatchSplitError: ValueError,
     errors.HostMemoryError: RuntimeError,
     errors.RemoteRankError: RuntimeError,

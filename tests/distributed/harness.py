@@ -14,15 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
 from lightning_cephalo.accelerator import accelerator_of
-from lightning_cephalo.common.errors import CephaloError
 from lightning_cephalo.execution.executor import Executor
-from lightning_cephalo.execution.step import ForwardOutcome, MicrobatchCall
+from lightning_cephalo.execution.step import MicrobatchCall
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.discovery import find_units
 from lightning_cephalo.sharding.flat import ShardingContext
 from lightning_cephalo.sharding.layout import Divider
 from lightning_cephalo.sharding.placement import default_mesh, local_part
-from lightning_cephalo.sharding.root_ends import ends_of
 from lightning_cephalo.sharding.routes import Routing
 from lightning_cephalo.sharding.unit import Unit
 
@@ -89,10 +87,7 @@ def make_executor(
     mesh = default_mesh(device.type)
     context = ShardingContext(device, mesh, gather_group, reduce_group, routing)
     divider = Divider(fractions)
-    root, *others = find_units(model, **discovery)
-    ends = ends_of(model, [root, *others], smallest_share=0.0)
-    units = [Unit(root, divider, context, ends)]
-    units += [Unit(members, divider, context) for members in others]
+    units = [Unit(members, divider, context) for members in find_units(model, **discovery)]
     executor = Executor(units, ControlGroup(control_group), accelerator_of(device), recompute)
     executor.reshard_after_forward = reshard
     executor.hooks.install()
@@ -118,23 +113,13 @@ def sharded_step(
                 samples=samples,
             )
         )
-    outcome = forward(executor, calls)
+    outcome = executor.forward(calls)
     pairs = zip(outcome.results, outcome.weights, strict=True)
     loss = sum(float(loss.detach()) * weight for loss, weight in pairs) / outcome.total_weight
     # as the strategy does: results hold the graphs of their losses, and these the last gradients
     del outcome, pairs
     executor.backward()
     return loss
-
-
-def forward(executor: Executor, calls: Sequence[MicrobatchCall]) -> ForwardOutcome:
-    """One forward; as in training, it runs again where the root unit's ends are used elsewhere."""
-    try:
-        return executor.forward(calls)
-    except CephaloError:
-        if not executor.ends_policy.is_to_repeat():
-            raise
-        return executor.forward(calls)
 
 
 def full_tensors(faces: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:

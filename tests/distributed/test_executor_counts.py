@@ -29,7 +29,7 @@ from lightning_cephalo.common.errors import RemoteRankError
 from lightning_cephalo.execution.executor import Executor
 from lightning_cephalo.execution.observer import Observer as StepObserver
 from lightning_cephalo.execution.step import MicrobatchCall
-from lightning_cephalo.plan.program import LAST_LAYERS, Instruction, Operation
+from lightning_cephalo.plan.program import Instruction, Operation
 from lightning_cephalo.sharding.transfers import Pending
 
 # -- collectives and buffers --------------------------------------------------------------------
@@ -90,8 +90,8 @@ class Observer:
         self.most_gradients = max(self.most_gradients, armed)
 
 
-# of the root unit, the head is apart: each of both is gathered and reduced once
-OF_ROOT = {0: 2}
+# the root unit is gathered and reduced once
+OF_ROOT = {0: 1}
 
 
 def _counts(rank: int, recompute: bool) -> list[tuple]:
@@ -197,7 +197,7 @@ def _freed_between(rank):
 
 def test_units_that_hooks_free_in_between_are_gathered_by_instructions():
     # those that the forward leaves gathered come first, then all others
-    assert run_ranks(2, _freed_between)[0] == [0, 6, LAST_LAYERS, 5, 4, 3, 2, 1]
+    assert run_ranks(2, _freed_between)[0] == [0, 6, 5, 4, 3, 2, 1]
 
 
 def test_the_first_step_gathers_no_more_often_than_later_ones():

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from harness import (
     Allocation,
     batch_size_of,
-    forward,
     full_gradients,
     make_executor,
     microbatches_of,
@@ -138,7 +137,7 @@ def _equals_one_device(rank: int, allocation: Allocation, expected: list[Any]) -
         parts = microbatches_of(_batch(samples), allocation, rank)
         for gradients, buffers in expected:
             optimizer.zero_grad()
-            forward(executor, [_call(net, part) for part in parts])
+            executor.forward([_call(net, part) for part in parts])
             executor.backward()
             assert relative_error(full_gradients(net), gradients) < EXACT
             for name, buffer in net.named_buffers():
@@ -176,7 +175,7 @@ def _random(rank: int) -> None:
         torch.manual_seed(100 + rank)
         for _ in range(2):
             parts = microbatches_of(_batch(6), UNEVEN, rank)
-            forward(executor, [_call(net, part) for part in parts])
+            executor.forward([_call(net, part) for part in parts])
             executor.backward()
         found.append((full_gradients(net), dict(net.named_buffers())))
     for kept, again in zip(*found, strict=True):
@@ -218,7 +217,7 @@ def _fails(rank: int, expected: list[Any]) -> None:
             with pytest.raises(FloatingPointError if rank == 1 else RemoteRankError):
                 executor.forward(calls)
         else:
-            forward(executor, calls)
+            executor.forward(calls)
             executor.backward()
         assert_idle(executor)
     # the second step has changed no buffer: two steps without an update

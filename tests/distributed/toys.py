@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_cephalo.execution.executor import Executor
 from lightning_cephalo.sharding.flat import Residence
-from lightning_cephalo.sharding.flat_group import UnitState
+from lightning_cephalo.sharding.unit import UnitState
 
 UNEVEN = Allocation(((2, 1), (1,), ()), (0.6, 0.0, 0.4))
 WIDTH = 6

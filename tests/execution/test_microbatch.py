@@ -52,7 +52,14 @@ def microbatch_of(step: Callable[[Callable[..., Any]], Any], **options: Any) -> 
 
     def visit(index: int, unit: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         trainable = isinstance(unit, nn.Module) and any(p.requires_grad for p in unit.parameters())
-        forward = SimpleNamespace(body=unit, with_buffers=(), renew_accumulators=list)
+        forward = SimpleNamespace(
+            is_head=False,
+            recomputes=True,
+            name="inner",
+            body=unit,
+            with_buffers=(),
+            renew_accumulators=list,
+        )
         return microbatch.visit(index, trainable, forward, args, kwargs)
 
     places = Places(Cpu(torch.device("cpu")), None, None, SimpleNamespace(again=None))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_cephalo.common.errors import ProgramError
@@ -18,13 +18,11 @@ from lightning_cephalo.plan.check import check
 from lightning_cephalo.plan.program import (
     COLLECTIVES,
     COMPUTE,
-    FIRST_LAYERS,
-    LAST_LAYERS,
+    NO_ENDS,
     NONE,
     OPERATIONS,
     ROOT,
     UNITS_THAT_STAY,
-    WHOLE_ROOT,
     Ends,
     Instruction,
     Instructions,
@@ -36,13 +34,11 @@ from lightning_cephalo.plan.program import (
     evaluation_of,
     gathered_after,
     keep_gathered,
-    layered_backward,
     layered_forward,
     move_state,
     offload,
     offloading,
     prefetch,
-    release_ends,
     resumed_forward,
     text,
     update_early,
@@ -62,11 +58,14 @@ def chain(length: int) -> list[Visit]:
     return [Visit(unit) for unit in range(1, length + 1)]
 
 
-def layered(visits: Sequence[Visit], microbatches: int, trainable: Sequence[bool] = ALL) -> Program:
+def layered(
+    visits: Sequence[Visit],
+    microbatches: int,
+    trainable: Sequence[bool] = ALL,
+    ends: Ends = NO_ENDS,
+) -> Program:
     """The order that all passes begin with."""
-    last = len(visits) - 1
-    forward = layered_forward(visits, microbatches, lambda visit, _: visit == last)
-    return Program(tuple(forward), layered_backward(visits, microbatches, trainable))
+    return module.layered(visits, microbatches, trainable, ends)
 
 
 def step(
@@ -104,8 +103,6 @@ def of(operation: Operation, instructions: Instructions) -> list[Instruction]:
         (Instruction(Operation.FREE, 1), "X1"),
         (Instruction(Operation.MEET, 1, 0), "M1"),
         (Instruction(Operation.AGREE), "A"),
-        (Instruction(Operation.FREE, FIRST_LAYERS), "Xf"),
-        (Instruction(Operation.GATHER, LAST_LAYERS), "Gl"),
         (Instruction(Operation.UPDATE), "U"),
         (Instruction(Operation.FETCH_STATE, 3), "I3"),
         (Instruction(Operation.SEND_GRADIENT, 2), "N2"),
@@ -254,62 +251,88 @@ def test_gradients_leave_for_a_host_that_updates_late():
             check([edited])
 
 
-@pytest.mark.processes
-def test_ends_of_the_root_unit_are_there_while_they_are_needed():
-    program = release_ends(layered(chain(2), 2), chain(2), Ends(first=True, last=True))
+def test_embeddings_and_heads_are_there_while_they_are_needed():
+    visits = [Visit(unit) for unit in (1, 2, 3)]
+    program = layered(visits, 2, ALL, Ends(frozenset({1}), frozenset({3})))
     assert str(program) == (
-        "G0 Z0 F0.0 F0.1 Xf G1 Gl F1.0 F1.1 X1 G2 Zl F2.0 L0.0 F2.1 L0.1 A\n"
-        "Rl Xl Z2 B2.1 B2.0 R2 X2 G1 Z1 Zf B1.1 B1.0 R1 X1 R0 X0 A\n"
+        "G0 Z0 F0.0 F0.1 G1 F1.0 F1.1 X1 G2 G3 F2.0 F2.1 Z3 L3.0 L3.1 A\n"
+        "R3 X3 Z2 B2.1 B2.0 R2 X2 Z1 B1.1 B1.0 R1 R0 X0 A\n"
         "U"
     )
-    explained = " ".join(module.__doc__.split())
-    assert "adds Xf after F0.1, Gl before F1.0 and Zl before F2.0" in explained
-    assert "in the backward, Rl Xl at its beginning, and Zf before B1.1" in explained
-    # behind the gather of the last unit, where that comes ahead
-    ahead = compile_step(chain(3), 1, ALL, ends=Ends(last=True))
-    assert str(ahead).startswith("G0 G1 Z0 F0.0 G2 F1.0 X1 G3 Gl F2.0 X2 Zl F3.0 L0.0 A")
+    names = str.maketrans({"1": "e", "2": "1", "3": "h"})
+    for part in (program.forward, program.backward):
+        shown = " ".join(
+            word[:-1].translate(names) + word[-1] if "." in word else word.translate(names)
+            for word in text(part).split()
+        )
+        assert shown in " ".join(module.__doc__.split())
+    # the gather hides behind the unit before, which stays
+    ahead = compile_step(visits, 1, ALL, ends=program.ends)
+    assert text(ahead.forward) == "G0 G1 Z0 F0.0 G2 G3 F1.0 X1 F2.0 Z3 L3.0 A"
+    kept = compile_step(visits, 1, ALL, ends=program.ends, reshard_after_forward=False)
+    assert text(kept.forward) == "G0 G1 Z0 F0.0 G2 G3 F1.0 X1 F2.0 Z3 L3.0 A"
+    assert text(kept.backward) == "R3 X3 Z2 B2.0 R2 X2 Z1 B1.0 R1 R0 X0 A"
+    early = compile_step(visits, 1, ALL, ends=program.ends, updates_early=True)
+    assert text(early.backward) == "R3 X3 Z2 B2.0 R2 X2 U3 Z1 B1.0 R1 U2 R0 X0 U1 A"
 
 
-def test_frozen_ends_have_no_gradients_and_a_step_without_visits_has_ends_too():
-    frozen = Ends(first=True, last=True, first_trains=False, last_trains=False)
-    program = compile_step(chain(1), 1, ALL, ends=frozen)
-    assert str(program) == "G0 G1 Z0 F0.0 Xf Gl F1.0 L0.0 A\nXl Z1 B1.0 R1 X1 R0 X0 A\nU"
-    lone = compile_step([], 1, ALL, ends=Ends(first=True, last=True))
-    assert str(lone) == "G0 Z0 Gl Zl F0.0 Xf L0.0 A\nRl Xl Zf R0 X0 A\nU"
+def test_frozen_ends_have_no_gradients():
+    ends = Ends(frozenset({1}), frozenset({3}))
+    visits = [Visit(1, False), Visit(2, False), Visit(3)]
+    program = compile_step(visits, 1, [True, False, True, False], ends=ends)
+    assert text(program.forward) == "G0 G1 Z0 F0.0 G2 G3 F1.0 X1 F2.0 L3.0 A"
+    assert text(program.backward) == "X3 X2 R0 X0 A"
 
 
-def test_a_traced_forward_gathers_the_last_layers_behind_all_visits():
+def test_a_head_that_is_visited_before_too_is_reduced_once():
+    ends = Ends(heads=frozenset({2}))
+    program = layered([Visit(2), Visit(1), Visit(2)], 1, ALL, ends)
+    assert text(program.forward) == "G0 Z0 F0.0 G2 F2.0 X2 G1 F1.0 G2 Z2 L2.0 A"
+    assert text(program.backward) == "Z1 B1.0 R1 B2.0 R2 X1 X2 R0 X0 A"
+    twice = layered([Visit(1), Visit(2), Visit(2)], 1, ALL, ends)
+    assert text(twice.forward) == "G0 Z0 F0.0 G1 F1.0 G2 F2.0 Z2 L2.0 A"
+    assert text(twice.backward) == "B2.0 R2 Z1 B1.0 R1 X1 X2 R0 X0 A"
+
+
+def test_a_head_where_microbatches_meet_runs_like_other_units():
+    visits = [Visit(1), Visit(2), Visit(2, meeting=0)]
+    program = layered(visits, 1, ALL, Ends(heads=frozenset({2})))
+    assert text(program.forward) == "G0 Z0 F0.0 G1 F1.0 G2 F2.0 M2 F2.0 L0.0 A"
+    check([program])
+
+
+def test_a_traced_forward_arms_a_head_before_the_first_loss_behind_it():
     forward = layered_forward(
-        chain(1), 2, lambda visit, microbatch: (visit, microbatch) == (0, 1), ends=Ends(True, True)
+        [Visit(1), Visit(2)],
+        2,
+        lambda visit, microbatch: (visit, microbatch) == (1, 1),
+        Ends(heads=frozenset({2})),
+        ALL,
     )
-    # the first microbatch has come to the last layers, and waits; a loss twice is none
-    assert text(forward) == "G0 Z0 F0.0 F0.1 Xf G1 F1.0 F1.1 L0.1 Gl Zl L0.0 L0.1 A"
+    assert text(forward) == "G0 Z0 F0.0 F0.1 G1 F1.0 F1.1 G2 F2.0 F2.1 Z2 L2.1 A"
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ("G0 Z0 Xf F0.0 L0.0", "first layers are free"),
-        ("G0 Z0 F0.0 L0.0 A Gl Xl", "last layers are not gathered"),
-        ("G0 Z0 F0.0 Xf Xf", "free already"),
-        ("Xf", "the root unit is not gathered"),
-        ("G0 Z0 Gl F0.0 L0.0 A R0 X0 A", r"\[-3\] still gathered"),
-        ("G0 Z0 Zf Zf", "armed already"),
-        ("G0 Z0 Zl", "last layers\\): the unit is not gathered"),
+        ("G0 Z0 F0.0 L3.0", "not gathered"),
+        ("G0 Z0 G1 X1 F1.0", "not gathered"),
+        ("Z3", "not gathered"),
+        ("G0 Z0 Z1 Z1", "armed already"),
+        ("G0 Z0 G3 F0.0 L3.0 A R0 X0 A", r"\[3\] still gathered"),
     ],
 )
 def test_ends_that_are_not_there_are_refused(wrong, message):
-    letters = {"G": Operation.GATHER, "Z": Operation.ARM, "X": Operation.FREE}
-    letters |= {"F": Operation.FORWARD, "L": Operation.LOSS, "A": Operation.AGREE}
-    letters["R"] = Operation.REDUCE
-    units = {"f": FIRST_LAYERS, "l": LAST_LAYERS, "0": ROOT, "": NONE}
+    letters = {info.letter: operation for operation, info in OPERATIONS.items()}
 
     def read(word: str) -> Instruction:
         unit, _, microbatch = word[1:].partition(".")
-        return Instruction(letters[word[0]], units[unit], microbatch=int(microbatch or NONE))
+        return Instruction(letters[word[0]], int(unit or NONE), microbatch=int(microbatch or NONE))
 
+    ends = Ends(frozenset({1}), frozenset({3}))
+    program = Program(tuple(map(read, wrong.split())), (), ends=ends)
     with pytest.raises(ProgramError, match=message):
-        check([Program(tuple(map(read, wrong.split())), ())])
+        check([program])
 
 
 def test_a_step_of_three_units_and_two_microbatches():
@@ -842,7 +865,7 @@ def programs_of(
     trainable: Sequence[bool] = ALL,
     reshard: bool = True,
     early: bool = False,
-    ends: Ends = WHOLE_ROOT,
+    ends: Ends = NO_ENDS,
 ) -> list[Program]:
     return [
         compile_step(
@@ -864,24 +887,27 @@ def test_ranks_with_any_number_of_microbatches_can_run_together(ranks, visits, t
     check(programs_of(ranks, visits, trainable, reshard))
 
 
-@relaxed
-@given(
-    some_ranks,
-    some_visits,
-    some_trainable,
-    st.booleans(),
-    st.booleans(),
-    st.builds(Ends, st.booleans(), st.booleans(), st.booleans(), st.booleans()),
+some_ends = st.lists(st.sampled_from(["block", "embedding", "head"]), min_size=3, max_size=3).map(
+    lambda kinds: Ends(
+        *(
+            frozenset(n for n, own in enumerate(kinds, 1) if own == kind)
+            for kind in ("embedding", "head")
+        )
+    )
 )
-def test_so_can_they_where_the_ends_of_the_root_unit_are_apart(
-    ranks, visits, trainable, reshard, early, ends
-):
-    whole = programs_of(ranks, visits, trainable, reshard, early)
-    apart = programs_of(ranks, visits, trainable, reshard, early, ends)
-    check(apart)
-    for before, after in zip(whole, apart, strict=True):
-        found = [i for i in after.instructions if i.unit not in (FIRST_LAYERS, LAST_LAYERS)]
-        assert found == list(before.instructions)
+
+
+@relaxed
+@given(some_ranks, some_visits, some_trainable, st.booleans(), st.booleans(), some_ends)
+@example(
+    [(1, False)] * 2, [Visit(3), Visit(1), Visit(3)], ALL, True, False, Ends(heads=frozenset({3}))
+)
+def test_so_can_they_with_any_ends(ranks, visits, trainable, reshard, early, ends):
+    programs = programs_of(ranks, visits, trainable, reshard, early, ends)
+    check(programs)
+    for program in programs:
+        of_embeddings = [i for i in program.backward if i.unit in ends.embeddings]
+        assert not any(i.operation is Operation.GATHER for i in of_embeddings)
 
 
 @relaxed

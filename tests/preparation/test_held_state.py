@@ -30,6 +30,7 @@ from lightning_cephalo.plan import InfeasibleError, Plan, Problem, RankProfile, 
 from lightning_cephalo.plan.state_homes import StateHome, state_homes
 from lightning_cephalo.preparation import held_state
 from lightning_cephalo.preparation.held_state import count_on_optimizers
+from lightning_cephalo.sharding.discovery import UnitKind
 
 SIZES = (16, *[32] * 8)
 
@@ -37,20 +38,22 @@ SIZES = (16, *[32] * 8)
 class _Unit:
     """Of one trained parameter in rows of four elements, and a frozen one."""
 
-    def __init__(self, size: int) -> None:
-        self.trained = nn.Parameter(torch.zeros(size // 4, 4))
+    def __init__(self, size: int, kind: UnitKind) -> None:
+        self.kind = kind
+        self.parameter = nn.Parameter(torch.zeros(size // 4, 4))
         self.frozen = nn.Parameter(torch.zeros(8), requires_grad=False)
         trained = SimpleNamespace(
             numel=size, trainable=True, master_dtype=torch.float32, shapes=[(size // 4, 4)]
         )
-        self.flats = [trained]
+        self.flats = self.trained = [trained]
 
     def named_sharded(self) -> list[tuple[str, nn.Parameter]]:
-        return [("trained", self.trained), ("frozen", self.frozen)]
+        return [("trained", self.parameter), ("frozen", self.frozen)]
 
 
 def _model(original: Callable[[Any], Any] = lambda parameter: None) -> Any:
-    units = [_Unit(size) for size in SIZES]
+    kinds = [UnitKind.ROOT, *[UnitKind.BLOCK] * (len(SIZES) - 1)]
+    units = [_Unit(size, kind) for size, kind in zip(SIZES, kinds, strict=True)]
     flats = [flat for unit in units for flat in unit.flats]
     return SimpleNamespace(units=units, flats=flats, sharded_in_place_of=original)
 
@@ -87,16 +90,16 @@ def test_the_bytes_of_state_are_those_that_the_optimizer_makes(optimizer, expect
     own.step()
     own.step()
     for unit, counted in zip(model.units, held_by_unit([own], model), strict=True):
-        made = [v for v in own.state[unit.trained].values() if isinstance(v, torch.Tensor)]
-        held = sum(value.nbytes for value in made if value.shape == unit.trained.shape)
-        assert counted.state_bytes == held and counted.parameter_bytes == unit.trained.nbytes
+        made = [v for v in own.state[unit.parameter].values() if isinstance(v, torch.Tensor)]
+        held = sum(value.nbytes for value in made if value.shape == unit.parameter.shape)
+        assert counted.state_bytes == held and counted.parameter_bytes == unit.parameter.nbytes
 
 
 def test_groups_and_parameters_from_before_the_model_was_sharded_count_where_they_are():
     earlier = [nn.Parameter(torch.zeros(1)) for _ in SIZES]
     model = _model(
         lambda p: next(
-            (u.trained for u, e in zip(model.units, earlier, strict=True) if e is p), None
+            (u.parameter for u, e in zip(model.units, earlier, strict=True) if e is p), None
         )
     )
     groups = [{"params": earlier[:1], "amsgrad": True}, {"params": earlier[1:2]}]

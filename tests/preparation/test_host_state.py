@@ -33,6 +33,7 @@ from lightning_cephalo.plan.state_homes import home_bytes
 from lightning_cephalo.preparation import limits
 from lightning_cephalo.preparation.host_state import HostState
 from lightning_cephalo.preparation.limits import Cap, Limits
+from lightning_cephalo.sharding.discovery import UnitKind
 
 RANK = RankProfile(
     "a",
@@ -59,18 +60,23 @@ class _Flat:
     layout: bool = True
 
 
-def _cut(rows: int, width: int, trainable: bool = True) -> Any:
+def _cut(rows: int, width: int, trainable: bool = True, kind: Any = UnitKind.BLOCK) -> Any:
     ends = [round(sum(SHARES[:count]) * rows) * width for count in range(len(SHARES) + 1)]
     sizes = tuple(end - start for start, end in itertools.pairwise(ends))
     parameter = nn.Parameter(torch.empty(rows, width, device="meta"), requires_grad=trainable)
     named = [("weight", parameter)]
-    return SimpleNamespace(
-        flats=[_Flat(rows * width, sizes, trainable)], named_sharded=lambda: named
-    )
+    flats = [_Flat(rows * width, sizes, trainable)]
+    trained = flats if trainable else []
+    return SimpleNamespace(flats=flats, trained=trained, kind=kind, named_sharded=lambda: named)
+
+
+def _all_cut() -> list[Any]:
+    root, *blocks = SHAPES
+    return [_cut(*root, kind=UnitKind.ROOT), *(_cut(*shape) for shape in blocks)]
 
 
 def test_ranks_whose_rows_are_cut_differently_move_the_units_that_the_planner_has():
-    units = [*(_cut(*shape) for shape in SHAPES), _cut(16, 64, False)]
+    units = [*_all_cut(), _cut(16, 64, False)]
     model: Any = SimpleNamespace(
         units=units,
         accelerator=SimpleNamespace(pins_host_memory=False),
@@ -169,7 +175,7 @@ def test_plans_obey_the_control_groups_limit_or_name_it(tmp_path, monkeypatch):
 
 def test_a_given_plan_that_asks_more_than_the_control_group_allows_names_it(tmp_path, monkeypatch):
     own = _limits(tmp_path, monkeypatch, 2**20, 0)
-    units = [_cut(*shape) for shape in SHAPES]
+    units = _all_cut()
     model: Any = SimpleNamespace(
         units=units,
         accelerator=accelerator_of(torch.device("cpu")),

@@ -62,11 +62,13 @@ def llama(tied: bool) -> nn.Module:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_every_llama_layer_is_a_unit_and_embedding_norm_and_head_are_the_root(tied):
+def test_every_llama_layer_is_a_unit_and_tied_embedding_and_norm_are_the_root(tied):
     units = units_of(build(lambda: llama(tied)))
-    assert list(units) == ["", *(f"model.layers.{i}" for i in range(3))]
-    root = {"model.embed_tokens.weight", "model.norm.weight"}
-    assert names_in(units[""]) == (root if tied else root | {"lm_head.weight"})
+    layers = [f"model.layers.{i}" for i in range(3)]
+    own = layers if tied else ["model.embed_tokens", *layers, "lm_head"]
+    assert list(units) == ["", *own]
+    root = {"model.norm.weight"}
+    assert names_in(units[""]) == (root | {"model.embed_tokens.weight"} if tied else root)
 
 
 def test_a_weight_tied_inside_the_root_is_there_once_with_both_its_owners():
@@ -100,7 +102,7 @@ def test_every_gpt2_block_is_a_unit():
 def test_every_bert_layer_is_a_unit_and_pooler_and_classifier_are_the_root():
     from transformers import BertConfig, BertForSequenceClassification
 
-    config = BertConfig(vocab_size=32, num_hidden_layers=2, max_position_embeddings=8, **SMALL)
+    config = BertConfig(vocab_size=8, num_hidden_layers=2, max_position_embeddings=8, **SMALL)
     units = units_of(build(lambda: BertForSequenceClassification(config)))
     assert list(units) == ["", *(f"bert.encoder.layer.{i}" for i in range(2))]
     assert {"bert.pooler.dense.weight", "classifier.bias"} <= names_in(units[""])
@@ -151,7 +153,7 @@ def test_experts_inside_a_block_are_not_units():
 
 
 def test_blocks_in_a_sequential_are_units_and_a_different_neighbour_is_not():
-    model = nn.Sequential(nn.Embedding(7, 4), Block(), Block(), nn.Linear(4, 7))
+    model = nn.Sequential(nn.Linear(1, 1), Block(), Block(), nn.Linear(1, 1))
     assert list(units_of(model)) == ["", "1", "2"]
 
 
@@ -172,7 +174,7 @@ def test_a_run_that_is_tiny_beside_the_largest_one_stays_in_the_root():
 def test_blocks_without_parameters_are_not_units():
     model = Model()
     model.dropouts = nn.ModuleList([nn.Dropout() for _ in range(3)])
-    assert list(units_of(model)) == ["", *(f"blocks.{i}" for i in range(3))]
+    assert list(units_of(model)) == ["", "embed", *(f"blocks.{i}" for i in range(3)), "head"]
 
 
 def test_without_two_layers_all_is_one_unit_and_a_warning_says_what_is_lost():
@@ -268,11 +270,12 @@ OTHER_MODELS = {
     "stages, one of them of one block": (
         lambda: holder(stages=nn.ModuleList([Stage(4, 1), Stage(8, 3), Stage(16, 2)])),
         "stages.0.blocks.0 stages.1.blocks.0 stages.1.blocks.1 stages.1.blocks.2"
-        " stages.2.blocks.0 stages.2.blocks.1",
+        " stages.2.blocks.0 stages.2.blocks.1 stages.2.down",  # behind all blocks
     ),
     "stages, two of them alike": (
         lambda: holder(stages=nn.ModuleList([Stage(w, 2) for w in (4, 4, 8, 16)])),
-        " ".join(f"stages.{stage}.blocks.{block}" for stage in range(4) for block in range(2)),
+        " ".join(f"stages.{stage}.blocks.{block}" for stage in range(4) for block in range(2))
+        + " stages.3.down",
     ),
     "stages in a Sequential": (
         lambda: nn.Sequential(
@@ -286,7 +289,8 @@ OTHER_MODELS = {
             middle=TwoLayers(8),
             up=nn.ModuleList([Stage(8, 2)]),
         ),
-        "down.0.blocks.0 down.0.blocks.1 down.1.blocks.0 middle up.0.blocks.0 up.0.blocks.1",
+        "down.0.blocks.0 down.0.blocks.1 down.1.blocks.0 middle up.0.blocks.0 up.0.blocks.1"
+        " up.0.down",
     ),
     "blocks of two types in turns": (
         lambda: holder(layers=nn.ModuleList([Block(8), Other(8), Block(8), Other(8)])),
@@ -308,7 +312,7 @@ OTHER_MODELS = {
         lambda: nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8), nn.LayerNorm(8)),
         "0 2",
     ),
-    "layers whose weights other code reads": (ReadsWeights, "first second last"),
+    "layers whose weights other code reads": (ReadsWeights, "embed first second last"),
     "a part that is called by another name": (
         lambda: holder(part=WithoutForward(), head=nn.Linear(8, 8)),
         "part.a part.b head",

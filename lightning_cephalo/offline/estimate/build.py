@@ -129,11 +129,10 @@ def build_problem(
         gathered_bytes=gathered,
         reshard_after_forward="auto",
         unresharded_bytes=unresharded_bytes(work),
-        # the gradient of the last layers waits for the root unit's update, with its own reduce
+        # the gradient of a head is reduced before the first block's
         early_state_bytes=EARLY_STATE_BYTES_PER_PARAMETER * work.parameters
         + 2 * GRADIENT_BYTES * last,
-        # of a reduce; gradients of the last layers count apart
-        early_reducing_state_bytes=GRADIENT_BYTES * (_largest(work) - last) + received,
+        early_reducing_state_bytes=GRADIENT_BYTES * max(0.0, _largest(work) - 2 * last) + received,
         early_updating_state_bytes=GRADIENT_BYTES * _held_in_updates(work) + received,
         optimizer_offload=False if hybrid_sharding else optimizer_offload,
         sends_gradients=clip_by_norm,
@@ -184,26 +183,28 @@ def state_bytes(work: ModelWork) -> float:
 
 
 def _largest(work: ModelWork) -> float:
-    last = work.last_parameters
-    return max(work.largest_unit_parameters, work.root_parameters - last, last)
+    first, last = work.first_parameters, work.last_parameters
+    root = work.root_parameters - first - last
+    return max(work.largest_unit_parameters, root, first, last)
 
 
 def _held_in_updates(work: ModelWork) -> float:
     """Return the elements of gradients, and of what torch's update makes.
 
-    The last unit is updated while the root unit is reduced, and then the root unit with the last
-    layers. Those count all the time.
+    The last unit is updated while the root unit is reduced, and then the root unit. Heads count all
+    the time.
     """
-    root, last, unit = work.root_parameters, work.last_parameters, work.largest_unit_parameters
-    inside = 2 * unit + max(unit, 2 * (root - last))
-    return max(inside - last, 3 * root - 2 * last)
+    last, first = work.last_parameters, work.first_parameters
+    root = work.root_parameters - last - first
+    unit = max(work.largest_unit_parameters, first, last)
+    return max(0.0, max(2 * unit + max(unit, 2 * root), 3 * root) - 2 * last)
 
 
 def gathered_bytes(work: ModelWork) -> float:
     """Return the most bytes of full buffers that every rank holds at the same time.
 
     These are the root and two units of the largest size, with parameters in the compute dtype and
-    gradients in fp32. What is at the ends of the root counts when it is there.
+    gradients in fp32. Embeddings and heads count when they are there.
     """
     compute, both = COMPUTE_BYTES[work.dtype], COMPUTE_BYTES[work.dtype] + GRADIENT_BYTES
     first, last = work.first_parameters, work.last_parameters

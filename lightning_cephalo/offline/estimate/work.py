@@ -29,8 +29,7 @@ from lightning_cephalo.offline.estimate.count import (
     ZeroValues,
     set_aside_gradients,
 )
-from lightning_cephalo.sharding.discovery import find_units
-from lightning_cephalo.sharding.root_ends import ends_of
+from lightning_cephalo.sharding.discovery import UnitKind, find_units
 
 TORCH_DTYPES = {
     "fp32": torch.float32,
@@ -112,7 +111,7 @@ def count_work(
                 # as training finds them: weights compute in another dtype than they have
                 first, last = _parameters_of_ends(module, unit_types)
                 module = _cast(module, TORCH_DTYPES[dtype])
-            members = find_units(module, unit_types)
+            members = find_units(module, unit_types, with_ends=False)
             modules = [unit.module for unit in members[1:]]
             one, two = (_count(module, modules, run, samples) for samples in (1, 2))
         except (RuntimeError, TypeError, IndexError, AttributeError) as error:
@@ -160,10 +159,12 @@ class _Count:
 def _parameters_of_ends(
     module: nn.Module, unit_types: Sequence[type[nn.Module] | str] | None
 ) -> tuple[int, int]:
-    """Return the parameters of the root unit's first layers and of its last ones."""
-    root, *units = find_units(module, unit_types)
-    ends, sizes = ends_of(module, [root, *units]), [p.numel() for p, _ in root.parameters]
-    first, last = (sum(sizes[place] for place in of) for of in (ends.first, ends.last))
+    """Return the parameters of embeddings and of heads."""
+    units = find_units(module, unit_types)
+    first, last = (
+        sum(p.numel() for unit in units if unit.kind is kind for p, _ in unit.parameters)
+        for kind in (UnitKind.EMBEDDING, UnitKind.HEAD)
+    )
     return first, last
 
 

@@ -66,16 +66,15 @@ def test_two_4090s_and_a_3090_get_a_plan(cluster, work, tmp_path):
         assert rank.memory_bytes <= profile.capacity_bytes
 
 
-def test_the_ends_of_the_root_unit_are_priced_when_they_are_there(cluster, tmp_path):
+def test_embeddings_and_heads_are_priced_when_they_are_there(cluster, tmp_path):
     """As in training: the head is gathered behind the last unit, the embedding freed before."""
     small = {"n_layer": 4, "n_embd": 256, "n_head": 4, "vocab_size": 8000}
     tied = work_of("gpt2", sequence_length=64, dtype="fp16", **small)
     work = work_of("gpt2", sequence_length=64, dtype="fp16", tie_word_embeddings=False, **small)
     table = 8000 * 256
     assert (tied.first_parameters, tied.last_parameters) == (1024 * 256, 0)  # the positions
-    # with the positions before the first unit, and the norm behind the last one
     assert work.first_parameters == table + 1024 * 256
-    assert work.last_parameters == table + 2 * 256
+    assert work.last_parameters == table
 
     problem, as_one = (
         build_problem(cluster, of, global_batch_size=64, cache_folder=tmp_path).problem

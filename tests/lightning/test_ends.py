@@ -1,4 +1,4 @@
-"""Trainings whose first and last layers are gathered apart, or used where they are away."""
+"""Trainings whose embedding and head are units, or are read where no unit is."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_cephalo import CephaloStrategy
+from lightning_cephalo.common.errors import CephaloError
 
 TOKENS, LENGTH, WIDTH = 23, 5, 6
 
@@ -29,7 +30,7 @@ class Block(nn.Module):
 
 
 class Language(LightningModule):
-    """A language model; from a step on it may use an end elsewhere."""
+    """A language model; from a step on it may use an end in other ways."""
 
     def __init__(self, where: str = "", since: int = 0) -> None:
         super().__init__()
@@ -37,11 +38,11 @@ class Language(LightningModule):
         self.where, self.since = where, since
         self.embed = nn.Embedding(TOKENS, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.norm = nn.LayerNorm(WIDTH)
+        self.norm = nn.LayerNorm(WIDTH, bias=False)
         self.head = nn.Linear(WIDTH, TOKENS)
         self.mean = MeanMetric()
         self.losses: list[float] = []
-        self.is_apart: bool | None = None
+        self.kinds: list[str] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         (tokens,) = batch
@@ -49,18 +50,18 @@ class Language(LightningModule):
         x = self.embed(tokens)
         decay = None
         if uses == "embedding's values":
-            x = x * (1 + self.embed.weight.square().mean())
+            x = x * (1 + _weight(self.embed).square().mean())
         if uses == "decay of the embedding":
-            decay = self.embed.weight.square().sum()
+            decay = _weight(self.embed).square().sum()
         if uses == "head ahead":
-            x = x + self.head.weight.mean(0)
+            x = x + _weight(self.head).mean(0)
         for block in self.blocks:
             x = block(x)
         if uses == "embedding again":
             x = x + self.embed(tokens.flip(1))
         logits = self.head(self.norm(x))
         if uses == "weight of the head":
-            logits = logits + x @ self.head.weight.T
+            logits = logits + x @ _weight(self.head).T
         loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
         if decay is not None:
             loss = loss + 0.1 * decay
@@ -78,11 +79,17 @@ class Language(LightningModule):
         self.losses.append(float(self.trainer.callback_metrics["loss"]))
 
     def on_train_end(self) -> None:
-        if self.trainer.world_size > 1:
-            self.is_apart = self.trainer.strategy.session.model.executor.ends_policy.is_on
+        if isinstance(self.trainer.strategy, CephaloStrategy):
+            units = self.trainer.strategy.session.model.units
+            self.kinds = [unit.kind.value for unit in units]
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def _weight(layer: nn.Module) -> torch.Tensor:
+    """A weight in a way that the search for units does not see."""
+    return layer.weight
 
 
 def _loader() -> DataLoader:
@@ -90,53 +97,68 @@ def _loader() -> DataLoader:
     return DataLoader(TensorDataset(tokens), batch_size=GLOBAL_BATCH)
 
 
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+AS_IT_STANDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "as they stand": ({}, {}),
     "clipped": ({}, {"gradient_clip_val": 0.1}),
     "accumulated": ({}, {"accumulate_grad_batches": 2}),
     "embedding again": ({"where": "embedding again"}, {}),
-    "embedding's values": ({"where": "embedding's values"}, {}),
-    "head ahead": ({"where": "head ahead"}, {}),
-    "weight of the head": ({"where": "weight of the head"}, {}),
     "embedding again, later": ({"where": "embedding again", "since": 2}, {}),
-    "embedding's values, later": ({"where": "embedding's values", "since": 2}, {}),
-    "embedding's values, later, clipped": (
-        {"where": "embedding's values", "since": 2},
-        {"gradient_clip_val": 0.1},
-    ),
-    "decay of the embedding, later": ({"where": "decay of the embedding", "since": 2}, {}),
-    "head ahead, later": ({"where": "head ahead", "since": 2}, {}),
+    "weight of the head": ({"where": "weight of the head"}, {}),
 }
+ELSEWHERE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    name: ({"where": name, "since": since}, {})
+    for since, name in enumerate(("head ahead", "decay of the embedding", "embedding's values"))
+}
+
+
+def _strategy(plan: str, **options: Any) -> CephaloStrategy:
+    return CephaloStrategy(
+        plan=PLANS[plan], global_batch_size=GLOBAL_BATCH, verbose=False, **options
+    )
 
 
 def _trained(plan: str | None) -> dict[str, Any]:
     found = {}
-    for name, (module, options) in CASES.items():
+    for name, (module, options) in {**AS_IT_STANDS, **ELSEWHERE}.items():
         strategy: Any = "auto"
         if plan is not None:
-            strategy = CephaloStrategy(
-                plan=PLANS[plan],
-                global_batch_size=GLOBAL_BATCH,
-                verbose=False,
-                unit_types=[Block],
-            )
+            strategy = _strategy(plan, **({"unit_types": [Block]} if name in ELSEWHERE else {}))
         devices = 1 if plan is None else len(PLANS[plan].ranks)
         run = Trainer(strategy=strategy, devices=devices, accelerator="cpu", **{**QUIET, **options})
         model = Language(**module)
         run.fit(model, _loader(), _loader())
         metrics = {key: float(value) for key, value in run.callback_metrics.items()}
-        found[name] = (model.losses, values_of(model), metrics, model.is_apart)
+        found[name] = (model.losses, values_of(model), metrics, model.kinds)
     return found
 
 
 @pytest.mark.parametrize("plan", ["3:1", "no data", "three"])
-def test_trainings_are_those_of_one_device_wherever_ends_are_used(plan):
+def test_trainings_are_those_of_one_device(plan):
     wanted = in_ranks(1, _trained, None)[0]
     for rank in in_ranks(len(PLANS[plan].ranks), _trained, plan):
         for name, (losses, values, metrics, _) in wanted.items():
             assert rank[name][0] == pytest.approx(losses, abs=1e-6), name
             assert_same_tensors(rank[name][1], values, 1e-5)
             assert rank[name][2] == pytest.approx(metrics, abs=1e-5), name
-            module = CASES[name][0]
-            elsewhere = module.get("where", "") not in ("", "weight of the head")
-            assert rank[name][3] is not elsewhere, name
+            own = ["root", *["block"] * 4]
+            has_ends = ["root", "embedding", *["block"] * 4, "head"]
+            assert rank[name][3] == (own if name in ELSEWHERE else has_ends), name
+
+
+def _refused() -> dict[str, str]:
+    found = {}
+    for name, (module, _) in ELSEWHERE.items():
+        run = Trainer(strategy=_strategy("3:1"), devices=2, accelerator="cpu", **QUIET)
+        try:
+            run.fit(Language(**module), _loader(), _loader())
+        except CephaloError as refusal:
+            found[name] = str(refusal)
+    return found
+
+
+def test_reading_an_end_without_a_call_is_refused_on_all_ranks_with_a_remedy():
+    for rank in in_ranks(2, _refused):
+        assert set(rank) == set(ELSEWHERE)
+        for name, told in rank.items():
+            assert "unit_types=[Block]" in told, (name, told)
+            assert ("head" if name == "head ahead" else "embed") in told, (name, told)

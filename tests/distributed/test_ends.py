@@ -1,15 +1,18 @@
-"""The ends of the root unit are there while they are needed, wherever code uses them."""
+"""Embeddings and heads are units, which are there while they are needed."""
 
 from __future__ import annotations
 
 import copy
+import re
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from harness import (
+    Allocation,
     full_gradients,
     make_executor,
     microbatches_of,
@@ -22,14 +25,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from toys import UNEVEN, WIDTH, Block, assert_idle
 
-from lightning_cephalo.common.errors import CephaloError, ShardedUseError
+from lightning_cephalo.common.errors import CephaloError, RemoteRankError
 from lightning_cephalo.execution.executor import Executor
 from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.execution.step import MicrobatchCall
-from lightning_cephalo.plan.program import FIRST_LAYERS, LAST_LAYERS, Instruction, Operation
-from lightning_cephalo.sharding.discovery import find_units
-from lightning_cephalo.sharding.flat_group import UnitState
-from lightning_cephalo.sharding.root_ends import NO_ENDS, RootEnds, ends_of
+from lightning_cephalo.plan.program import Instruction, Operation
+from lightning_cephalo.sharding.blocks import ends_of
+from lightning_cephalo.sharding.discovery import UnitKind, find_units
 
 TOKENS, LENGTH = 11, 3
 EXACT = 1e-5
@@ -123,28 +125,6 @@ class EntersLater(Plain):
         return self.blocks[-1](x + self.kept)
 
 
-class HeadByItsWeight(Plain):
-    """The norm is called, and the head's weight is used behind it."""
-
-    def end(self, x):
-        return self.norm(x) @ self.head.weight.T + self.head.bias
-
-
-class Checkpointed(Plain):
-    """The head is recomputed by torch."""
-
-    def end(self, x):
-        return checkpoint(super().end, x, use_reentrant=False)
-
-
-# what follows uses an end in another place: the root unit is gathered as one
-
-
-class NothingIsCalled(Plain):
-    def end(self, x):
-        return x @ self.head.weight.T + self.head.bias
-
-
 class HeadInBetween(Plain):
     def through(self, x):
         middle = self.blocks[0](x)
@@ -155,6 +135,43 @@ class HeadInBetween(Plain):
 class EmbeddingAgain(Plain):
     def end(self, x):
         return super().end(x + self.embed(torch.zeros(len(x), LENGTH, dtype=torch.long)))
+
+
+class HeadIsSkipped(Plain):
+    """Some microbatches end without the head."""
+
+    def end(self, x):
+        return x @ self.scale.expand(TOKENS, WIDTH).T if x[0, 0, 0] > 0 else super().end(x)
+
+
+class HeadTwice(Plain):
+    """The head is called for two halves of the tokens."""
+
+    def end(self, x):
+        return torch.cat([self.head(self.norm(x[:, :1])), self.head(self.norm(x[:, 1:]))], dim=1)
+
+
+class BlockBehindTheHead(Plain):
+    """Some microbatches end with another visit of a block."""
+
+    def end(self, x):
+        logits = super().end(x)
+        return logits if x[0, 0, 0] > 0 else logits + self.blocks[0](x).mean(-1, keepdim=True)
+
+
+# what follows uses an end without calling it, or in a place where no unit can be visited
+
+
+class HeadByItsWeight(Plain):
+    def end(self, x):
+        return self.norm(x) @ self.head.weight.T + self.head.bias
+
+
+class Checkpointed(Plain):
+    """The head is recomputed by torch."""
+
+    def end(self, x):
+        return checkpoint(super().end, x, use_reentrant=False)
 
 
 class EmbeddingIsDecayed(Plain):
@@ -188,12 +205,39 @@ class HeadInsideOfAUnit(Plain):
 
 
 AS_IT_STANDS = (
-    *(Plain, EarlyExit, LeavesLate, NoUnits, SkipsTheFirst, EntersLater, HeadByItsWeight),
+    *(Plain, EarlyExit, LeavesLate, NoUnits, SkipsTheFirst, EntersLater, HeadInBetween),
+    *(EmbeddingAgain, HeadIsSkipped, HeadTwice, BlockBehindTheHead),
 )
-ELSEWHERE = (
-    *(NothingIsCalled, HeadInBetween, EmbeddingAgain, EmbeddingIsDecayed),
-    *(EmbeddingIsDecayedInTheLoss, TiedByHand, HeadInsideOfAUnit, Checkpointed),
+REFUSED = (
+    *(HeadByItsWeight, EmbeddingIsDecayed, EmbeddingIsDecayedInTheLoss, TiedByHand),
+    *(HeadInsideOfAUnit, Checkpointed),
 )
+
+
+class Large(nn.Module):
+    """As :class:`Plain`, with ends that are large enough."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.places = nn.Embedding(13, WIDTH), nn.Embedding(14, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.norm = nn.LayerNorm(WIDTH, bias=False)
+        self.head = nn.Linear(WIDTH, 13, bias=False)
+
+
+EVEN = Allocation(((2, 2), (2, 2)), (0.5, 0.5))
+# what a refusal says to do
+REMEDY = re.compile(r"unit_types=\[Block\]|unit_names=")
+
+
+def made(model: nn.Module, recompute: bool, **options: Any) -> Executor:
+    """An executor of a model with ends as units, however small; of as many ranks as there are."""
+    fractions = UNEVEN.fractions if dist.get_world_size() == 3 else EVEN.fractions
+    if "unit_names" not in options:
+        blocks = [f"blocks.{n}" for n in range(4)]
+        ends = [name for name in ("embed", "places", "head") if hasattr(model, name)]
+        options["unit_names"] = [*blocks, *ends]
+    return make_executor(model, fractions, recompute, **options)
 
 
 def batch_of(samples: int) -> dict[str, Tensor]:
@@ -225,80 +269,106 @@ def _one_device(model: Language, batch: dict[str, Tensor], allocation: Any) -> d
     return {name: None if p.grad is None else p.grad / start for name, p in twin.named_parameters()}
 
 
-def _equals(rank: int, kind: type[Language], is_apart: bool) -> None:
+def _equals(rank: int, kind: type[Language]) -> None:
     torch.manual_seed(2)
     model = kind()
     batch = batch_of(4)
     wanted = _one_device(model, batch, UNEVEN)
     for recompute, reshard in ((True, True), (False, True), (True, False)):
         net = copy.deepcopy(model)
-        executor = make_executor(net, UNEVEN.fractions, recompute, reshard=reshard)
-        assert executor.ends_policy.is_on
+        executor = made(net, recompute, reshard=reshard)
         for step in range(4):  # the first one finds the order
             net.zero_grad()
             sharded_step(executor, net, loss_of, microbatches_of(batch, UNEVEN, rank))
             assert relative_error(full_gradients(net), wanted) < EXACT, step
             assert_idle(executor)
-            assert executor.ends_policy.is_on is is_apart
 
 
 @pytest.mark.parametrize("kind", AS_IT_STANDS)
 def test_gradients_are_those_of_one_device(kind):
-    run_ranks(3, _equals, kind, True)
+    run_ranks(3, _equals, kind)
 
 
-@pytest.mark.parametrize("kind", ELSEWHERE)
-def test_ends_that_are_used_elsewhere_are_gathered_with_the_root_unit(kind):
-    run_ranks(3, _equals, kind, False)
+def _is_refused(rank: int, kind: type[Language]) -> None:
+    torch.manual_seed(2)
+    model = kind()
+    executor = made(model, recompute=True)
+    with pytest.raises(CephaloError, match=r"embed|head|Rank") as raised:
+        sharded_step(executor, model, loss_of, microbatches_of(batch_of(4), UNEVEN, rank))
+    assert_idle(executor)
+    told = str(raised.value)
+    assert isinstance(raised.value, RemoteRankError) or REMEDY.search(told), told
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_ends_that_are_used_without_a_call_are_refused_by_name(kind):
+    run_ranks(3, _is_refused, kind)
+
+
+def _named(rank: int, kind: type[Language]) -> None:
+    """The remedy of the refusal: ends that are no units can be used everywhere."""
+    torch.manual_seed(2)
+    model = kind()
+    batch = batch_of(4)
+    wanted = _one_device(model, batch, UNEVEN)
+    executor = made(model, recompute=True, unit_names=[f"blocks.{n}" for n in range(4)])
+    for _ in range(2):
+        model.zero_grad()
+        sharded_step(executor, model, loss_of, microbatches_of(batch, UNEVEN, rank))
+        assert relative_error(full_gradients(model), wanted) < EXACT
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_they_are_exact_where_only_blocks_are_named(kind):
+    run_ranks(3, _named, kind)
 
 
 class Looks(Observer):
     """Which ends are gathered, and which gradients are held, when an instruction begins."""
 
     def __init__(self, executor: Executor) -> None:
-        self._ends = executor.units[0].ends
+        kinds = (UnitKind.EMBEDDING, UnitKind.HEAD)
+        self.units = [[u for u in executor.units if u.kind is kind] for kind in kinds]
         self.full: dict[Instruction, list[bool]] = {}
         self.armed: dict[Instruction, list[bool]] = {}
 
     def before(self, instruction: Instruction) -> None:
-        groups = [self._ends[end].flats for end in (FIRST_LAYERS, LAST_LAYERS)]
+        flats_of = [[flat for unit in units for flat in unit.flats] for units in self.units]
         self.full[instruction] = [
-            any(flat.full.untyped_storage().nbytes() for flat in flats) for flats in groups
+            any(flat.full.untyped_storage().nbytes() for flat in flats) for flats in flats_of
         ]
         self.armed[instruction] = [
-            any(flat.grad_full is not None for flat in flats) for flats in groups
+            any(flat.grad_full is not None for flat in flats) for flats in flats_of
         ]
 
 
 def _held(rank: int) -> None:
     model = Plain()
-    executor = make_executor(model, UNEVEN.fractions, recompute=True)
+    executor = made(model, recompute=True)
     parts = microbatches_of(batch_of(4), UNEVEN, rank)
     for is_known in (False, True):
         looks = Looks(executor)
         with executor.observed_by(looks):
             sharded_step(executor, model, loss_of, parts)
+        of_blocks = {n for n, unit in enumerate(executor.units) if unit.kind is UnitKind.BLOCK}
         for instruction, (first, last) in looks.full.items():
-            operation, visit = instruction.operation, instruction.visit
-            in_units = operation in (Operation.FORWARD, Operation.BACKWARD) and visit >= 0
-            if in_units:
-                assert not first, instruction
-            if operation is Operation.LOSS and (is_known or last):
+            operation = instruction.operation
+            if operation is Operation.BACKWARD:
+                assert not first and not last, instruction
+            if operation is Operation.LOSS:
                 assert last and not first, instruction
-            if in_units and (operation is Operation.BACKWARD or visit < 2):
-                assert not last, instruction
+            if operation is Operation.FORWARD and instruction.unit in of_blocks:
+                assert not first or instruction.unit == min(of_blocks), instruction
+                assert not last or instruction.unit == max(of_blocks), instruction
         for instruction, (first, last) in looks.armed.items():
-            if instruction.operation is Operation.FORWARD:
-                assert not first, instruction
-                assert not last or instruction.visit == 3, instruction
+            if instruction.operation is Operation.FORWARD and is_known:
+                assert not first and not last, instruction
             if instruction.operation is Operation.BACKWARD:
-                assert first == (instruction.visit == 0), instruction
-                assert not last or instruction.visit >= 2, instruction
-        # between steps nothing is held, not even by a pool
+                assert not first or instruction.unit not in of_blocks, instruction
+                assert not last or instruction.unit >= max(of_blocks) - 1, instruction
+        # between steps no gradient is held, not even by a pool
         pools = {
-            flat.context.gradient_buffers
-            for g in executor.units[0].ends.values()
-            for flat in g.flats
+            f.context.gradient_buffers for units in looks.units for u in units for f in u.flats
         }
         assert not any(pool.held_bytes for pool in pools)
 
@@ -307,81 +377,28 @@ def test_an_end_is_there_while_it_is_needed_and_its_memory_goes_back():
     run_ranks(3, _held)
 
 
-class Changes(Plain):
-    """Uses an end elsewhere from the third step on."""
-
-    where = ""
-    steps = 0
-
-    def embedded(self, tokens):
-        x = super().embedded(tokens)
-        if self.steps > 2 and self.where == "values":
-            return x * self.embed.weight.square().sum()
-        if self.steps > 2 and self.where == "weight":
-            return x * self.head.weight.square().sum()
-        return x
-
-    def through(self, x):
-        *others, last = self.blocks
-        for block in others:
-            x = x + block(x)
-        if self.steps > 2 and self.where == "head, late":
-            x = x + self.head(x).mean(-1, keepdim=True)
-        if self.steps > 2 and self.where == "head without its input":
-            x = x + self.head(x.detach()).mean(-1, keepdim=True)
-        if self.steps > 2 and self.where == "weight, late":
-            x = x + self.head.weight.mean(0)
-        if self.steps > 2 and self.where == "bias of the norm, late":
-            x = self.places(torch.zeros_like(x[..., 0], dtype=torch.long)) * 0 + x + self.norm.bias
-        x = x + last(x)
-        if self.steps > 2 and self.where == "a unit behind the head":
-            x = self.blocks[0](x + self.head(x).mean(-1, keepdim=True))
-        return x
+class Watched(Plain):
+    events: ClassVar[list[str]] = []
 
     def end(self, x):
-        if self.steps > 2 and self.where == "embedding":
-            x = x + self.embed(torch.zeros(len(x), LENGTH, dtype=torch.long))
-        return super().end(x)
+        logits = super().end(x)
+        self.events.append("logits")
+        logits.register_hook(lambda gradient: self.events.append("gradient"))
+        return logits
 
 
-def _changes(rank: int, where: str) -> None:
-    torch.manual_seed(2)
-    model = Changes()
-    model.where = where
-    batch = batch_of(4)
-    executor = make_executor(model, UNEVEN.fractions, recompute=True)
-    parts = microbatches_of(batch, UNEVEN, rank)
-    calls = calls_of(model, parts)
-    for model.steps in (1, 2):
-        executor.forward(calls)
-        executor.backward()
-    model.steps = 3
-    with pytest.raises(CephaloError) as raised:
-        executor.forward(calls)
-        executor.backward()
-    # a rank whose own code does so names the parameters; the other ranks name that rank
-    assert isinstance(raised.value, ShardedUseError) or "rank" in str(raised.value).lower()
-    assert executor.ends_policy.is_to_repeat() and not executor.ends_policy.is_to_repeat()
-    assert_idle(executor)
-    model.zero_grad()
-    executor.forward(calls)
-    executor.backward()
-    torch.manual_seed(2)
-    single = Changes()
-    single.where, single.steps = where, 3
-    wanted = _one_device(single, batch, UNEVEN)
-    assert relative_error(full_gradients(model), wanted) < EXACT
+def _one_at_a_time(rank: int) -> None:
+    model = Watched()
+    executor = made(model, recompute=True)
+    parts = microbatches_of(batch_of(8), EVEN, rank)
+    for _ in range(3):  # also where the order is being found
+        model.events.clear()
+        sharded_step(executor, model, loss_of, parts)
+        assert model.events == ["logits", "gradient"] * 2
 
 
-@pytest.mark.parametrize(
-    "where",
-    [
-        *("weight", "embedding", "values", "head, late", "head without its input"),
-        *("weight, late", "bias of the norm, late", "a unit behind the head"),
-    ],
-)
-def test_a_step_that_begins_to_use_an_end_elsewhere_fails_on_all_ranks_and_can_run_again(where):
-    run_ranks(3, _changes, where)
+def test_logits_of_one_microbatch_exist_at_a_time():
+    run_ranks(2, _one_at_a_time)
 
 
 def _evaluates_in_between(rank: int) -> None:
@@ -389,14 +406,12 @@ def _evaluates_in_between(rank: int) -> None:
     model = Plain()
     batch = batch_of(4)
     wanted = _one_device(model, batch, UNEVEN)
-    executor = make_executor(model, UNEVEN.fractions, recompute=True)
+    executor = made(model, recompute=True)
     parts = microbatches_of(batch, UNEVEN, rank)
     for _ in range(3):
         call = MicrobatchCall(partial(loss_of, model, batch), lambda loss: (loss, 1.0))
         with torch.no_grad():
             executor.evaluate(call, "evaluating")
-        root = executor.units[0]
-        assert all(group.state is UnitState.GATHERED for group in root.ends.values())
         for parameter in (p for unit in executor.units for _, p in unit.named_sharded()):
             parameter.grad = None
         sharded_step(executor, model, loss_of, parts)
@@ -404,7 +419,7 @@ def _evaluates_in_between(rank: int) -> None:
         assert_idle(executor)
 
 
-def test_a_step_behind_an_evaluation_which_gathers_all_of_the_root_unit():
+def test_a_step_behind_an_evaluation():
     run_ranks(3, _evaluates_in_between)
 
 
@@ -413,7 +428,7 @@ def _begun(rank: int) -> tuple[Language, Executor, list[dict[str, Tensor]], dict
     torch.manual_seed(2)
     model, batch = Plain(), batch_of(4)
     wanted = _one_device(model, batch, UNEVEN)
-    executor = make_executor(model, UNEVEN.fractions, recompute=True)
+    executor = made(model, recompute=True)
     return model, executor, microbatches_of(batch, UNEVEN, rank), wanted
 
 
@@ -447,34 +462,41 @@ def test_gradients_of_several_steps_add_up():
 # -- where they are ---------------------------------------------------------------------------
 
 
-def _names(model: nn.Module, **options: Any) -> tuple[list[str], list[str]]:
-    members = find_units(model)
-    ends = ends_of(model, members, **options)
-    owners = [owners for _, owners in members[0].parameters]
-    return [owners[i][0].name for i in ends.first], [owners[i][0].name for i in ends.last]
+def _kinds(model: nn.Module, **options: Any) -> dict[str, str]:
+    found = find_units(model, **options)
+    return {unit.name: unit.kind.value for unit in found if unit.kind is not UnitKind.BLOCK}
 
 
-def test_ends_are_embeddings_before_the_first_unit_and_all_behind_the_last():
-    first, last = _names(Plain())
-    assert first == ["embed.weight", "places.weight"]
-    assert last == ["norm.weight", "norm.bias", "head.weight", "head.bias"]
+def test_ends_are_embeddings_and_what_is_behind_all_blocks():
+    assert _kinds(Large()) == {
+        "": "root",
+        "embed": "embedding",
+        "places": "embedding",
+        "head": "head",
+    }
+    assert _kinds(Large(), unit_types=[Block]) == {"": "root"}
+    names = [*(f"blocks.{n}" for n in range(4)), "embed", "head"]
+    assert _kinds(Large(), unit_names=names) == {"": "root", "embed": "embedding", "head": "head"}
+    assert _kinds(Large(), with_ends=False) == {"": "root"}
 
 
-def test_tied_small_and_other_first_layers_stay_in_the_root_unit():
-    tied = Plain()
+def test_what_is_tied_small_or_read_without_a_call_stays_in_the_root_unit():
+    tied = Large()
     tied.head.weight = tied.embed.weight
-    assert _names(tied, smallest_share=0.0) == (
-        ["places.weight"],
-        ["norm.weight", "norm.bias", "head.bias"],
-    )
-    assert _names(tied, smallest_share=1.0) == ([], [])
+    assert _kinds(tied) == {"": "root", "places": "embedding"}
+    assert ends_of(tied, {"blocks.0": tied.blocks[0]}, smallest_share=100.0) == {}
 
-    class Images(Plain):
+    class Reads(Large):
+        def embedded(self, tokens):
+            return self.embed.weight[tokens] + self.head.weight.sum()
+
+    assert _kinds(Reads()) == {"": "root", "places": "embedding"}
+
+    class Images(Large):
         def __init__(self):
             super().__init__()
             self.embed = nn.Linear(8, WIDTH)
-            self.places = nn.Embedding(LENGTH, WIDTH, max_norm=1.0)
+            self.places = nn.Embedding(14, WIDTH, max_norm=1.0)
 
-    assert _names(Images(), smallest_share=0.0)[0] == []
-    assert ends_of(nn.Linear(2, 2), find_units(nn.Linear(2, 2), unit_names=[])) == NO_ENDS
-    assert RootEnds() == NO_ENDS
+    assert _kinds(Images()) == {"": "root", "head": "head"}
+    assert _kinds(Large().to(torch.bfloat16)) == {"": "root"}
