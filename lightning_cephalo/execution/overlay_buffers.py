@@ -1,326 +1,314 @@
 """Gives each microbatch its own buffers in a step, so that all start from the step's values.
 
-Each microbatch writes to a copy. Until the first write microbatches share one copy. Between steps,
-and on a rank without samples, the module holds its own tensors.
+Until a buffer is first written, microbatches find one copy of it, whose version shows a write. From
+then on each has a copy. Between steps, and on a rank without samples, modules hold their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_cephalo.common.errors import UnitUseError
+from lightning_cephalo.common.errors import PlanError, UnitUseError
 from lightning_cephalo.execution.graph import is_plain
+from lightning_cephalo.execution.overlay_merge import Part
+from lightning_cephalo.execution.overlay_slots import Slot, Slots, is_metric
 
 # a larger buffer has a copy in the first step only, if that step does not write it
 COPIED_BYTES = 2**20
+_NEW = -1
 # batch normalisation writes these without raising their version
 _WITHOUT_VERSION = ("running_mean", "running_var")
 
 
 @dataclass(eq=False)
-class StepBuffer:
-    """A buffer that several modules may hold. In a step they show the tensors of microbatches."""
+class Buffer:
+    """A buffer, and the tensors that the microbatches of a step find and leave in its slot."""
 
-    name: str
-    places: list[tuple[nn.Module, str]]
+    slot: Slot
+    module: nn.Module
     own: Tensor
-    version: int = 0
-    start: Tensor | None = None
-    start_version: int = 0
-    values: list[Tensor] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    is_shared: bool
     is_written: bool = False
-    copies: dict[int, tuple[Tensor, int, Tensor]] = field(default_factory=dict)
+    version: int = field(default=_NEW, init=False)
+    start: Tensor | None = field(default=None, init=False)
+    firsts: list[Tensor] = field(default_factory=list, init=False)
+    values: Sequence[Tensor] = field(default=(), init=False)
 
     @property
-    def shared(self) -> Tensor:
-        """The tensor that microbatches share until one of them writes."""
+    def first(self) -> Tensor:
+        """What microbatches find until one of them writes."""
         return self.own if self.start is None else self.start
 
     @property
     def is_quiet(self) -> bool:
-        return self.places[0][1] in _WITHOUT_VERSION
+        return self.slot.key in _WITHOUT_VERSION
 
     @property
     def is_large(self) -> bool:
-        return self.own.numel() * self.own.element_size() > COPIED_BYTES
+        return self.own.nbytes > COPIED_BYTES
 
-    def read(self) -> Any:
-        module, key = self.places[0]
-        return module._buffers.get(key)
-
-    def show(self, tensor: Any) -> None:
-        for module, key in self.places:
-            module._buffers[key] = tensor
-
-    def begin(self, microbatches: int, *, is_first: bool) -> None:
-        stale = self.start is None or self.own._version != self.version
-        self.version = self.own._version
-        if any(self.is_quiet and module.training for module, _ in self.places):
-            self.is_written = True
-        if stale:
-            copies = self.is_written or is_first or not self.is_large
-            self.start = self.own.clone() if copies else None
+    def begin(self, microbatches: int) -> None:
+        self.is_written |= self.is_quiet and self.module.training and not self.is_shared
+        is_kept = self.start is not None and not self.start._version
+        if not is_kept or self.own._version != self.version:
+            copies = self.is_written or not self.is_large or self.version == _NEW
+            self.start = self.own.clone() if copies and not self.is_shared else None
+        self.version, self.values = self.own._version, ()
+        self.firsts = [self.first] * microbatches
         if self.is_written:
-            self.make_values(microbatches)
-        else:
-            self.start_version = self.shared._version
-            self.show(self.shared)
+            self.give(microbatches)
 
-    def make_values(self, microbatches: int) -> None:
+    def give(self, microbatches: int) -> None:
         """Give each microbatch a copy of the values at the beginning of the step."""
+        if self.start is None or self.start._version:
+            self.start = self.own.clone()
         self.is_written = True
-        self.values = [self.own.clone() for _ in range(microbatches)]
-        self.versions = [value._version for value in self.values]
-        self.copies = {}
+        self.firsts = [self.own.clone() for _ in range(microbatches)]
 
-    def is_touched(self, microbatch: int) -> bool:
-        """Whether a microbatch has written its tensor, or shows another in its place."""
-        value = self.values[microbatch]
-        return value._version != self.versions[microbatch] or value is not self.read()
+    def is_touched(self, microbatch: int, value: Any) -> bool:
+        """Whether a value is not what a microbatch has found; copies begin with version 0."""
+        if value is not self.firsts[microbatch]:
+            return True
+        return value._version != (self.version if value is self.own else 0)
 
     def wrote(self) -> bool:
-        is_quiet = bool(self.values) and self.is_quiet and self.places[0][0].training
-        pairs = zip(self.values, self.versions, strict=True)
-        return is_quiet or any(value._version != version for value, version in pairs)
-
-    def copy_of(self, microbatch: int) -> Tensor:
-        """Copy a microbatch's tensor, once for all visits between two writes."""
-        now, known = self.read(), self.copies.get(microbatch)
-        if known is None or self.is_quiet or known[0] is not now or known[1] != now._version:
-            known = self.copies[microbatch] = now, now._version, now.detach().clone()
-        return known[2]
+        if self.values and self.is_quiet and self.module.training:
+            return True
+        return any(self.is_touched(*each) for each in enumerate(self.values))
 
 
-class StepBuffers:
+Found = Sequence[tuple[Buffer, Tensor | None]]
+"""Buffers and their values at a visit; None: as at the beginning of the step."""
+
+
+class Buffers:
     """The buffers of a model in a step."""
 
-    def __init__(
-        self, module: nn.Module, on_local: Callable[[dict[str, Any], str, Any, list[Any]], None]
-    ) -> None:
-        kinds = {id(m): type(m).__mro__ for m in module.modules()}
-        self._modules = [
-            (path, inner)
-            for path, inner in module.named_modules()
-            if not any(kind.__module__.startswith("torchmetrics.") for kind in kinds[id(inner)])
-        ]
-        self._on_local = on_local
-        self.entries: dict[int, StepBuffer] = {}
-        self._of_module: dict[int, list[StepBuffer]] = {}
-        self._local: set[tuple[int, str]] = set()
-        self._empty: list[tuple[str, nn.Module, str]] = []
-        self.sizes: tuple[int, ...] = ()
-        self._is_first = True
+    def __init__(self, module: nn.Module) -> None:
+        named = module.named_modules()
+        self._modules = [(path, inner) for path, inner in named if not is_metric(inner)]
+        self._all: list[Buffer] = []
+        self._of_module: dict[int, list[Buffer]] = {}
+        self._slots = Slots()
+        self.left: frozenset[str] = frozenset()
+        self._empty: set[tuple[int, str]] = set()
+        self._summed: Sequence[str] = ()
+        self._sizes: tuple[int, ...] = ()
+        self.rows: list[list[Any]] = []
+        self._found: list[Buffer] = []
+        self._watched: list[tuple[int, Buffer]] = []
         self._shown: int | None = None
-        self.is_open = False
-        self.localised: list[str] = []
-        self._found: list[StepBuffer] = []
 
-    @property
-    def names(self) -> dict[str, bool]:
-        """All names, and whether a checkpoint holds the buffer."""
-        return {
-            f"{path}.{key}" if path else key: key not in inner._non_persistent_buffers_set
-            for path, inner in self._modules
-            for key in inner._buffers
-        }
+    def sum_up(self, patterns: Sequence[str]) -> None:
+        """Merge the buffers of these names by sums."""
+        names = [slot.name for slot, _, _ in self._named()]
+        for pattern in patterns:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise PlanError(
+                    f"summed_buffers has {pattern!r}, which is not the name of a buffer; expected"
+                    f" names such as {', '.join(map(repr, names[:5])) or 'none, as there are none'}"
+                    " (see module.named_buffers()), or a pattern such as '*.count'."
+                )
+        self._summed = patterns
 
-    @property
-    def written(self) -> list[StepBuffer]:
-        """The buffers that some step has written, by name."""
-        entries = [entry for entry in self.entries.values() if entry.is_written]
-        return sorted(entries, key=lambda entry: entry.name)
+    def _is_summed(self, buffer: Buffer) -> bool:
+        return any(fnmatchcase(buffer.slot.name, pattern) for pattern in self._summed)
+
+    def _named(self) -> Iterator[tuple[Slot, nn.Module, Any]]:
+        for path, inner in self._modules:
+            for key, own in inner._buffers.items():
+                yield Slot(inner._buffers, key, f"{path}.{key}" if path else key), inner, own
 
     @property
     def resting_bytes(self) -> int:
-        self._find_places()
-        kept = [e.own for e in self.entries.values() if e.is_written or not e.is_large]
-        return sum(own.numel() * own.element_size() for own in kept)
+        """Bytes of the copies that stay between steps."""
+        self._find_all()
+        kept = [each for each in self._all if each.is_written or not each.is_large]
+        return sum(each.own.nbytes for each in kept if not each.is_shared)
 
-    def begin(self, sizes: tuple[int, ...]) -> None:
-        self.sizes, self._shown, self.localised, self._found = sizes, None, [], []
-        self._find_places()
-        self.forget_values()
-        self.is_open = bool(sizes) and bool(self.entries or self._empty)
-        for entry in self.entries.values():
-            if sizes or entry.is_written:
-                entry.begin(len(sizes), is_first=self._is_first)
+    # -- a step -------------------------------------------------------------------------------
 
-    def _find_places(self) -> None:
+    def begin(self, sizes: tuple[int, ...]) -> list[Slot]:
+        """Begin a step; return the slots of buffers that are None, which may become anything."""
+        empty = self._find_all()
+        self._shown, self._found, self._sizes = None, [], sizes
+        for buffer in self._all:
+            if sizes or buffer.is_written:
+                buffer.begin(len(sizes))
+        self._slots = Slots(buffer.slot for buffer in self._all)
+        rows = [[buffer.firsts[i] for buffer in self._all] for i, _ in enumerate(sizes)]
+        self.rows = rows if self._all else []
+        self._watched = [each for each in enumerate(self._all) if not each[1].is_written]
+        return empty
+
+    def _find_all(self) -> list[Slot]:
         """Find the buffers anew: code between steps may have set others."""
-        known = {entry.name: entry for entry in self.entries.values()}
-        self.entries, self._empty, self._of_module = {}, [], {}
-        for path, inner in self._modules:
-            for key, own in inner._buffers.items():
-                name = f"{path}.{key}" if path else key
-                if (id(inner), key) in self._local:
-                    continue
-                if own is None:
-                    self._empty.append((name, inner, key))
-                elif is_plain(own) and not own.is_inference():
-                    entry = self.entries.get(id(own))
-                    if entry is None:
-                        old = known.get(name)
-                        entry = StepBuffer(name, [], own, is_written=bool(old and old.is_written))
-                        if old is not None and old.own is own:
-                            entry = replace(old, places=[])
-                        self.entries[id(own)] = entry
-                    entry.places.append((inner, key))
-                    self._of_module.setdefault(id(inner), []).append(entry)
+        known = {(id(each.slot.names), each.slot.key): each for each in self._all}
+        holders = Counter(id(own) for _, _, own in self._named())
+        self._all, self._of_module, empty = [], {}, []
+        for slot, inner, own in self._named():
+            at = id(slot.names), slot.key
+            if own is None:
+                empty.append(slot)
+                self._empty.add(at)
+            if at in self._empty or not _is_ordinary(own):
+                continue
+            buffer = known.get(at)
+            if buffer is None or buffer.own is not own:
+                was_written = buffer is not None and buffer.is_written
+                buffer = Buffer(slot, inner, own, holders[id(own)] > 1, was_written)
+            self._all.append(buffer)
+            self._of_module.setdefault(id(inner), []).append(buffer)
+        return empty
 
     def resume(self, microbatch: int) -> None:
-        if microbatch == self._shown:
-            return
-        self._shown = microbatch
-        for entry in self.entries.values():
-            if entry.is_written:
-                entry.show(entry.values[microbatch])
+        if microbatch != self._shown:
+            self._shown = microbatch
+            self._slots.write(self.rows[microbatch])
 
     def pause(self, microbatch: int) -> None:
         """Keep a microbatch's buffers, and find those that it is the first to write."""
-        for entry in [*self.entries.values()]:
-            now = entry.read()
-            if entry.is_written:
-                if now is not entry.values[microbatch]:
-                    self._replace(entry, microbatch, now)
-            elif now is not entry.shared or now._version != entry.start_version:
-                self._find(entry, microbatch, now)
-        for each in [*self._empty]:
-            name, module, key = each
-            if module._buffers.get(key) is not None:
-                self._empty.remove(each)
-                self._make_local(name, module, key, None, [])
+        row = self.rows[microbatch] = self._slots.read()
+        for index, buffer in self._watched:
+            value = row[index]
+            if buffer.is_touched(microbatch, value):
+                self._refuse_late(buffer, value)
+                self._found.append(buffer)
+                buffer.give(len(self._sizes))
+                for other, first in enumerate(buffer.firsts):
+                    self.rows[other][index] = value if other == microbatch else first
+        self._watched = [each for each in self._watched if not each[1].is_written]
 
-    def _find(self, entry: StepBuffer, microbatch: int, now: Any) -> None:
-        if entry.start is None and now is entry.own:
+    def _refuse_late(self, buffer: Buffer, now: Any) -> None:
+        if buffer.is_shared:
             raise UnitUseError(
-                f"training_step writes the buffer {entry.name!r} for the first time in a later"
-                f" step, and it is larger than {COPIED_BYTES >> 20} MiB. Its values from before"
-                " the write are gone, and other microbatches need them. Write it in the first step"
-                " too (a factor of 1 changes nothing), or in on_train_batch_end."
+                f"training_step writes the buffer {buffer.slot.name!r}, which several modules"
+                " share. Register it in one module only, which the others hold or are called with."
             )
-        self._found.append(entry)
-        entry.start = entry.own.clone()
-        entry.make_values(len(self.sizes))
-        self._replace(entry, microbatch, now)
-
-    def _replace(self, entry: StepBuffer, microbatch: int, now: Any) -> None:
-        """Take a tensor that a microbatch shows in place of the one that it was given."""
-        own = entry.own
-        is_like = isinstance(now, Tensor) and is_plain(now) and not now.is_inference()
-        if not is_like or (now.shape, now.dtype, now.device) != (own.shape, own.dtype, own.device):
-            values: list[Any] = [*entry.values]
-            values[microbatch] = now
-            self.make_local(entry, values)
-            return
-        if any(module._buffers.get(key) is not now for module, key in entry.places[1:]):
+        if now is buffer.own:
             raise UnitUseError(
-                f"training_step sets the buffer {entry.name!r}, which several modules share, in one"
-                " of them only. Write to it in place, by copy_(), mul_() or add_()."
+                f"training_step writes the buffer {buffer.slot.name!r} for the first time in a"
+                f" later step, and it is larger than {COPIED_BYTES >> 20} MiB. Its values from"
+                " before the write are gone, and other microbatches need them. Write it in the"
+                " first step too (a factor of 1 changes nothing), or in on_train_batch_end."
             )
-        entry.values[microbatch], entry.versions[microbatch] = now, -1  # counts as a write
-
-    def make_local(self, entry: StepBuffer, values: list[Any]) -> None:
-        """Leave a buffer to the microbatches: it has other shapes in each of them."""
-        del self.entries[id(entry.own)]
-        for module, key in entry.places:
-            self._make_local(entry.name, module, key, entry.own, values)
-
-    def _make_local(
-        self, name: str, module: nn.Module, key: str, first: Any, values: list[Any]
-    ) -> None:
-        self._local.add((id(module), key))
-        self.localised.append(name)
-        self._on_local(module._buffers, key, first, values)
 
     def hide(self) -> None:
         """Show the module's own tensors again."""
-        if self.is_open:
-            self.is_open, self._shown = False, None
-            for entry in self.entries.values():
-                entry.show(entry.own)
+        if self._shown is not None:
+            self._shown = None
+            self._slots.write([buffer.own for buffer in self._all])
 
-    def finish(self, is_summed: Callable[[str], bool]) -> None:
-        """Show the module's own tensors again, and check what was written."""
-        self._is_first = self._is_first and not self.sizes
-        if not self.is_open:
-            return
+    def finish(self) -> dict[str, Sequence[Any]]:
+        """Show the module's own tensors again; return what has got another shape, by name."""
         self.hide()
-        for entry in self.entries.values():
-            if entry.own._version != entry.version:
+        left: dict[str, Sequence[Any]] = {}
+        for buffer, values in zip(self._all, zip(*self.rows, strict=True), strict=False):
+            buffer.values, own, name = values, buffer.own, buffer.slot.name
+            if own._version != buffer.version:
                 raise UnitUseError(
-                    f"training_step writes the buffer {entry.name!r} through a reference that was"
-                    " taken before the step, which bypasses the module. Read the buffer from the"
-                    " module in each step, or write it in on_train_batch_end."
+                    f"training_step writes the buffer {name!r} through a reference that was taken"
+                    " before the step, which bypasses the module. Read the buffer from the module"
+                    " in each step, or write it in on_train_batch_end."
                 )
-            if not entry.is_written and entry.is_large:
-                entry.start = None
-        for entry in self._found:
-            if id(entry.own) in self.entries and not is_summed(entry.name):
-                _refuse_queue(entry, self.sizes)
+            if not buffer.is_written and buffer.is_large:
+                buffer.start = None
+            if any(not _is_ordinary(value) or _kind(value) != _kind(own) for value in values):
+                left[name] = values
+                buffer.slot.write(values[-1])
+            elif buffer in self._found and not self._is_summed(buffer):
+                _refuse_queue(buffer, self._sizes)
+        self.left = frozenset(left)
+        return left
+
+    @property
+    def written(self) -> frozenset[str]:
+        """The names of the buffers that some step has written."""
+        return frozenset(each.slot.name for each in self._all if each.is_written) - self.left
+
+    def wrote(self) -> bool:
+        return any(buffer.wrote() for buffer in self._all if buffer.is_written)
+
+    def parts(self, names: Container[str]) -> list[Part]:
+        """Return what microbatches have left in the buffers that any rank writes, by name."""
+        weight = float(sum(size or 1 for size in self._sizes))
+        found = []
+        for buffer in sorted(self._all, key=lambda each: each.slot.name):
+            name, is_sum = buffer.slot.name, self._is_summed(buffer)
+            if name in names:
+                if not buffer.is_written:
+                    buffer.give(len(self._sizes))
+                    buffer.values = buffer.firsts
+                found.append(Part(buffer.own, buffer.values, weight, is_sum, name))
+            elif buffer.is_written and buffer.values and name not in self.left:
+                with torch.no_grad():  # it has another shape on another rank, or had one before
+                    buffer.own.copy_(buffer.values[-1])
+        return found
 
     def put_back(self) -> None:
         self.hide()
-        self.forget_values()
         with torch.no_grad():
-            for entry in self.written:
-                if entry.start is not None:
-                    entry.own.copy_(entry.start)
+            for buffer in self._all:
+                if buffer.is_written and buffer.start is not None:
+                    buffer.own.copy_(buffer.start)
+        self.forget_values()
 
     def forget_values(self) -> None:
-        for entry in self.entries.values():
-            entry.values, entry.versions = [], []
+        self.rows = []
+        for buffer in self._all:
+            buffer.firsts, buffer.values = [], ()
 
-    def also_written(self, names: set[str]) -> None:
-        """Treat these buffers as written: another rank has written them."""
-        for entry in self.entries.values():
-            if entry.name in names and not entry.is_written:
-                entry.start = entry.own.clone()
-                entry.make_values(len(self.sizes))
+    # -- recomputation ------------------------------------------------------------------------
 
-    def now(self, modules: Sequence[nn.Module]) -> Sequence[tuple[StepBuffer, Tensor | None]]:
-        """Return what these modules' buffers are now; None: as when the step began."""
-        microbatch = self._shown
+    def now(self, modules: Sequence[nn.Module]) -> Found:
+        """Return what these modules' buffers are now."""
+        microbatch, found = self._shown, list[tuple[Buffer, Tensor | None]]()
         if microbatch is None:
-            return ()
-        shown: dict[int, tuple[StepBuffer, Tensor | None]] = {}
+            return found
         for module in modules:
-            entries = self._of_module.get(id(module), ())
-            written = [entry for entry in entries if entry.is_written]
+            buffers = self._of_module.get(id(module), ())
+            written = [buffer for buffer in buffers if buffer.is_written]
             # what raises no version is written with its neighbours, or may be at any time
-            is_touched = any(entry.is_touched(microbatch) for entry in written)
-            is_touched = is_touched or all(entry.is_quiet for entry in written)
-            for entry in entries:
-                copies = entry.is_written and is_touched
-                shown[id(entry)] = entry, entry.copy_of(microbatch) if copies else None
-        return [*shown.values()]
-
-    @contextmanager
-    def replayed(self, shown: Sequence[tuple[StepBuffer, Tensor | None]]) -> Iterator[None]:
-        changed = [(entry, value, entry.read()) for entry, value in shown if entry.is_written]
-        for entry, value, _ in changed:  # copies, as the unit may write them again
-            entry.show((entry.shared if value is None else value).clone())
-        try:
-            yield
-        finally:
-            for entry, _, before in changed:
-                entry.show(before)
+            copies = any(each.is_touched(microbatch, each.slot.read()) for each in written)
+            copies = copies or all(each.is_quiet for each in written)
+            for each in buffers:
+                is_copied = copies and each.is_written
+                found.append((each, each.slot.read().detach().clone() if is_copied else None))
+        return found
 
 
-def _refuse_queue(entry: StepBuffer, sizes: Sequence[int]) -> None:
+def show(found: Found) -> tuple[Slots, list[Any]]:
+    """Show copies of the buffers of a visit; return their slots, and what they have held."""
+    found = [(buffer, value) for buffer, value in found if buffer.is_written]
+    slots = Slots(buffer.slot for buffer, _ in found)
+    before = slots.read()
+    slots.write([(buffer.first if value is None else value).clone() for buffer, value in found])
+    return slots, before
+
+
+def _is_ordinary(value: Any) -> bool:
+    return is_plain(value) and not value.is_inference()
+
+
+def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def _refuse_queue(buffer: Buffer, sizes: Sequence[int]) -> None:
     """Raise if each microbatch has changed one row, or column, per sample of a buffer."""
-    before = entry.own
-    pairs = zip(entry.values, sizes, strict=True)
+    before = buffer.own
+    pairs = zip(buffer.values, sizes, strict=True)
     if before.ndim > 1 and all(_has_new_rows(now, before, n) for now, n in pairs):
         raise UnitUseError(
             f"training_step writes {sum(sizes)} rows, one for each sample, into the buffer"
-            f" {entry.name!r} of shape {tuple(before.shape)}. On one device it holds"
+            f" {buffer.slot.name!r} of shape {tuple(before.shape)}. On one device it holds"
             " those of the whole batch; here microbatches and ranks would hold different"
             " ones. Return the rows from training_step, and write them in"
             " on_train_batch_end(outputs), where they are those of this rank's whole"

@@ -12,62 +12,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree  # private, but torch, Lightning and others build on it
 
+from lightning_cephalo.accelerator import Accelerator
+from lightning_cephalo.accelerator.base import Readback
 from lightning_cephalo.common.errors import UnitUseError
-from lightning_cephalo.sharding.collectives import all_reduce
+from lightning_cephalo.execution.graph import is_plain
+from lightning_cephalo.ranks.control import ControlGroup
+from lightning_cephalo.sharding.collectives import all_reduce, communicates
+
+if TYPE_CHECKING:
+    from lightning_cephalo.execution.overlay_buffers import Buffers
 
 # -- values of one rank -----------------------------------------------------------------------
 
 
+class _Kind(Enum):
+    """What one value of several microbatches is: rows of all, that of all, or the last one's."""
+
+    ROWS, WHOLE, LAST = range(3)
+
+
 @dataclass(frozen=True)
 class Joined:
-    """The values of a rank's microbatches as one; ``is_last``: others differ from it."""
+    """What microbatches have left in a slot, and the one value that it shows instead."""
 
+    values: Sequence[Any]
+    sizes: tuple[int, ...]
     shown: Any
-    has_rows: bool = False
-    is_last: bool = False
+    has_rows: bool
+    is_last: bool
+    versions: tuple[int, ...]
+
+    def is_shown_by(self, value: Any) -> bool:
+        return value is self.shown and _versions(value) == self.versions
 
 
-def joined(values: Sequence[Any], sizes: Sequence[int], *, compares: bool) -> Joined:
+def joined(values: Sequence[Any], sizes: tuple[int, ...], *, compares: bool) -> Joined:
     """Join values along their samples; tensors are only compared on request: the host waits."""
+    is_one = all(value is values[0] for value in values)
+    values = [_detached(value) for value in (values[:1] if is_one else values)]
+    shown, kinds = values[-1], [_Kind.LAST]
+    values = values * (len(sizes) if is_one else 1)
     flat = [pytree.tree_flatten(value) for value in values]
-    if all(value is values[0] for value in values):
-        own = len(values) == 1
-        return Joined(values[0], own and any(dimensions([leaf], sizes) for leaf in flat[0][0]))
-    if any(spec != flat[0][1] for _, spec in flat):
-        return Joined(values[-1], is_last=True)
-    columns = zip(*(leaves for leaves, _ in flat), strict=True)
-    leaves = [_joined_leaf(column, sizes, compares) for column in columns]
-    return Joined(
-        pytree.tree_unflatten([leaf.shown for leaf in leaves], flat[0][1]),
-        any(leaf.has_rows for leaf in leaves),
-        any(leaf.is_last for leaf in leaves),
-    )
+    if all(spec == flat[0][1] for _, spec in flat):
+        columns = zip(*(leaves for leaves, _ in flat), strict=True)
+        leaves = [_joined_leaf(column, sizes, compares) for column in columns]
+        kinds = [kind for _, kind in leaves]
+        if not is_one:
+            shown = pytree.tree_unflatten([leaf for leaf, _ in leaves], flat[0][1])
+    has_rows, is_last = _Kind.ROWS in kinds, _Kind.LAST in kinds
+    return Joined(values, sizes, shown, has_rows, is_last, _versions(shown))
 
 
-def _joined_leaf(column: Sequence[Any], sizes: Sequence[int], compares: bool) -> Joined:
-    found = dimensions(column, sizes)
+def _joined_leaf(column: Sequence[Any], sizes: Sequence[int], compares: bool) -> tuple[Any, _Kind]:
+    last, found = column[-1], _dimensions(column, sizes)
+    if all(value is last for value in column):
+        return last, _Kind.ROWS if found and len(column) == 1 else _Kind.WHOLE
     if found:
-        return Joined(torch.cat(list(column), found[0]), has_rows=True)
+        return torch.cat(list(column), found[0]), _Kind.ROWS
     weights = [float(size or 1) for size in sizes]
     if all(map(is_number, column)) and float in map(type, column):
-        return Joined(mean_number(column, weights))
+        return _mean(column, weights), _Kind.WHOLE
     if all(map(is_scalar, column)):
-        shares = [weight / sum(weights) for weight in weights]
-        parts = [x * share for x, share in zip(column, shares, strict=True)]
-        return Joined(torch.stack(parts).sum())
-    last = column[-1]
-    return Joined(last, is_last=not all(same(x, last, compares=compares) for x in column))
+        parts = [x * (w / sum(weights)) for x, w in zip(column, weights, strict=True)]
+        return torch.stack(parts).sum(), _Kind.WHOLE
+    return last, _Kind.WHOLE if are_equal(column, compares=compares) else _Kind.LAST
 
 
-def same(one: Any, other: Any, *, compares: bool) -> bool:
+def are_equal(column: Sequence[Any], *, compares: bool) -> bool:
+    return all(is_equal(value, column[-1], compares=compares) for value in column)
+
+
+def is_equal(one: Any, other: Any, *, compares: bool) -> bool:
     """Whether two values are equal; tensors that are not compared count as equal."""
     if one is other:
         return True
@@ -89,129 +115,132 @@ def is_scalar(value: Any) -> bool:
     return type(value) is Tensor and not value.ndim and value.is_floating_point()
 
 
-def mean_number(values: Sequence[float], weights: Sequence[float]) -> float:
+def is_own(value: Any) -> bool:
+    """Whether a value is a microbatch's own, as an empty container that a step may fill.
+
+    Flags and other objects, which say that code has run, are there for all of them.
+    """
+    is_empty = isinstance(value, list | dict | deque) and not value
+    return is_empty or is_number(value) or _holds_tensors(value)
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether a value is a tensor, or a container whose first item holds one."""
+    if isinstance(value, dict):
+        return bool(value) and _holds_tensors(next(iter(value.values())))
+    if isinstance(value, list | tuple | deque):
+        return bool(value) and _holds_tensors(value[0])
+    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+
+
+def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
     if all(value == values[0] for value in values):
         return values[-1]
     pairs = zip(values, weights, strict=True)
     return sum(float(value) * weight for value, weight in pairs) / sum(weights)
 
 
-def tensors_of(value: Any) -> list[Tensor]:
+def _tensors_of(value: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def detached(value: Any) -> Any:
+def _versions(value: Any) -> tuple[int, ...]:
+    return tuple(tensor._version for tensor in _tensors_of(value) if not tensor.is_inference())
+
+
+def _detached(value: Any) -> Any:
     """Return the value without graphs, which end with the step."""
-    if not any(tensor.requires_grad for tensor in tensors_of(value)):
+    if not any(tensor.requires_grad for tensor in _tensors_of(value)):
         return value
     return pytree.tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, value)
 
 
-def _is_plain(value: Any) -> bool:
-    is_tensor = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
-    return is_tensor and value.layout is torch.strided and not value.is_nested
+# -- rows of samples --------------------------------------------------------------------------
 
 
-def dimensions(tensors: Sequence[Any], sizes: Sequence[int]) -> list[int]:
+def _dimensions(tensors: Sequence[Any], sizes: Sequence[int]) -> list[int]:
     """Return the dimensions that follow the number of samples, by shape alone."""
-    if not all(_is_plain(tensor) for tensor in tensors):
-        return []
-    shapes = [tuple(tensor.shape) for tensor in tensors]
-    if len({len(shape) for shape in shapes}) > 1:
-        return []
+    shapes = [tuple(tensor.shape) for tensor in tensors] if all(map(is_plain, tensors)) else []
     return [
         dim
-        for dim in range(len(shapes[0]))
+        for dim in range(min(map(len, shapes), default=0))
         if all(shape[dim] == size for shape, size in zip(shapes, sizes, strict=True))
         and len({(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}) == 1
     ]
 
 
-def cut(value: Any, sizes: Sequence[int], index: int) -> Any:
-    """Return a microbatch's samples of a value that was set for all samples of this rank."""
-    start, rows = sum(sizes[:index]), sum(sizes)
+def first_values(
+    value: Any, sizes: tuple[int, ...], left: Joined | None, *, in_backward: bool
+) -> list[Any]:
+    """Return what each microbatch finds first in a slot that shows a value."""
+    rows = sum(sizes)
+    if left is not None and left.is_shown_by(value):
+        if left.sizes == sizes and (left.has_rows or in_backward):
+            return [*left.values]
+        if left.has_rows and sum(left.sizes) != rows:
+            # as on one device, the rows of a batch of other size fit no microbatch
+            before = sum(left.sizes)
+            copies = next(n for n in range(1, len(sizes) + 2) if n * before not in sizes)
+            unfit = _with_rows(value, before, lambda t, dim: torch.cat([t] * copies, dim))
+            return [unfit] * len(sizes)
+    if len(sizes) < 2 or not rows or not _holds_tensors(value):
+        return [value] * len(sizes)
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    return [
+        _with_rows(value, rows, partial(_narrowed, start=start, length=length))
+        for start, length in zip(starts, sizes, strict=True)
+    ]
 
-    def of_samples(leaf: Any) -> Any:
-        if not _is_plain(leaf) or rows not in leaf.shape:
+
+def _narrowed(tensor: Tensor, dim: int, start: int, length: int) -> Tensor:
+    return tensor.narrow(dim, start, length)
+
+
+def _with_rows(value: Any, rows: int, change: Callable[[Tensor, int], Tensor]) -> Any:
+    """Change all tensors with so many rows along the first such dimension."""
+
+    def changed(leaf: Any) -> Any:
+        if not is_plain(leaf) or rows not in leaf.shape:
             return leaf
-        return leaf.narrow(leaf.shape.index(rows), start, sizes[index])
+        return change(leaf, leaf.shape.index(rows))
 
-    return pytree.tree_map(of_samples, value)
-
-
-def unfit(value: Any, rows: int, sizes: Sequence[int]) -> Any:
-    """Return the values of a batch of other size: as on one device, they fit no microbatch."""
-    copies = next(n for n in range(1, len(sizes) + 2) if n * rows not in sizes)
-
-    def repeated(leaf: Any) -> Any:
-        if not _is_plain(leaf) or rows not in leaf.shape:
-            return leaf
-        return torch.cat([leaf] * copies, leaf.shape.index(rows))
-
-    return pytree.tree_map(repeated, value) if copies > 1 else value
+    return pytree.tree_map(changed, value)
 
 
-@dataclass(frozen=True)
-class Retained:
-    """A shown tensor whose gradient the user's code retains (``x.retain_grad()``)."""
-
-    shown: Tensor
-    sources: Sequence[Tensor]
-    dimension: int
-
-    def show_gradient(self) -> None:
-        """Join the gradients of the microbatches, if each has one."""
-        gradients = [each.grad for each in self.sources if each.grad is not None]
-        if len(gradients) == len(self.sources):
-            whole = gradients[0] if len(gradients) == 1 else torch.cat(gradients, self.dimension)
-            self.shown.grad = whole
+def is_of_samples(item: Any, sizes: Sequence[int]) -> bool:
+    """Whether an item of a container holds floats, or rows of one of several microbatches."""
+    leaves = pytree.tree_leaves(item)
+    if any(isinstance(leaf, float) or is_scalar(leaf) for leaf in leaves):
+        return True
+    shapes = [leaf.shape[:2] for leaf in leaves if isinstance(leaf, Tensor) and leaf.numel() > 1]
+    return len(sizes) > 1 and any(size in shape for shape in shapes for size in sizes)
 
 
-def retained(values: Sequence[Any], shown: Any, sizes: Sequence[int]) -> list[Retained]:
-    """Return the tensors of a shown value whose gradients microbatches retain."""
-    columns = [pytree.tree_leaves(value) for value in values]
-    leaves = pytree.tree_leaves(shown)
-    if any(len(column) != len(leaves) for column in columns):
-        return []
-    found = []
-    for leaf, *sources in zip(leaves, *columns, strict=True):
-        if all(isinstance(each, Tensor) and _retains(each) for each in sources):
-            along = dimensions(sources, sizes)
-            if along and leaf is not sources[0]:
-                found.append(Retained(leaf, sources, along[0]))
-    return found
-
-
-def _retains(tensor: Tensor) -> bool:
-    return tensor.requires_grad and (tensor.retains_grad or tensor.is_leaf)
+def retains_gradient(value: Any) -> bool:
+    return any(tensor.requires_grad and tensor.retains_grad for tensor in _tensors_of(value))
 
 
 # -- values of all ranks ----------------------------------------------------------------------
 
 
-def merged_numbers(rows: Sequence[Mapping[str, tuple[Any, float]]]) -> dict[str, Any]:
-    """Return the step's plain numbers by name, from every rank's with their weights."""
-    found: dict[str, list[tuple[Any, float]]] = {}
-    for row in rows:
-        for name, number in row.items():
-            found.setdefault(name, []).append(number)
-    values = {}
-    for name, pairs in found.items():
-        numbers, weights = zip(*pairs, strict=True)
-        if all(type(number) is int for number in numbers) and len(set(numbers)) > 1:
-            raise different_integers(name)
-        values[name] = mean_number(numbers, weights)
-    return values
+def refuse_different(name: str, numbers: Sequence[Any]) -> None:
+    """Raise for integers that are not all the same."""
+    if all(type(number) is int for number in numbers) and len(set(numbers)) > 1:
+        raise different_integers(name)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A buffer, and what each microbatch of this rank has left of it."""
+    """A buffer, or a tensor without dimensions, and what each microbatch of this rank has left.
 
-    name: str
+    ``own`` takes the value of all ranks. A rank with weight 0 has none.
+    """
+
     own: Tensor
     values: Sequence[Tensor]
-    is_sum: bool
+    weight: float
+    is_sum: bool = False
+    name: str = ""
 
     @property
     def is_integer(self) -> bool:
@@ -219,94 +248,192 @@ class Part:
 
     @property
     def numel(self) -> int:
-        in_two = self.own.is_complex() or self.own.dtype is torch.int64
-        return self.own.numel() * (2 if in_two else 1)
+        return self.own.numel() * (2 if self.is_integer or self.own.is_complex() else 1)
+
+    def take(self, value: Tensor) -> None:
+        real = _real(self.own)
+        value = value.view(real.shape)
+        if self.is_sum:
+            value = value + real.to(value.device).double()
+        if self.is_integer:
+            upper, lower = value.round().long().unbind(-1)
+            self.own.copy_((upper << 32) + lower)
+        else:
+            (torch.view_as_real(self.own) if self.own.is_complex() else self.own).copy_(value)
 
 
 class Packed:
-    """This rank's share of all means and sums, in one tensor of float64 for one all-reduce.
+    """This rank's share of all means and sums, in one tensor of float64 for one all-reduce."""
 
-    ``parts`` and the names of ``scalars`` are the same on all ranks. A rank without a scalar has
-    None there.
-    """
-
-    def __init__(
-        self,
-        parts: Sequence[Part],
-        scalars: Sequence[Tensor | None],
-        sizes: Sequence[int],
-        where: torch.device,
-    ) -> None:
-        self._means = sorted((p for p in parts if not p.is_sum), key=lambda p: p.is_integer)
+    def __init__(self, parts: Sequence[Part], sizes: Sequence[int], where: torch.device) -> None:
+        """``parts`` are in one order on all ranks."""
+        floats = [part for part in parts if not part.is_sum and not part.is_integer]
+        self._integers = [part for part in parts if not part.is_sum and part.is_integer]
         self._sums = [part for part in parts if part.is_sum]
-        self._integers = [part for part in self._means if part.is_integer]
-        self._rows: list[Tensor] = []
-        self._where = where
-        zero = torch.zeros((), dtype=torch.float64, device=where)
-        means, sums = (sum(p.numel for p in group) for group in (self._means, self._sums))
-        self._split = [1, means, sums, len(scalars), len(scalars)]
-        weights = [float(size or 1) for size in sizes]  # of unknown numbers all count the same
-        total = zero.new_zeros(1 + means + sums)
-        for index, weight in enumerate(weights):
-            values = self._flat([part.values[index] for part in self._means])
-            added = self._flat([part.values[index] for part in self._sums])
-            added = added - self._flat([part.own for part in self._sums])
-            self._rows.append(values[means - sum(part.numel for part in self._integers) :])
-            total = total + torch.cat([zero.new_tensor([weight]), values * weight, added])
-        tail = []
-        if scalars:
-            weight = sum(weights)
-            found = [zero if x is None else x.detach().to(where, torch.float64) for x in scalars]
-            has = zero.new_tensor([0.0 if x is None else weight for x in scalars])
-            tail = [torch.stack(found) * has, has]
-        self._total = torch.cat([total, *tail])
+        self._means, self._where = floats + self._integers, where
+        owns = self._flat([part.own for part in self._sums])
+        self._rows = [
+            self._flat([part.values[i] for part in self._means]) for i, _ in enumerate(sizes)
+        ]
+        added = [
+            self._flat([part.values[i] for part in self._sums]) - owns for i, _ in enumerate(sizes)
+        ]
+        empty = owns.new_zeros(sum(part.numel for part in self._means))
+        # of unknown numbers of samples all count the same
+        weighted = [row * float(size or 1) for row, size in zip(self._rows, sizes, strict=True)]
+        weights = owns.new_tensor([part.weight for part in self._means])
+        self._total = torch.cat([sum(weighted, empty), sum(added, torch.zeros_like(owns)), weights])
 
     def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
-        rows = [real(t.detach()).reshape(-1).to(self._where, torch.float64) for t in tensors]
+        rows = [_real(t.detach()).reshape(-1).to(self._where, torch.float64) for t in tensors]
         return torch.cat([torch.zeros(0, dtype=torch.float64, device=self._where), *rows])
 
-    def merge(self, several_ranks: bool) -> tuple[Tensor, Tensor | None, list[str]]:
-        """Write the buffers; collective.
+    def merge(self, several_ranks: bool) -> tuple[Tensor | None, list[str]]:
+        """Write the values of all ranks; collective.
 
-        Returns the scalars, whether integers differ (on the device, None for none) and their names.
+        Returns whether integers differ (on the device, None for none), and their names.
         """
         if several_ranks:
             all_reduce(self._total).wait()
-        weight, means, sums, scalars, weights = self._total.split(self._split)
-        means = means / weight
-        differs = None
+        counts = [part.numel for part in self._means]
+        ends = len(self._total) - len(counts)
+        means, sums, weights = self._total.tensor_split([sum(counts), ends])
+        repeats = torch.tensor(counts, dtype=torch.int64, device=self._where)
+        means = means / weights.repeat_interleave(repeats, output_size=sum(counts))
+        differs, first = None, sum(counts) - sum(part.numel for part in self._integers)
         if self._integers and self._rows:
-            wanted = means[len(means) - len(self._rows[0]) :].round()
-            differs = torch.stack([(row != wanted).any() for row in self._rows]).any()
+            wanted = means[first:].round()
+            differs = torch.stack([(row[first:] != wanted).any() for row in self._rows]).any()
         with torch.no_grad():
-            _write(self._means, means)
-            _write(self._sums, sums)
-        return scalars / weights, differs, [part.name for part in self._integers]
+            for parts, values in ((self._means, means), (self._sums, sums)):
+                pieces = values.split([part.numel for part in parts])
+                for part, piece in zip(parts, pieces, strict=True):
+                    part.take(piece)
+        return differs, [part.name for part in self._integers]
 
 
-def _write(parts: Sequence[Part], values: Tensor) -> None:
-    pieces = values.split([part.numel for part in parts])
-    for part, piece in zip(parts, pieces, strict=True):
-        own = part.own
-        value = piece.view(real(own).shape)
-        if part.is_sum:
-            value = value + real(own).to(value.device).double()
-        if part.is_integer:
-            value = value.round()
-        if own.is_complex():
-            torch.view_as_real(own).copy_(value)
-        elif own.dtype is torch.int64:
-            upper, lower = value.long().unbind(-1)
-            own.copy_((upper << 32) + lower)
-        else:
-            own.copy_(value)
-
-
-def real(tensor: Tensor) -> Tensor:
+def _real(tensor: Tensor) -> Tensor:
     """Return a tensor's numbers so that float64 holds each of them exactly."""
-    if tensor.dtype is torch.int64:
-        return torch.stack([tensor >> 32, tensor & 0xFFFFFFFF], -1)
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    if tensor.is_floating_point():
+        return tensor
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    return torch.stack([tensor.long() >> 32, tensor.long() & 0xFFFFFFFF], -1)
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank writes: names of buffers, those of another shape, attributes with kinds."""
+
+    buffers: frozenset[str] = frozenset()
+    left: frozenset[str] = frozenset()
+    scalars: Mapping[str, torch.dtype] = field(default_factory=dict)
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    weight: float = 0.0
+
+
+# what a rank says of its overlay in the exchange that ends the forward; they add up
+_TENSORS, _NUMBERS, _NEW = 1, 2, 4
+
+
+class Merge:
+    """Merges what all ranks write. What they merge changes seldom, and is exchanged then."""
+
+    def __init__(self, buffers: Buffers, control: ControlGroup, accelerator: Accelerator) -> None:
+        self._buffers, self._control, self._accelerator = buffers, control, accelerator
+        self.code = 0.0
+        self._share = self._agreed = Share()
+        self._scalars: dict[str, Tensor] = {}
+        self._sizes: tuple[int, ...] = ()
+        self._packed: Packed | None = None
+        self._means: dict[str, Tensor] = {}
+        self._verdict: tuple[Readback, list[str]] | None = None
+
+    @property
+    def is_alone(self) -> bool:
+        return self._control.world_size == 1
+
+    def finish(self, values: Mapping[str, Any], sizes: tuple[int, ...]) -> None:
+        """Take the new values of attributes, and set what other ranks need to learn."""
+        self._sizes, agreed, buffers = sizes, self._agreed, self._buffers
+        self._scalars = {name: value for name, value in values.items() if is_scalar(value)}
+        scalars = {name: value.dtype for name, value in self._scalars.items()}
+        numbers = {name: value for name, value in values.items() if is_number(value)}
+        weight = float(sum(sizes) or len(sizes))
+        self._share = Share(buffers.written, buffers.left, scalars, numbers, weight)
+        is_new = not buffers.left <= agreed.left or bool(sizes and scalars != agreed.scalars)
+        is_new = is_new or not buffers.written <= agreed.buffers | agreed.left
+        tensors = buffers.wrote() or bool(scalars)
+        self.code = float(_TENSORS * tensors | _NUMBERS * bool(numbers) | _NEW * is_new)
+        self._packed = self._pack() if tensors and not is_new else None
+
+    def combine(self, codes: Sequence[float]) -> dict[str, Any]:
+        """Write the buffers, and return the values of attributes; collective."""
+        flags, values = [int(code) for code in codes], {}
+        is_new = any(flag & _NEW for flag in flags)
+        if is_new or any(flag & _NUMBERS for flag in flags):
+            shares = self._control.gather(self._share)
+            if is_new:
+                self._agree(shares)
+            values = _merged_numbers(shares)
+        packs = is_new or any(flag & _TENSORS for flag in flags)
+        if packs and (self._agreed.buffers or self._agreed.scalars):
+            if is_new or not all(flag & _TENSORS for flag in flags):
+                self._packed = self._control.together("merging what the step writes", self._pack)
+            values |= self._merge()
+            if is_new:
+                self._control.together("comparing integer buffers", self.check)
+        return values
+
+    def _agree(self, shares: Sequence[Share]) -> None:
+        left = self._agreed.left.union(*(share.left for share in shares))
+        names = frozenset[str]().union(*(share.buffers for share in shares)) - left
+        scalars = {name: dtype for share in shares for name, dtype in share.scalars.items()}
+        self._agreed = Share(names, left, dict(sorted(scalars.items())))
+
+    def _pack(self) -> Packed:
+        device, count = self._accelerator.device, len(self._sizes)
+        weight = float(sum(size or 1 for size in self._sizes))
+        parts = self._buffers.parts(self._agreed.buffers)
+        self._means = {
+            name: torch.zeros((), dtype=dtype, device=device)
+            for name, dtype in self._agreed.scalars.items()
+        }
+        for name, own in self._means.items():
+            found = self._scalars.get(name, own)
+            parts.append(Part(own, [found] * count, 0.0 if found is own else weight))
+        is_sent = communicates(torch.empty(0, device=device), None)
+        return Packed(parts, self._sizes, device if is_sent else torch.device("cpu"))
+
+    def _merge(self) -> dict[str, Tensor]:
+        packed, self._packed = self._packed, None
+        assert packed is not None
+        differs, names = packed.merge(self._control.world_size > 1)
+        if differs is not None:
+            readback = self._accelerator.readback()
+            readback.add(differs.to(self._accelerator.device))
+            self._verdict = readback, names
+        return self._means
+
+    def check(self) -> None:
+        """Raise if microbatches left different integers; a step later, when no host need wait."""
+        verdict, self._verdict = self._verdict, None
+        if verdict is not None and verdict[0].finish()[0]:
+            raise different_integers(*verdict[1], buffers=True)
+
+    def drop(self) -> None:
+        self._packed = self._verdict = None
+
+
+def _merged_numbers(shares: Sequence[Share]) -> dict[str, Any]:
+    """Return the step's plain numbers by name, from every rank's with their weights."""
+    values = {}
+    for name in {name: None for share in shares for name in share.numbers}:
+        pairs = [(each.numbers[name], each.weight) for each in shares if name in each.numbers]
+        numbers, weights = zip(*pairs, strict=True)
+        refuse_different(name, numbers)
+        values[name] = _mean(numbers, weights)
+    return values
 
 
 def different_integers(*names: str, buffers: bool = False) -> UnitUseError:

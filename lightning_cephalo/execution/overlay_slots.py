@@ -1,68 +1,135 @@
-"""What modules hold apart from parameters and buffers: attributes and training modes."""
+"""Slots, where modules hold what a step may write, and what they hold at one time."""
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter, is_, itemgetter
+from itertools import repeat
+from operator import attrgetter, is_, itemgetter, setitem
 from typing import Any
 
-from torch import Tensor, nn
-
-from lightning_cephalo.execution.overlay_merge import (
-    cut,
-    detached,
-    is_number,
-    joined,
-    tensors_of,
-    unfit,
-)
+from torch import nn
 
 MISSING = object()
 OF_TORCH = frozenset(vars(nn.Module()))
+CONTAINERS = frozenset((list, dict, set, deque))
 
 # their modules store no tensors of a batch, or keep account of what microbatches add
 _SKIPPED = ("torch.", "torchmetrics.", "lightning.")
-CONTAINERS = frozenset((list, dict, set, deque))
-_NOT_USERS = frozenset(["torch", "torchmetrics", "lightning", "pytorch_lightning", "transformers"])
-_NOT_USERS |= {"lightning_cephalo", "numpy", "builtins", "collections", "functools", "enum"}
-_NOT_USERS |= {"logging", "types"}
-# a container of more items is data: only its length is looked at
+# a container of more items is data, and not looked into
 _MOST_ITEMS = 10_000
 
 
+def is_metric(module: nn.Module) -> bool:
+    return any(kind.__module__.startswith("torchmetrics.") for kind in type(module).__mro__)
+
+
 def may_store(module: nn.Module) -> bool:
-    return not any(
-        kind.__module__.startswith(_SKIPPED)
-        for kind in (type(module), *(k for k in type(module).__mro__ if k.__name__ == "Metric"))
-    )
+    return not (type(module).__module__.startswith(_SKIPPED) or is_metric(module))
 
 
-# -- the start of a step ----------------------------------------------------------------------
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """A key of ``vars(module)`` or ``module._buffers``; a buffer has no name of an attribute."""
+
+    names: dict[str, Any]
+    key: str
+    name: str = ""
+
+    def read(self) -> Any:
+        return self.names.get(self.key, MISSING)
+
+    def write(self, value: Any) -> None:
+        _assign(self.names, self.key, value)
 
 
-def copy_of(container: Any) -> Any:
-    if len(container) > _MOST_ITEMS:
-        return len(container)
+def _assign(names: dict[str, Any], key: str, value: Any) -> None:
+    if value is MISSING:
+        names.pop(key, None)
+    else:
+        names[key] = value
+
+
+class Slots:
+    """Slots that are read and written together: in C, as every visit does it."""
+
+    def __init__(self, slots: Iterable[Slot] = ()) -> None:
+        self._all: dict[tuple[int, str], Slot] = {}
+        self._holders: list[dict[str, Any]] = []
+        self.keys: list[str] = []
+        for slot in slots:
+            self.add(slot)
+
+    def __iter__(self) -> Iterator[Slot]:
+        return iter(self._all.values())
+
+    def add(self, slot: Slot) -> None:
+        self._all[id(slot.names), slot.key] = slot
+        self._holders.append(slot.names)
+        self.keys.append(slot.key)
+
+    def find(self, names: dict[str, Any], key: str) -> Slot | None:
+        return self._all.get((id(names), key))
+
+    def read(self) -> list[Any]:
+        return [*map(dict.get, self._holders, self.keys, repeat(MISSING))]
+
+    def write(self, values: Sequence[Any]) -> None:
+        deque(map(setitem, self._holders, self.keys, values), maxlen=0)
+        if any(map(is_, values, repeat(MISSING))):
+            for slot, value in zip(self, values, strict=False):
+                slot.write(value)
+
+
+def are_same(some: Iterable[Any], others: Iterable[Any]) -> bool:
+    """Whether two rows hold the same objects; rows are as long as each other."""
+    return all(map(is_, some, others))
+
+
+# -- training modes ---------------------------------------------------------------------------
+
+Modes = tuple[bool, ...]
+"""Whether each module is in training mode."""
+
+
+class TrainingModes:
+    """The slots ``training`` of all modules."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        # in C, as every pause reads all of them; a scripted module keeps its mode elsewhere
+        self._read: Callable[[], Iterator[bool]] = partial(map, attrgetter("training"), modules)
+        if all("training" in vars(module) for module in modules):
+            self._read = partial(map, itemgetter("training"), [*map(vars, modules)])
+        self._all_train = (True,) * len(modules)
+        self.shown: Modes = tuple(self._read())
+
+    def now(self) -> Modes:
+        """Return the modes: one object for as long as they stay the same."""
+        now = self._all_train if all(self._read()) else tuple(self._read())
+        if now is not self.shown and now != self.shown:
+            self.shown = now
+        return self.shown
+
+    def show(self, modes: Modes) -> None:
+        self.shown = modes
+        for module, mode in zip(self._modules, modes, strict=True):
+            if module.training != mode:
+                module.training = mode
+
+
+# -- what modules hold at one time ------------------------------------------------------------
+
+
+def items_of(container: Any) -> list[Any]:
     if isinstance(container, dict):
         return [part for pair in container.items() for part in pair]
     return list(container)
 
 
-def _same(now: Any, then: Any) -> bool:
-    if isinstance(now, int) or isinstance(then, int):
-        return bool(now == then)
-    return len(now) == len(then) and all(map(is_, now, then))
-
-
-def _refill(container: Any, items: Any) -> None:
-    if isinstance(items, int):
-        if isinstance(container, list):
-            del container[items:]
-        return
+def _refill(container: Any, items: Sequence[Any]) -> None:
     container.clear()
     if isinstance(container, dict):
         container.update(zip(items[::2], items[1::2], strict=True))
@@ -72,208 +139,49 @@ def _refill(container: Any, items: Any) -> None:
         container.extend(items)
 
 
-def _inside(value: Any) -> Any:
-    """Return the items of a container, or the attributes of an object of the user's."""
-    if type(value) in CONTAINERS:
-        return value
-    owner = type(value).__module__.partition(".")[0]
-    if owner in _NOT_USERS or isinstance(value, nn.Module | type) or callable(value):
-        return None
-    return getattr(value, "__dict__", None)
-
-
 class Look:
-    """The attributes of one module at one time."""
+    """The attributes of one module at one time, and the items of its containers."""
 
-    def __init__(self, names: dict[str, Any], *, walks: bool, copies: bool) -> None:
-        self.names, self.values, self._now = names, dict(names), names.values()
-        self._in_order = [*self._now]
-        self.inside: dict[str, tuple[Any, Any]] = {}
-        for name, value in self.values.items() if walks or copies else ():
-            if name not in OF_TORCH and (walks or type(value) in CONTAINERS):
-                held = _inside(value)
-                if held is not None:
-                    self.inside[name] = held, copy_of(held)
+    def __init__(self, path: str, names: dict[str, Any], *, with_items: bool) -> None:
+        self.path, self.names, self.values, self._now = path, names, dict(names), names.values()
+        self._then = self.values.values()
+        self.items: dict[str, tuple[Any, list[Any]]] = {}
+        for name, value in self.values.items() if with_items else ():
+            if type(value) in CONTAINERS and name not in OF_TORCH and len(value) <= _MOST_ITEMS:
+                self.items[name] = value, items_of(value)
 
     def is_touched(self) -> bool:
         """Whether the module holds other objects or another order; in C, for every visit."""
-        return len(self._now) != len(self._in_order) or not all(map(is_, self._now, self._in_order))
+        return len(self._now) != len(self._then) or not are_same(self._now, self._then)
 
-    def put_back(self, after: Look | None) -> None:
-        """Undo what came before ``after``; what came behind it stays."""
-        for name in {*self.names, *self.values} - OF_TORCH:
-            now, old = self.names.get(name, MISSING), self.values.get(name, MISSING)
-            if now is not old and (after is None or after.values.get(name, MISSING) is now):
-                _assign(self.names, name, old)
-        for name, (held, items) in self.inside.items():
-            if type(self.values[name]) in CONTAINERS:
-                then = None if after is None else after.items_of(held)
-                if then is None or _same(copy_of(held), then):
-                    _refill(held, items)
-
-    def items_of(self, held: Any) -> Any:
-        return next((items for each, items in self.inside.values() if each is held), None)
-
-
-def _assign(names: dict[str, Any], name: str, value: Any) -> None:
-    if value is MISSING:
-        names.pop(name, None)
-    else:
-        names[name] = value
+    def name(self, key: str) -> str:
+        return f"{self.path}.{key}" if self.path else key
 
 
 class Start:
-    """What modules hold when a step begins; their containers too, for :meth:`put_back`."""
+    """What modules hold when a step begins."""
 
-    def __init__(
-        self, places: Sequence[dict[str, Any]], *, walks: bool = False, copies: bool = True
-    ) -> None:
-        self.looks = [Look(names, walks=walks, copies=copies) for names in places]
-        self._after: Sequence[Look | None] = [None] * len(places)
+    def __init__(self, places: Mapping[str, dict[str, Any]], *, with_items: bool = True) -> None:
+        self.looks = [Look(*place, with_items=with_items) for place in places.items()]
+        self._after: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def finish(self) -> None:
         """Note what the forward leaves: hooks behind it may store something else."""
-        self._after = [Look(look.names, walks=False, copies=True) for look in self.looks]
-        for look, after in zip(self.looks, self._after, strict=True):
-            assert after is not None
-            after.inside = {n: (held, copy_of(held)) for n, (held, _) in look.inside.items()}
+        self._after = [
+            (dict(look.names), {name: items_of(held) for name, (held, _) in look.items.items()})
+            for look in self.looks
+        ]
 
     def put_back(self) -> None:
-        for look, after in zip(self.looks, self._after, strict=True):
-            look.put_back(after)
-
-
-# -- attributes -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Rows:
-    """What a step has left for each of its microbatches, and shows between steps."""
-
-    values: Sequence[Any]
-    sizes: tuple[int, ...]
-    shown: Any
-    versions: tuple[int, ...]
-
-
-class Attribute:
-    def __init__(self, names: dict[str, Any], key: str, name: str, first: Any) -> None:
-        self.names, self.key, self.name, self.begun = names, key, name, first
-        self.firsts: list[Any] = []
-        self.rows: Rows | None = None
-
-    def read(self) -> Any:
-        return self.names.get(self.key, MISSING)
-
-    def write(self, value: Any) -> None:
-        _assign(self.names, self.key, value)
-
-    def found_first(self, value: Any, sizes: tuple[int, ...]) -> list[Any]:
-        """Return what each microbatch finds first where the module shows a value."""
-        rows = self.rows
-        if rows is not None and value is rows.shown and _versions(value) == rows.versions:
-            if rows.sizes == sizes:
-                return [*rows.values]
-            if sum(rows.sizes) != sum(sizes):
-                return [unfit(value, sum(rows.sizes), sizes)] * len(sizes)
-        if len(sizes) < 2 or not sum(sizes) or not holds_tensors(value):
-            return [value] * len(sizes)
-        return [cut(value, sizes, index) for index in range(len(sizes))]
-
-    def show(self, values: Sequence[Any], sizes: tuple[int, ...], *, compares: bool) -> bool:
-        """Show the microbatches' values as one; return whether that is only the last one's."""
-        if all(value is values[0] for value in values):
-            values = [detached(values[0])] * len(values)
-        else:
-            values = [detached(value) for value in values]
-        one = joined(values, sizes, compares=compares)
-        self.rows = None
-        if one.has_rows:
-            self.rows = Rows(values, sizes, one.shown, _versions(one.shown))
-        self.write(one.shown)
-        return one.is_last
-
-
-def _versions(value: Any) -> tuple[int, ...]:
-    return tuple(tensor._version for tensor in tensors_of(value) if not tensor.is_inference())
-
-
-def holds_tensors(value: Any) -> bool:
-    """Whether a value is a tensor, or a container whose first item holds one."""
-    if isinstance(value, dict):
-        return bool(value) and holds_tensors(next(iter(value.values())))
-    if isinstance(value, list | tuple | deque):
-        return bool(value) and holds_tensors(value[0])
-    return isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
-
-
-def is_own(value: Any) -> bool:
-    """Whether a value is a microbatch's own, as an empty container that a step may fill.
-
-    Flags and other objects, which say that code has run, are there for all of them.
-    """
-    is_empty = isinstance(value, list | dict | deque) and not value
-    return is_empty or is_number(value) or holds_tensors(value)
-
-
-Modes = tuple[bool, ...]
-"""Whether each module is in training mode."""
-
-
-class TrainingModes:
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
-        # every pause reads the modes of all modules, where a loop in Python would cost the most; a
-        # scripted module keeps its mode elsewhere than among its attributes
-        holders: Sequence[Any] = [vars(module) for module in modules]
-        read: Callable[[Any], bool] = itemgetter("training")
-        if any("training" not in names for names in holders):
-            holders, read = modules, attrgetter("training")
-        self._read = partial(map, read, holders)
-        self._all_train = (True,) * len(holders)
-
-    def now(self) -> Modes:
-        return self._all_train if all(self._read()) else tuple(self._read())
-
-    def show(self, modes: Modes) -> None:
-        for module, mode in zip(self._modules, modes, strict=True):
-            if module.training != mode:
-                module.training = mode
-
-
-# -- objects that microbatches share ----------------------------------------------------------
-
-
-def is_of_samples(item: Any, held_by: Any, sizes: Sequence[int]) -> bool:
-    """Whether an item holds rows of one of several microbatches, or a container has got a float."""
-    if len(sizes) > 1 and any(_has_rows(tensor, sizes) for tensor in tensors_of(item)):
-        return True
-    return type(held_by) in CONTAINERS and _is_float(item)
-
-
-def _is_float(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(_is_float, value.values()))
-    if isinstance(value, Tensor):
-        return value.numel() == 1 and value.is_floating_point()
-    return isinstance(value, float)
-
-
-def _has_rows(tensor: Tensor, sizes: Sequence[int]) -> bool:
-    """Whether one of the first two dimensions is as long as a microbatch."""
-    if any(length > 1 and length in sizes for length in tensor.shape[:2]):
-        return True
-    return 1 in sizes and tensor.ndim > 1 and tensor.shape[0] == 1
-
-
-def warn_of_shared(name: str, value: Any, microbatches: int) -> None:
-    warnings.warn(
-        f"training_step changes {name!r}, a {type(value).__name__}, in place, once for each of this"
-        f" rank's microbatches ({microbatches} in this step), which share it. One device changes it"
-        " once, from the whole batch, and a step that reads it may find what is of other samples."
-        " Assign a new value instead, such as self.cache = {**self.cache, 'h': h}: then each"
-        " microbatch finds its own. For numbers, self.log(..., on_epoch=True, sync_dist=True) gives"
-        " the mean over the epoch, and self.trainer.callback_metrics that of the global batch in"
-        " on_train_batch_end(). If only hooks read it, ignore this warning.",
-        stacklevel=2,
-    )
+        """Undo what the forward has stored; what came behind it stays."""
+        after = self._after or [(look.names, {}) for look in self.looks]
+        for look, (values, items) in zip(self.looks, after, strict=True):
+            for name, (held, before) in look.items.items():
+                now = items_of(held)
+                then = items.get(name, now)
+                if len(now) == len(then) and are_same(now, then):
+                    _refill(held, before)
+            for name in {*look.names, *look.values} - OF_TORCH:
+                present, old = look.names.get(name, MISSING), look.values.get(name, MISSING)
+                if present is not old and values.get(name, MISSING) is present:
+                    _assign(look.names, name, old)

@@ -13,7 +13,7 @@ Source: torch's own ``checkpoint(use_reentrant=False)``. The inputs here can mov
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -246,7 +246,8 @@ class RecomputedVisit:
             accelerator.restore_random_states(found.random)
             push_saved_tensor_hooks(saved.pack, _never)
             try:
-                with self._replayed():
+                overlay = places.overlay
+                with nullcontext() if overlay is None else overlay.replayed(found.view):
                     body(*args, **kwargs)
             except _Enough:
                 pass
@@ -264,17 +265,6 @@ class RecomputedVisit:
                 " CephaloStrategy(recompute=False)."
             )
         return values
-
-    @contextmanager
-    def _replayed(self) -> Iterator[None]:
-        """Show what the first run has found on the modules."""
-        view, overlay = self._found.view, self._places.overlay
-        with ExitStack() as stack:
-            if overlay is not None and view is not None:
-                stack.enter_context(overlay.replayed(view))
-                if view.buffers:
-                    stack.enter_context(overlay.replayed_buffers(view))
-            yield
 
 
 def _leaves(values: Sequence[Any]) -> list[Any]:

@@ -235,7 +235,7 @@ def _compare(
         refused = gathers.refused()
     in_half = "16" in str(trainer.precision)
     failure = ""  # the error itself would keep activations
-    kept = StoredValues(model.module, model.executor.overlay.places)
+    kept = StoredValues(model.executor.overlay.places)
     with ExitStack() as undo:
         try:
             # one rank alone may lack the memory for copies

@@ -144,7 +144,7 @@ class Session:
             reduce_dtype=options.reduce_dtype,
             state_groups=job.state_groups,
         )
-        self.model.executor.overlay.sum_up(options.summed_buffers)
+        self.model.executor.overlay.buffers.sum_up(options.summed_buffers)
         self._at_end.callback(ModuleCopies(self.model, self._ranks_run_one_step).remove)
         if job.trains:
             self._at_end.callback(SwitchedOffCaches(module).restore)

@@ -114,7 +114,7 @@ def resting_bytes(model: ShardedModel) -> int:
         buffer.untyped_storage().data_ptr(): buffer.untyped_storage().nbytes()
         for buffer in model.module.buffers()
     }
-    copies = model.executor.overlay.resting_bytes
+    copies = model.executor.overlay.buffers.resting_bytes
     counters = _COUNTER_BYTES * sum(len(flat.sharded) for flat in model.flats)
     resting = sum(held.values()) + copies + counters
     allocator = model.accelerator.allocator

@@ -10,7 +10,7 @@ import gc
 import math
 import operator
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from itertools import count, cycle, repeat
@@ -45,20 +45,19 @@ class StoredValues:
 
     ::
 
-        stored = StoredValues(module, places)
+        stored = StoredValues(places)
         for size in (4, 2, 2):
             stored.begin()
             ...                        # the step, on so many samples
             stored.end(size)
         stored.gather(control)         # stored.rows is what all ranks have found
 
-    ``places`` are attributes that may store something. Numbers are compared only if parts of all
-    ranks have the same share of their batches, as they are means over all samples.
+    ``places`` are the attributes of modules that may store something, by path. Numbers are compared
+    only if parts of all ranks have the same share of their batches, as they are means over samples.
     """
 
-    def __init__(self, module: nn.Module, places: Sequence[dict[str, Any]]) -> None:
-        paths = {id(vars(inner)): path for path, inner in module.named_modules()}
-        self._places = [(paths.get(id(names), ""), names) for names in places]
+    def __init__(self, places: Mapping[str, dict[str, Any]]) -> None:
+        self._places = [*places.items()]
         self._start: list[dict[str, Any]] = []
         self._marks: dict[str, tuple[Any, Any]] = {}
         self._sizes: list[int] = []

@@ -95,7 +95,7 @@ def model_on(device: LateDevice) -> FakeModel:
             attach=lambda _: None,
             detach=lambda _: None,
             observed_by=lambda _: nullcontext(),
-            overlay=SimpleNamespace(resting_bytes=0),
+            overlay=SimpleNamespace(buffers=SimpleNamespace(resting_bytes=0)),
         ),
     )
 

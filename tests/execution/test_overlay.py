@@ -14,6 +14,7 @@ from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.overlay import Overlay
 from lightning_cephalo.execution.overlay_buffers import COPIED_BYTES
+from lightning_cephalo.execution.overlay_merge import Share
 from lightning_cephalo.execution.overlay_slots import Start
 
 
@@ -159,18 +160,13 @@ def test_graphs_end_with_the_step():
     assert not module.kept.requires_grad and torch.equal(module.kept, stores[0])
 
 
-def test_retained_gradients_of_all_microbatches_are_those_of_what_the_module_shows():
+def test_a_gradient_that_the_step_retains_is_refused_by_name():
     module = _Top()
-    overlay = _overlay(module)
     stores = [torch.ones(size, 2, requires_grad=True) * 2 for size in (3, 2)]
     for each in stores:
         each.retain_grad()
-    _step(overlay, module, (3, 2), stores)
-    shown = module.kept
-    overlay.begin_backward(False)
-    (stores[0].sum() + 2 * stores[1].sum()).backward()
-    overlay.end_backward()
-    assert module.kept is shown and shown.grad.tolist() == [[1.0] * 2] * 3 + [[2.0] * 2] * 2
+    with pytest.raises(UnitUseError, match=r"a tensor in 'kept' whose gradient.*register_hook"):
+        _step(_overlay(module), module, (3, 2), stores)
 
 
 def test_hooks_of_the_backward_find_and_store_what_is_of_their_microbatch():
@@ -233,10 +229,10 @@ def test_floats_are_means_over_samples_and_other_integers_are_refused_by_name():
 
 def test_the_numbers_of_another_rank_count_by_its_samples():
     module = _Top()
-    overlay = _overlay(module, (None, {"kept": (7.0, 1.0)}))
+    overlay = _overlay(module, Share(numbers={"kept": 7.0}, weight=1.0))
     _run(overlay, (3,), lambda *_: setattr(module, "kept", 3.0), 2.0)
     assert module.kept == 4.0
-    overlay = _overlay(module, (None, {"kept": (7, 1.0)}))
+    overlay = _overlay(module, Share(numbers={"kept": 7}, weight=1.0))
     with pytest.raises(UnitUseError, match="in the integer 'kept'"):
         _run(overlay, (3,), lambda *_: setattr(module, "kept", 3), 2.0)
 
@@ -244,8 +240,8 @@ def test_the_numbers_of_another_rank_count_by_its_samples():
 def test_a_rank_without_samples_takes_the_numbers_of_the_others():
     module = _Top()
     module.part = _Top()
-    others = {"kept": (7, 1.0), "part.kept": (2, 1.0), "gone.kept": (1, 1.0)}
-    _run(_overlay(module, (None, others)), (), None, 2.0)
+    others = Share(numbers={"kept": 7, "part.kept": 2, "gone.kept": 1}, weight=1.0)
+    _run(_overlay(module, others), (), None, 2.0)
     assert module.kept == 7 and module.part.kept == 2
 
 
@@ -259,11 +255,11 @@ def test_scalars_of_hooks_and_of_steps_that_do_not_set_them_stay_as_they_are():
                 (3, 1),
                 lambda _, i, value=value: setattr(module, "kept", value + torch.tensor(4.0 * i)),
             )
-            assert module.kept == value + 1.0 and overlay._agreed_scalars == {"kept": torch.float32}
+            assert module.kept == value + 1.0
             module.kept = torch.tensor(7.0)  # a hook's
         else:
             _run(overlay, (3, 1), lambda *_: None)
-            assert module.kept == 7.0 and not overlay._agreed_scalars
+            assert module.kept == 7.0
 
 
 def test_a_recomputed_unit_finds_its_attributes_and_modes_and_what_it_writes_is_dropped():
@@ -288,15 +284,10 @@ def test_a_recomputed_unit_finds_its_attributes_and_modes_and_what_it_writes_is_
         assert module.kept == 50 and module.inner[0].training
 
 
-class _Record:
-    def __init__(self):
-        self.rows = None
-
-
-@pytest.mark.parametrize("kind", ["dict", "list", "deque", "object"])
+@pytest.mark.parametrize("kind", ["dict", "list", "deque"])
 def test_what_microbatches_change_in_place_is_named_once(kind):
     module = _Top()
-    held = {"dict": {}, "list": [], "deque": deque(maxlen=1)}.get(kind, _Record())
+    held: Any = {"dict": {}, "list": [], "deque": deque(maxlen=1)}[kind]
     module.held = held
     overlay = _overlay(module)
 
@@ -304,16 +295,12 @@ def test_what_microbatches_change_in_place_is_named_once(kind):
         def write(phase, index):
             if kind == "dict":
                 held["h"] = (values[index], 1)
-            elif kind == "object":
-                held.rows = values[index]
             else:
                 held.append(values[index])
 
         _run(overlay, (3, 2), write)
 
     step(["a", 1])  # of no samples
-    if kind == "object":
-        step([1.0, 2.0])  # any object may have numbers of its own
     with pytest.warns(UserWarning, match="changes 'held', a .*, in place"):
         step([torch.zeros(3, 7), torch.ones(2, 7)])
     step([torch.zeros(3, 7), torch.ones(2, 7)])
@@ -367,7 +354,7 @@ def _module() -> Any:
 def test_a_list_that_the_forward_has_filled_and_replaced_is_as_before():
     module = _module()
     taken = module.taken
-    start = Start([vars(module)])
+    start = Start({"": vars(module)})
     module.taken.append("of the forward")
     module.taken, module.new, module.count = [], 3, 2
     start.finish()
@@ -378,7 +365,7 @@ def test_a_list_that_the_forward_has_filled_and_replaced_is_as_before():
 
 def test_what_is_stored_behind_the_forward_stays():
     module = _module()
-    start = Start([vars(module)])
+    start = Start({"": vars(module)})
     module.count = 2
     start.finish()
     module.taken.append("of a hook")
@@ -430,16 +417,14 @@ class _Buffers(nn.Module):
         super().__init__()
         self.register_buffer("kept", torch.zeros(numel))
         self.register_buffer("still", torch.ones(2))
-        self.inner = nn.Module()
-        self.inner.register_buffer("shared", self.kept)
 
 
 def _in_place(module, index):
-    module.inner.shared += index + 1
+    module.kept += index + 1
 
 
 def _assigned(module, index):
-    module.kept = module.inner.shared = module.kept + index + 1
+    module.kept = module.kept + index + 1
 
 
 def _found(overlay, module, write):
@@ -462,7 +447,7 @@ def test_each_microbatch_starts_from_the_buffers_of_the_step_and_they_become_mea
     for start in (0.0, 1.5):
         found = _found(overlay, module, write)
         assert found == [start, start, start + 1.0, start + 2.0] and overlay.code
-        assert module.kept is own and module.inner.shared is own and module.still is still
+        assert module.kept is own and module.still is still
         assert own.tolist() == [start + 1.5] * 3 and still.tolist() == [1.0] * 2
     _found(overlay, module, None)
     assert not overlay.code
@@ -474,7 +459,7 @@ def test_what_a_hook_writes_to_buffers_is_the_beginning_of_the_next_step():
     _found(overlay, module, None)
     module.kept.fill_(5.0)
     assert _found(overlay, module, _in_place)[0] == 5.0
-    module.kept = module.inner.shared = torch.full((3,), 7.0)
+    module.kept = torch.full((3,), 7.0)
     assert _found(overlay, module, _in_place)[1] == 7.0
 
 
@@ -484,16 +469,16 @@ def test_a_recomputed_unit_finds_the_buffers_that_it_found():
     views = []
 
     def visit(phase, index):
-        views.append(overlay.now([module.inner]))  # it shares the buffer with another module
+        views.append(overlay.now([module]))
         module.kept += 1 + index if not phase else 10
 
     _run(overlay, (1, 1), visit, phases=2)
     module.kept.fill_(99.0)
     shown = []
     for view in views:
-        with overlay.replayed_buffers(view):
+        with overlay.replayed(view):
             shown.append(float(module.kept[0]))
-            module.inner.shared += 3.0  # as in its first forward
+            module.kept += 3.0  # as in its first forward
         assert module.kept[0] == 99.0
     assert shown == [0.0, 0.0, 1.0, 2.0]
 
@@ -513,7 +498,7 @@ def test_a_recomputed_unit_finds_statistics_that_raise_no_version(counts):
     _run(overlay, (2,), visit, phases=2)
     means = []
     for view in views:
-        with overlay.replayed_buffers(view):
+        with overlay.replayed(view):
             means.append(norm.running_mean.tolist())
             norm(x)
     assert means == [[0.0, 0.0], pytest.approx([0.2, 0.3])]
@@ -539,13 +524,17 @@ def test_a_buffer_that_changes_its_shape_is_left_to_the_microbatches_of_all_rank
             warnings.simplefilter("ignore")  # a buffer of the samples
             _run(overlay, (1,), lambda *_, write=write: write())
     assert module.still.shape == (7,) and module.kept.tolist() == [1.0] * 3
-    assert overlay._agreed == {"kept"}
 
 
-def test_a_buffer_that_is_set_in_one_of_its_modules_only_is_refused():
+@pytest.mark.parametrize("write", [_in_place, _assigned])
+def test_a_buffer_of_several_modules_is_refused_when_it_is_written(write):
     module = _Buffers()
-    with pytest.raises(UnitUseError, match="which several modules share, in one of them only"):
-        _found(_overlay(module), module, lambda module, _: setattr(module, "kept", torch.ones(3)))
+    module.inner = nn.Module()
+    module.inner.register_buffer("shared", module.kept)
+    overlay = _overlay(module)
+    _found(overlay, module, None)
+    with pytest.raises(UnitUseError, match="'kept', which several modules share"):
+        _found(overlay, module, write)
 
 
 def test_a_rank_without_samples_has_written_nothing():
@@ -569,7 +558,7 @@ def test_summed_buffers_add_up_and_other_integers_are_refused():
     module = _Buffers()
     module.register_buffer("count", torch.tensor([5]))
     overlay = _overlay(module)
-    overlay.sum_up(["cou*"])
+    overlay.buffers.sum_up(["cou*"])
     _run(overlay, (3, 1), lambda _, index: module.count.add_(index + 1))
     assert module.count.tolist() == [8]
     with pytest.raises(UnitUseError, match="in the integer buffer 'count'"):

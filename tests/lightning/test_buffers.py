@@ -225,10 +225,10 @@ def _grown():
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         trainer("3:1").fit(Misused("grown"), loader(16))
-    return [str(w.message) for w in said if "change their shape" in str(w.message)]
+    return [str(w.message) for w in said if "different values in" in str(w.message)]
 
 
 def test_a_buffer_of_changing_shape_is_named_once():
     first, second = in_ranks(2, _grown)
-    assert len(first) == 1 and "['grown']" in first[0] and "plain attribute" in first[0]
+    assert len(first) == 1 and "'grown'" in first[0]
     assert not second

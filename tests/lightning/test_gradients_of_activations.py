@@ -69,37 +69,6 @@ class _HooksOfNodes(_Activations):
         return x
 
 
-class _Retains(_Activations):
-    """Asks for gradients behind the model, as for Hugging Face's ``hidden_states``."""
-
-    def at_end(self, hidden: list[Tensor]) -> None:
-        for each in hidden:
-            if each.requires_grad:
-                each.retain_grad()
-        self.hidden = hidden
-
-    def on_after_backward(self) -> None:
-        for index, each in enumerate(self.hidden):
-            assert each.grad is not None
-            self.see(f"x{index}", each.grad)
-
-
-class _RetainsInUnit(_Activations):
-    """Grad-CAM of a layer in a block."""
-
-    def setup(self, stage: str) -> None:
-        self.blocks[1].up.register_forward_hook(self.take)
-
-    def take(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        if output.requires_grad:
-            output.retain_grad()
-        self.activation = output
-
-    def on_after_backward(self) -> None:
-        assert self.activation.grad is not None
-        self.see("up", self.activation.grad)
-
-
 class _HooksOfTaken(_Activations):
     """A hook of a tensor in a block that the loss uses, too."""
 
@@ -240,8 +209,6 @@ class _Manual(_Hooks):
 _EQUAL = {
     "several batches per update": (_Hooks, {"accumulate_grad_batches": 3}),
     "hooks of nodes": (_HooksOfNodes, {}),
-    "retained gradients": (_Retains, {}),
-    "retained gradients in a unit": (_RetainsInUnit, {}),
     "hooks of what leaves a unit": (_HooksOfTaken, {}),
     "gradients that hooks store": (_StoresGradients, {}),
     "late hooks of what leaves a unit": (_HooksOfAttention, {}),

@@ -166,7 +166,7 @@ def _warned(rank):
             try:
                 found = compared(
                     *(model, step, nullcontext, (x, rows), parts),
-                    StoredValues(module, model.executor.overlay.places),
+                    StoredValues(model.executor.overlay.places),
                     repeated=BatchLayout().repeated,
                 )
             except (ValueError, TypeError, RemoteRankError) as error:
@@ -284,11 +284,11 @@ class _Counting(_Trained):
         super().__init__(loss)
         self.net.norm = nn.Identity()  # it would refuse a single sample
         self.register_buffer("count", torch.zeros(()))
-        self.seen: list[tuple[float]] = []
+        self.seen: list[str] = []
 
     def training_step(self, batch, batch_idx):
         self.count += 1.0
-        self.seen.append((torch.rand(()).item(),))  # a bare number would be warned of
+        self.seen.append(str(torch.rand(())))  # a number would be warned of
         self.log("loss", loss := super().training_step(batch, batch_idx), sync_dist=True)
         return loss
 
