@@ -156,7 +156,7 @@ def predicted_s(
     (root_gather_s, root_reduce_s), (last_gather_s, last_reduce_s) = root_times(sharded, clock)
     network = mean_times(sharded, clock)
     for flat in sharded.flats:
-        flat.forget_gradient()
+        flat.gradient.forget()
     units = len(sharded.units) - 1
     own = RankProfile(
         f"rank {sharded.control.rank}",

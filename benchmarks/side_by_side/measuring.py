@@ -196,7 +196,7 @@ def _profile(
     network = measure_network(sharded, clock, math.inf)
     for unit in sharded.units:
         for flat in unit.flats:
-            flat.forget_gradient()
+            flat.gradient.forget()
     units = sum(visit.differentiable for visit in sharded.executor.visits)
     known, every = sorted(measured.times), np.arange(1, measured.largest + 1)
 

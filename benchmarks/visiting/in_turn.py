@@ -44,8 +44,8 @@ def _steps(root: Path, options: argparse.Namespace) -> None:
     from lightning_cephalo.execution.executor import Executor
     from lightning_cephalo.execution.step import MicrobatchCall
     from lightning_cephalo.ranks.control import ControlGroup
+    from lightning_cephalo.sharding.context import ShardingContext
     from lightning_cephalo.sharding.discovery import find_units
-    from lightning_cephalo.sharding.flat import ShardingContext
     from lightning_cephalo.sharding.layout import Divider
     from lightning_cephalo.sharding.placement import default_mesh
     from lightning_cephalo.sharding.routes import Routing

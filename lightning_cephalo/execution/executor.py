@@ -69,7 +69,7 @@ from lightning_cephalo.plan.program import (
 )
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.discovery import UnitKind
-from lightning_cephalo.sharding.flat import Residence
+from lightning_cephalo.sharding.gathered import Residence
 from lightning_cephalo.sharding.unit import Unit, UnitState
 
 # A rank's state in the exchange that ends a forward.
@@ -347,11 +347,11 @@ class Executor:
     def show_held_gradients(self) -> None:
         """Show hooks the gradients of earlier steps, and pass on what they have assigned."""
         for unit in self._showing:
-            unit.show_held_gradients()
+            unit.show_gradients()
 
     def _hide_held_gradients(self) -> None:
         for unit in self._showing:
-            unit.hide_held_gradients()
+            unit.hide_gradients()
         self._showing = []
 
     def backward(self, divisor: float = 1.0, factor: float = 1.0) -> None:

@@ -45,7 +45,7 @@ from lightning_cephalo.plan.program import (
     layered_backward,
     prefetch,
 )
-from lightning_cephalo.sharding.flat import Residence
+from lightning_cephalo.sharding.gathered import Residence
 from lightning_cephalo.sharding.unit import Unit, UnitState
 from lightning_cephalo.sharding.write_guard import spelled
 
@@ -152,6 +152,13 @@ class ManualSteps:
         self._executor.failure.guarded(self._look, step)
 
     def _look(self, step: Step) -> None:
+        if any(unit.has_landed for unit in self._executor.units):
+            raise UnitUseError(
+                "training_step has run a backward that ends at a unit, so that its gradient would"
+                " be that of this rank alone (torch.autograd.backward?), or assigns a gradient"
+                " between a forward and its backward. Call self.manual_backward(loss), and assign"
+                " gradients behind it."
+            )
         stale: list[str] = []
         for unit in self._gathered():
             unit.adopt()
@@ -161,12 +168,6 @@ class ManualSteps:
                 f"training_step writes to {spelled(stale)} between a forward that uses it and the"
                 " next backward or update: the forward's copy would keep the old values. Write"
                 " before the forward, or after the update."
-            )
-        if any(unit.has_landed for unit in self._executor.units):
-            raise UnitUseError(
-                "training_step has run a backward that ends at a unit, so that its gradient would"
-                " be that of this rank alone (torch.autograd.backward?). Call"
-                " self.manual_backward(loss)."
             )
 
     def _gathered(self) -> list[Unit]:

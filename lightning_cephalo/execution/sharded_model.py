@@ -22,8 +22,9 @@ from lightning_cephalo.ranks.groups import Groups
 from lightning_cephalo.sharding.across_groups import Across
 from lightning_cephalo.sharding.buffers import BufferPool
 from lightning_cephalo.sharding.collectives import broadcast
+from lightning_cephalo.sharding.context import ShardingContext
 from lightning_cephalo.sharding.discovery import UnitKind, UnitMembers, find_units
-from lightning_cephalo.sharding.flat import Flat, ShardingContext, divide_flat
+from lightning_cephalo.sharding.flat import Flat, divide_flat
 from lightning_cephalo.sharding.layout import Divider, GroupDivider
 from lightning_cephalo.sharding.materialise import initialise_members
 from lightning_cephalo.sharding.moving import Column
@@ -185,7 +186,7 @@ class ShardedModel:
 
     @property
     def parameter_count(self) -> int:
-        return sum(flat.numel for flat in self.flats)
+        return sum(flat.contents.numel for flat in self.flats)
 
     @property
     def parameter_pools(self) -> tuple[BufferPool, ...]:
@@ -264,10 +265,12 @@ class ShardedModel:
         for unit in self.units:
             slots = [_slot(flat, divider) for flat in unit.flats]
             padded = [(flat, slot) for flat, slot in zip(unit.flats, slots, strict=True) if slot]
-            gathers.append([world_size * slot * flat.dtype.itemsize for flat, slot in padded])
+            gathers.append(
+                [world_size * slot * flat.contents.dtype.itemsize for flat, slot in padded]
+            )
             reduces.append(
                 [
-                    (world_size + 1) * slot * flat.sent_dtype.itemsize
+                    (world_size + 1) * slot * flat.contents.sent_dtype.itemsize
                     for flat, slot in padded
                     if flat.trainable
                 ]
@@ -313,14 +316,14 @@ class ShardedModel:
         divider, rank = self._divider(fractions), self.place
         grows, copies = 0, [0]
         for flat in self.flats:
-            old, new = flat.layout, divide_flat(flat.shapes, divider)
+            old, new = flat.cut.layout, divide_flat(flat.contents.shapes, divider)
             if old is None or new is None or old.cuts == new.cuts:
                 continue
             before, after = old.sizes[rank], new.sizes[rank]
             itemsizes = [column.itemsize for column in columns_of(flat)]
-            grows += (after - before) * (flat.master_dtype.itemsize + sum(itemsizes))
+            grows += (after - before) * (flat.contents.master_dtype.itemsize + sum(itemsizes))
             # a column's slices are joined before they travel
-            copies += [after * flat.master_dtype.itemsize]
+            copies += [after * flat.contents.master_dtype.itemsize]
             copies += [(before + after) * itemsize for itemsize in itemsizes]
         return max(grows, 0) + max(copies)
 
@@ -365,7 +368,7 @@ class ShardedModel:
 
 
 def _slot(flat: Flat, divider: Divider) -> int | None:
-    layout = divide_flat(flat.shapes, divider)
+    layout = divide_flat(flat.contents.shapes, divider)
     return None if layout is None else slot_numel(layout.sizes)
 
 

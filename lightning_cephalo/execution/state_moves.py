@@ -66,7 +66,7 @@ class StateMoves:
         self.mover.forget_sent()
         for unit in units:
             for flat in unit.flats:
-                flat.forget_gradient()
+                flat.gradient.forget()
 
     @property
     def homes(self) -> Sequence[StateHome]:

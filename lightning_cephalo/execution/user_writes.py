@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from lightning_cephalo.common.errors import CephaloError, UnitUseError
 from lightning_cephalo.execution.graph import gradient_through_units
-from lightning_cephalo.sharding.flat import FREED
+from lightning_cephalo.sharding.gathered import FREED
 from lightning_cephalo.sharding.unit import Unit
 from lightning_cephalo.sharding.write_guard import REMEDY, spelled
 
@@ -90,7 +90,7 @@ def needs_freed(error: BaseException) -> bool:
 
 def read_elsewhere(error: RuntimeError, unit: Unit) -> None:
     """Raise by name if a backward has failed as an embedding's values are gone."""
-    shapes = (str(list(shape))[1:-1] for flat in unit.flats for shape in flat.shapes)
+    shapes = (str(list(shape))[1:-1] for flat in unit.flats for shape in flat.contents.shapes)
     if needs_freed(error) and any(shape in str(error) for shape in shapes):
         raise UnitUseError(
             f"training_step computes with the parameters of {unit.name!r} behind a call of it. Its"

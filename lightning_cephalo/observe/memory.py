@@ -194,11 +194,11 @@ class TrainingMemory(Observer):
 
     def _made_before(self) -> list[Any]:
         made = [self._model.module, *_state_of(self._optimizers), *self._model.buffers()]
-        rows = (tensor for flat in self._model.flats for tensor in (flat.shard, flat.full))
+        rows = (tensor for flat in self._model.flats for tensor in (flat.shard, flat.gathered.full))
         return [*made, *rows, *self._own_gradients()]
 
     def _own_gradients(self) -> list[Tensor]:
-        gradients = (flat.own_gradient for flat in self._model.flats)
+        gradients = (flat.gradient.own for flat in self._model.flats)
         return [gradient for gradient in gradients if gradient is not None]
 
     def before_forward(self, batch: Any) -> None:
@@ -288,7 +288,7 @@ class TrainingMemory(Observer):
         # idle buffers count as well
         pools = (*self._model.parameter_pools, self._model.padding.gathers)
         lent = sum(pool.held_bytes for pool in pools)
-        own = [flat.full for flat in self._model.flats if not flat.is_lent]
+        own = [flat.gathered.full for flat in self._model.flats if not flat.gathered.is_lent]
         return lent + distinct_bytes(own)
 
     def _gradient_bytes(self) -> int:

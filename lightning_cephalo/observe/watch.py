@@ -297,9 +297,13 @@ def _moved_bytes(model: Callable[[], ShardedModel | None], instruction: Instruct
         return 0.0
     flats = sharded.units[instruction.unit].flats
     if instruction.operation is Operation.GATHER:
-        return float(sum((f.numel - f.shard.numel()) * f.dtype.itemsize for f in flats))
+        return float(
+            sum((f.contents.numel - f.shard.numel()) * f.contents.dtype.itemsize for f in flats)
+        )
     trained = [flat for flat in flats if flat.trainable]
-    return float(sum((f.numel - f.shard.numel()) * f.sent_dtype.itemsize for f in trained))
+    return float(
+        sum((f.contents.numel - f.shard.numel()) * f.contents.sent_dtype.itemsize for f in trained)
+    )
 
 
 def aligned(said: list[tuple[str, float | None, Recording]]) -> list[Recording]:

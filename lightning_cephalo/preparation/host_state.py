@@ -86,7 +86,7 @@ class HostState:
         if not own.moves_state or not optimizers or not self._has_begun:
             return
         homes = self._planned_homes(own)
-        whole = [sum(flat.numel for flat in unit.trained) for unit in self._model.units]
+        whole = [sum(flat.contents.numel for flat in unit.trained) for unit in self._model.units]
         rows = [own.state_fraction * size for size in whole]
         needed = self._taken_bytes(rows, homes, self._held(optimizers)) + (own.host_bytes or 0.0)
         if needed > self._capacity_bytes:
@@ -177,6 +177,6 @@ class HostState:
     def _sizes(self, rank: int) -> list[int]:
         """Return, by unit, the elements that a rank trains."""
         return [
-            sum(flat.sizes[rank] for flat in unit.flats if flat.trainable and flat.layout)
+            sum(flat.cut.sizes[rank] for flat in unit.flats if flat.trainable and flat.cut.layout)
             for unit in self._model.units
         ]

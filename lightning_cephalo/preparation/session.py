@@ -495,7 +495,9 @@ class Session:
         """Return the units as tables name them, the root unit first."""
         return [
             report.UnitSize(
-                unit.name, type_of(unit.module).__name__, sum(flat.numel for flat in unit.flats)
+                unit.name,
+                type_of(unit.module).__name__,
+                sum(flat.contents.numel for flat in unit.flats),
             )
             for unit in self.model.units
         ]
@@ -635,7 +637,7 @@ class Session:
         model = self.model
         model.release_buffers()
         model.accelerator.synchronize()
-        most = max((flat.numel * flat.master_dtype.itemsize for flat in model.flats), default=0)
+        most = max((flat.contents.master_bytes for flat in model.flats), default=0)
         torch.empty(most, dtype=torch.uint8, device=model.device)
 
     def abandon(self) -> None:

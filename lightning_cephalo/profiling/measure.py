@@ -159,7 +159,7 @@ def measure(
 
     for unit in model.units:
         for flat in unit.flats:
-            flat.forget_gradient()  # moving the shards may need this memory
+            flat.gradient.forget()  # moving the shards may need this memory
     model.accelerator.empty_cache()
     visits = _visits_of_blocks(model)
     units = max(1, sum(visit.differentiable for visit in visits))

@@ -57,8 +57,7 @@ def state_bytes(model: ShardedModel, *, early: bool = False) -> int:
     """
     copies = _EARLY_COPIES if early else _STATE_COPIES
     held = sum(
-        flat.numel * flat.master_dtype.itemsize * (copies if flat.trainable else 1)
-        for flat in model.flats
+        flat.contents.master_bytes * (copies if flat.trainable else 1) for flat in model.flats
     )
     if not early:
         return held + _receive_bytes(model)
@@ -120,7 +119,7 @@ def resting_bytes(model: ShardedModel) -> int:
     allocator = model.accelerator.allocator
     if allocator is not None:
         shards = [flat.shard for flat in model.flats]
-        shards += [flat.own_gradient for flat in model.flats if flat.own_gradient is not None]
+        shards += [flat.gradient.own for flat in model.flats if flat.gradient.own is not None]
         lent = sum(pool.held_bytes for pool in model.buffer_pools)
         state = sum(_nbytes(shard) for shard in shards)
         resting = max(resting, allocator.current_bytes - lent - state)
@@ -130,10 +129,10 @@ def resting_bytes(model: ShardedModel) -> int:
 def largest_row(model: ShardedModel) -> tuple[int, int]:
     """Return the elements and the bytes of the largest row of a trained parameter."""
     rows = [
-        (shape.numel() // max(1, shape[0]), flat.master_dtype.itemsize)
+        (shape.numel() // max(1, shape[0]), flat.contents.master_dtype.itemsize)
         for flat in model.flats
         if flat.trainable
-        for shape in map(torch.Size, flat.shapes)
+        for shape in map(torch.Size, flat.contents.shapes)
         if shape
     ]
     elements, itemsize = max(rows, key=math.prod, default=(0, 0))
@@ -241,7 +240,7 @@ class StepMeter(Observer):
     def measuring(self) -> Iterator[None]:
         """Measure the step inside."""
         # these exist already, and are empty until units are gathered
-        buffers = [*[flat.full for flat in self._model.flats], *self._model.buffers()]
+        buffers = [*[flat.gathered.full for flat in self._model.flats], *self._model.buffers()]
         with self._meter.measuring(*buffers):
             lent = sum(pool.held_bytes for pool in self._model.buffer_pools)
             self._resting_bytes = self._meter.current_bytes - lent
@@ -274,7 +273,7 @@ class _StepTracker(MemoryTracker):
     def _is_gathered(self, tensor: Tensor) -> bool:
         # the buffers that a gather receives into are counted
         storage = tensor.untyped_storage()._cdata
-        known = [flat.full.untyped_storage() for flat in self._model.flats]
+        known = [flat.gathered.full.untyped_storage() for flat in self._model.flats]
         known += [b.storage for pool in self._model.parameter_pools for b in pool.buffers]
         return any(storage == other._cdata for other in known)
 

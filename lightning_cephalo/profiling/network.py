@@ -123,7 +123,7 @@ def _uneven(world_size: int) -> list[float]:
 def _have_room(model: ShardedModel, fractions: Sequence[float], capacity_bytes: float) -> bool:
     """Return whether every rank could hold its parameters and gradients with these shares."""
     held = sum(
-        flat.numel * flat.master_dtype.itemsize * (2 if flat.trainable else 1)
+        flat.contents.master_bytes * (2 if flat.trainable else 1)
         for unit in model.units
         for flat in unit.flats
     )

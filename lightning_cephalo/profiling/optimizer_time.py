@@ -101,11 +101,11 @@ def _clip_time(
         # the maximum over ranks, so that all ranks stop after the same repetition
         times.append(model.control.max(clock() - start_s))
     for flat in held:
-        flat.forget_gradient()
+        flat.gradient.forget()
     if not times:
         return 0.0
     # what is left out takes as long for each element
-    share = sum(flat.numel for flat in held) / sum(flat.numel for flat in flats)
+    share = sum(flat.contents.numel for flat in held) / sum(flat.contents.numel for flat in flats)
     return statistics.median(times[1:] or times) / share
 
 
@@ -114,11 +114,11 @@ def _with_gradients(model: ShardedModel, flats: Sequence[Flat]) -> Sequence[Flat
     count = 0
     with contextlib.suppress(torch.OutOfMemoryError):
         for flat in flats:
-            flat.hold_gradient()
+            flat.gradient.hold(flat.cut)
             count += 1
     common = min(int(each) for (each,) in model.control.gather([float(count)]))
     for flat in flats[common:]:
-        flat.forget_gradient()
+        flat.gradient.forget()
     return flats[:common]
 
 
@@ -132,7 +132,7 @@ def _adamw_time(
         for parameter in flat.sharded
         if parameter.requires_grad
     ]
-    trained = sum(flat.numel for flat in flats)
+    trained = sum(flat.contents.numel for flat in flats)
     if not trained:
         return 0.0, math.inf
     most = max(1, _ROWS_NUMEL // max(len(rows), 1))

@@ -86,7 +86,7 @@ def trained_sizes(model: ShardedModel) -> tuple[int, ...]:
     """Return the trained parameters of each block, behind those of all else; as on all ranks."""
     sizes = [0]
     for unit in model.units:
-        size = sum(flat.numel for flat in unit.trained)
+        size = sum(flat.contents.numel for flat in unit.trained)
         if unit.kind is UnitKind.BLOCK:
             sizes.append(size)
         else:
@@ -109,8 +109,8 @@ def planned_state_bytes(model: ShardedModel) -> float:
 def _element_bytes(model: ShardedModel) -> float:
     """Return the bytes of a trained parameter: of several dtypes the mean."""
     flats = [flat for flat in model.flats if flat.trainable]
-    count = sum(flat.numel for flat in flats)
-    held = sum(flat.numel * flat.master_dtype.itemsize for flat in flats)
+    count = sum(flat.contents.numel for flat in flats)
+    held = sum(flat.contents.master_bytes for flat in flats)
     return held / count if count else 4.0
 
 

@@ -11,7 +11,8 @@ On gloo, padding was measured 3 to 13 times slower than sends: docs/design/colle
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -26,18 +27,38 @@ from lightning_cephalo.sharding.transfers import Pending
 _STRAIGHT = Straight()
 
 
+@dataclass(frozen=True)
+class Way:
+    """How slices travel.
+
+    Attributes:
+        padding: Whether nearly equal slices are padded; None: they are not.
+        stage: Moves device tensors over backends that run on the host; None: blocking copies do.
+        route: The way of sends and receives.
+    """
+
+    padding: Padding | None = None
+    stage: HostStage | None = None
+    route: Route = _STRAIGHT
+
+
+_USUAL = Way()
+
+
 def gather_slices(
     full: torch.Tensor,
     sizes: Sequence[int],
     group: dist.ProcessGroup,
-    padding: Padding | None = None,
-    stage: HostStage | None = None,
-    route: Route = _STRAIGHT,
+    way: Way = _USUAL,
     slices: Sequence[torch.Tensor] | None = None,
 ) -> Pending:
-    """Fill ``full`` with every rank's slice; this rank's own slice is already in place."""
+    """Fill ``full`` with every rank's slice; this rank's own slice is already in place.
+
+    Args:
+        slices: The slices of ``full``, if they are cut already.
+    """
     if full.is_cpu:
-        return Pending(route.gather(slices or full.split(list(sizes)), group))
+        return Pending(way.route.gather(slices or full.split(list(sizes)), group))
     if backend_of(group).runs_on_device:
         rank, parts = group.rank(), list(full.split(list(sizes)))
         own = parts[rank]
@@ -45,14 +66,14 @@ def gather_slices(
             return Pending(
                 [all_gather_single(full, own, group=group, async_op=True)], tensors=(full,)
             )
-        slots = None if padding is None else padding.slots(full, sizes)
+        slots = None if way.padding is None else way.padding.slots(full, sizes)
         if slots is not None:
             slots.of(rank)[: sizes[rank]].copy_(own)
             work = all_gather_single(slots.whole, slots.of(rank), group=group, async_op=True)
             return Pending([work], lambda: slots.empty_into(full), (full, slots.whole))
         return Pending([dist.all_gather(parts, own, group=group, async_op=True)], tensors=(full,))
-    if stage is not None:
-        return stage.gather(full, sizes, group, route)
+    if way.stage is not None:
+        return way.stage.gather(full, sizes, group, way.route)
     host = full.cpu()
     gather_slices(host, sizes, group).wait()
     full.data.copy_(host)
@@ -63,34 +84,25 @@ def reduce_slices(
     full: torch.Tensor,
     sizes: Sequence[int],
     group: dist.ProcessGroup,
-    output: torch.Tensor,
-    *,
-    scale: float = 1.0,
-    accumulate: bool = False,
-    padding: Padding | None = None,
-    stage: HostStage | None = None,
-    route: Route = _STRAIGHT,
+    deliver: Callable[[torch.Tensor], None],
+    dtype: torch.dtype,
+    way: Way = _USUAL,
     slices: Sequence[torch.Tensor] | None = None,
 ) -> Pending:
-    """Sum ``full`` over the ranks and write ``scale`` times this rank's slice to ``output``."""
+    """Sum ``full`` over the ranks, and give this rank's slice to ``deliver``, in a dtype.
+
+    Args:
+        slices: The slices of ``full``, if they are cut already.
+    """
     rank = group.rank()
     own = sizes[rank]
-
-    def deliver(total: torch.Tensor) -> None:
-        if accumulate:
-            output.add_(total, alpha=scale)
-        elif scale == 1.0:
-            output.copy_(total)
-        else:
-            torch.mul(total, scale, out=output)
-
     if full.is_cpu:
-        memory = full.new_empty(route.received_numel(sizes, rank))
+        memory = full.new_empty(way.route.received_numel(sizes, rank))
         parts = slices or full.split(list(sizes))
-        works, total_of = route.reduce(parts, memory, group, output.dtype)
+        works, total_of = way.route.reduce(parts, memory, group, dtype)
         return Pending(works, (lambda: deliver(total_of())) if own else None, (full,))
     if backend_of(group).runs_on_device:
-        slots = None if padding is None else padding.slots(full, sizes, has_sum=True)
+        slots = None if way.padding is None else way.padding.slots(full, sizes, has_sum=True)
         if slots is not None:
             slots.fill(full)
             (sums,) = slots.more
@@ -101,21 +113,16 @@ def reduce_slices(
                 slots.give_back()
 
             return Pending([work], take, (slots.whole, sums))
-        total = torch.empty_like(output, dtype=full.dtype)
+        total = full.new_empty(own)
         if len(set(sizes)) == 1:
             work = reduce_scatter_single(total, full, group=group, async_op=True)
         else:
-            work = dist.reduce_scatter(
-                total,
-                list(full.split(list(sizes))),
-                op=dist.ReduceOp.SUM,
-                group=group,
-                async_op=True,
-            )
+            parts = list(full.split(list(sizes)))
+            work = dist.reduce_scatter(total, parts, group=group, async_op=True)
         return Pending([work], lambda: deliver(total), (full, total))
 
-    assert stage is not None
-    return stage.reduce(full, sizes, group, output.dtype, deliver, route)
+    assert way.stage is not None
+    return way.stage.reduce(full, sizes, group, dtype, deliver, way.route)
 
 
 def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup | None, source: int) -> None:

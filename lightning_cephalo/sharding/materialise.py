@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lightning_cephalo.sharding.discovery import UnitMembers
+from lightning_cephalo.sharding.placement import like_parameter
 
 
 def initialise_members(top: nn.Module, members: UnitMembers, *, materialise: bool) -> UnitMembers:
@@ -108,10 +109,7 @@ def _kept(module: nn.Module) -> Iterator[None]:
 def on_cpu(value: torch.Tensor) -> torch.Tensor:
     """Return an empty CPU tensor for a meta tensor; a parameter keeps its tags."""
     empty = torch.empty_like(value, device="cpu", requires_grad=False)
-    if isinstance(value, nn.Parameter):
-        empty = nn.Parameter(empty, requires_grad=value.requires_grad)
-        empty.__dict__.update(value.__dict__)
-    return empty
+    return like_parameter(empty, value) if isinstance(value, nn.Parameter) else empty
 
 
 def _hugging_face_model(top: nn.Module, module: nn.Module) -> nn.Module | None:

@@ -187,10 +187,8 @@ class RowsTensor(_ReadsWhole, DTensor):  # type: ignore[misc]
         """Return a copy with rows of its own, as ``clone()`` does: no rank needs another one."""
         if id(self) not in memo:
             rows = self.detach().clone()
-            if isinstance(self, nn.Parameter):
-                rows = nn.Parameter(rows, self.requires_grad)
-                rows.__dict__.update(self.__dict__)
-            memo[id(self)] = rows
+            is_parameter = isinstance(self, nn.Parameter)
+            memo[id(self)] = like_parameter(rows, self) if is_parameter else rows
         return memo[id(self)]
 
 
@@ -351,13 +349,19 @@ def set_rows(tensor: torch.Tensor, local: torch.Tensor, placement: Placement) ->
     tensor._spec = row_spec(tensor.device_mesh, placement, tensor.shape, tensor.dtype)
 
 
+def like_parameter(data: torch.Tensor, original: torch.Tensor) -> nn.Parameter:
+    """Return a parameter with the flag and the tags of another one."""
+    parameter = nn.Parameter(data, requires_grad=original.requires_grad)
+    # users tag parameters (`weight._no_weight_decay = True`): the tags must survive
+    parameter.__dict__.update(original.__dict__)
+    return parameter
+
+
 def full_parameter(sharded: nn.Parameter) -> nn.Parameter:
     """Return a full copy of a sharded parameter with its tags; collective."""
     with torch.no_grad():
         # a rank that holds all rows may get them without a copy
-        full = nn.Parameter(whole_of(sharded).clone(), requires_grad=sharded.requires_grad)
-    full.__dict__.update(sharded.__dict__)
-    return full
+        return like_parameter(whole_of(sharded).clone(), sharded)
 
 
 def default_mesh(device_type: str, group: dist.ProcessGroup | None = None) -> DeviceMesh:

@@ -13,12 +13,13 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from lightning_cephalo.sharding.buffers import BufferPool
+from lightning_cephalo.sharding.context import ShardingContext
 from lightning_cephalo.sharding.discovery import UnitKind, UnitMembers
-from lightning_cephalo.sharding.flat import Flat, Residence, ShardingContext, divide_flat
+from lightning_cephalo.sharding.flat import Flat, divide_flat
+from lightning_cephalo.sharding.gathered import Residence
 from lightning_cephalo.sharding.layout import Divider
 from lightning_cephalo.sharding.moving import Column
 from lightning_cephalo.sharding.transfers import Pending, Wait, wait_for
-from lightning_cephalo.sharding.write_guard import GatheredParameter
 
 # 16 bytes in the narrowest dtype, which has one byte
 _ALIGNED_NUMEL = 16
@@ -62,7 +63,6 @@ class Unit:
             key = (parameter.requires_grad, parameter.dtype, parameter.ndim == 0)
             groups.setdefault(key, []).append(index)
         self._owners = []
-        self._names: list[list[str]] = []
         self.flats: list[Flat] = []
         for indices in groups.values():
             # odd sizes go last, so that the other parameters stay aligned for fast kernels
@@ -71,13 +71,10 @@ class Unit:
             )
             chosen = [members.parameters[index] for index in indices]
             layout = divide_flat([tuple(parameter.shape) for parameter, _ in chosen], divider)
-            self.flats.append(Flat([parameter for parameter, _ in chosen], layout, context))
+            names = [owners[0].name for _, owners in chosen]
+            originals = [parameter for parameter, _ in chosen]
+            self.flats.append(Flat(originals, names, layout, context))
             self._owners.append([owners for _, owners in chosen])
-            self._names.append([owners[0].name for _, owners in chosen])
-        for names, flat in zip(self._names, self.flats, strict=True):
-            for name, parameter in zip(names, flat.parameters, strict=True):
-                assert isinstance(parameter, GatheredParameter)
-                parameter.full_name, parameter.lock = name, flat.locking
         self._gathers: list[Pending] = []
         self._reduces: list[Pending] = []
         self._shown: Sequence[Sequence[nn.Parameter]] = ()
@@ -110,22 +107,23 @@ class Unit:
     @property
     def full_bytes(self) -> int:
         """Bytes of the gathered parameters."""
-        return sum(flat.numel * flat.dtype.itemsize for flat in self.flats)
+        return sum(flat.contents.full_bytes for flat in self.flats)
 
     @property
     def gradient_bytes(self) -> int:
         """Bytes of the full gradients during a backward."""
-        return sum(flat.numel * flat.master_dtype.itemsize for flat in self.trained)
+        return sum(flat.contents.master_bytes for flat in self.trained)
 
     @property
     def sent_gradient_bytes(self) -> int:
         """Bytes of the full gradients as they travel."""
-        return sum(flat.numel * flat.sent_dtype.itemsize for flat in self.trained)
+        return sum(flat.contents.sent_bytes for flat in self.trained)
 
     @property
     def receiving_bytes(self) -> int:
         """Bytes that a reduce takes which is under way, in addition to gradients."""
-        return sum(flat.received_bytes for flat in self.trained) if self._reduces else 0
+        reduced = self.trained if self._reduces else ()
+        return sum(flat.gradient.received_bytes(flat.cut) for flat in reduced)
 
     # -- parameters ---------------------------------------------------------------------------
 
@@ -133,14 +131,16 @@ class Unit:
         """Return name and DTensor of every parameter (once, under its first name)."""
         return [
             (name, parameter)
-            for names, flat in zip(self._names, self.flats, strict=True)
-            for name, parameter in zip(names, flat.sharded, strict=True)
+            for flat in self.flats
+            for name, parameter in zip(flat.contents.names, flat.sharded, strict=True)
         ]
 
     def parameter_pairs(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
         """Return the sharded and the gathered object of every parameter."""
         return [
-            pair for flat in self.flats for pair in zip(flat.sharded, flat.parameters, strict=True)
+            pair
+            for flat in self.flats
+            for pair in zip(flat.sharded, flat.gathered.parameters, strict=True)
         ]
 
     def owning_modules(self) -> list[nn.Module]:
@@ -169,8 +169,8 @@ class Unit:
         self._shown = parameters_of
 
     def renew_accumulators(self) -> list[Node]:
-        """Let graphs from now on add to gradients in place; see ``Flat.renew_accumulators``."""
-        return [node for flat in self.flats for node in flat.renew_accumulators()]
+        """Let graphs from now on add to gradients in place; see ``Gathered.renew_accumulators``."""
+        return [node for flat in self.flats for node in flat.gathered.renew_accumulators()]
 
     # -- steps with several phases ------------------------------------------------------------
 
@@ -182,7 +182,7 @@ class Unit:
     @property
     def versions(self) -> tuple[int, ...]:
         """Per parameter, a number that rises whenever its values change."""
-        return tuple(version for flat in self.flats for version in flat.versions)
+        return tuple(version for flat in self.flats for version in flat.gathered.versions)
 
     def updated(self, parameters: Container[int]) -> None:
         """Note that an optimizer may have changed parameters, given by the ids of their shards."""
@@ -193,55 +193,47 @@ class Unit:
         """Set which gathered parameters need gradients; flags as in :attr:`flags`."""
         start = 0
         for flat in self.flats:
-            end = start + len(flat.parameters)
-            flat.show_flags(flags[start:end])
+            end = start + len(flat.sharded)
+            flat.gathered.show_flags(flags[start:end])
             start = end
 
     def show_gradients(self) -> None:
-        """Show on gathered parameters that their shards hold gradients."""
-        for names, flat in zip(self._names, self.flats, strict=True):
-            flat.show_gradients(names)
-
-    def hide_gradients(self) -> None:
-        """Undo :meth:`show_gradients`."""
-        for flat in self.flats:
-            flat.hide_gradients()
-
-    def show_held_gradients(self) -> None:
         """Show on gathered parameters what their shards hold, until the backward begins."""
         for flat in self.flats:
-            flat.show_held_gradients()
+            flat.gathered.note_flags()
+            flat.gradient.show()
 
-    def hide_held_gradients(self) -> None:
-        """Undo :meth:`show_held_gradients`, and keep what code has assigned in between."""
+    def hide_gradients(self) -> None:
+        """Undo :meth:`show_gradients`, and keep what code has assigned in between."""
         for flat in self.flats:
-            flat.hide_held_gradients()
+            flat.gradient.hide()
 
     def adopt(self) -> None:
         """Pass on to the shards what code has done to gathered parameters."""
         for flat in self.flats:
-            flat.adopt()
+            flat.gathered.adopt_flags()
+            flat.gradient.pass_on()
 
     # -- writes of the user's code ------------------------------------------------------------
 
     def lock(self) -> None:
         """Refuse all use of the sharded parameters until :meth:`unlock`, by name."""
-        for names, flat in zip(self._names, self.flats, strict=True):
-            flat.lock(names)
+        for flat in self.flats:
+            flat.guard.close()
 
     def unlock(self) -> None:
         """Allow use of the sharded parameters again."""
         for flat in self.flats:
-            flat.unlock()
+            flat.guard.open()
 
     def assigned(self) -> list[str]:
         """Return the sharded parameters to whose ``data`` plain values were assigned."""
-        return self._where([flat.assigned() for flat in self.flats])
+        return self._where([flat.guard.assigned() for flat in self.flats])
 
     def written(self) -> list[str]:
         """Return the gathered parameters that code wrote to or replaced since the last call."""
         replaced, self._replaced = self._replaced, []
-        return self._where([flat.written() for flat in self.flats]) + replaced
+        return self._where([flat.gathered.written() for flat in self.flats]) + replaced
 
     def rows_written(self) -> list[str]:
         """Return the sharded parameters that code wrote to since the last call."""
@@ -250,8 +242,8 @@ class Unit:
     def _where(self, flags_of: Sequence[Sequence[bool]]) -> list[str]:
         return [
             name
-            for names, flags in zip(self._names, flags_of, strict=True)
-            for name, flag in zip(names, flags, strict=True)
+            for flat, flags in zip(self.flats, flags_of, strict=True)
+            for name, flag in zip(flat.contents.names, flags, strict=True)
             if flag
         ]
 
@@ -277,7 +269,7 @@ class Unit:
             return
         self._wait_gathers(wait)
         self.state = UnitState.GATHERED
-        self._show([flat.parameters for flat in self.flats])
+        self._show([flat.gathered.parameters for flat in self.flats])
 
     def free(self, wait: Wait = wait_for) -> None:
         """Free the full parameters and give the modules the sharded ones."""
@@ -287,7 +279,7 @@ class Unit:
         self.state = UnitState.SHARDED
         self._show([flat.sharded for flat in self.flats])
         for flat in self.flats:
-            flat.free()
+            flat.gathered.free()
 
     def _wait_gathers(self, wait: Wait) -> None:
         for pending in self._gathers:
@@ -304,7 +296,7 @@ class Unit:
         """
         assert self.state is UnitState.SHARDED, self
         for flat in self.flats:
-            flat.change_layout(divide_flat(flat.shapes, divider), columns_of(flat))
+            flat.change_layout(divide_flat(flat.contents.shapes, divider), columns_of(flat))
 
     def restore_full(self, originals: Mapping[str, nn.Parameter] = MappingProxyType({})) -> None:
         """Give the modules plain full parameters on the CPU; collective. Ends the unit's use.
@@ -317,18 +309,20 @@ class Unit:
         shown = [
             [
                 _with_values(originals.get(name), parameter)
-                for name, parameter in zip(names, flat.plain_parameters(), strict=True)
+                for name, parameter in zip(
+                    flat.contents.names, flat.plain_parameters(), strict=True
+                )
             ]
-            for names, flat in zip(self._names, self.flats, strict=True)
+            for flat in self.flats
         ]
         self._show(shown)
 
     def choose_residence(self, residence: Residence) -> None:
-        """Choose the memory of the full parameters; see [Note: residence] in ``flat.py``."""
+        """Choose the memory of the full parameters; see [Note: residence] in ``gathered.py``."""
         if self.kind in (UnitKind.EMBEDDING, UnitKind.HEAD):
             residence = Residence.OWN  # their graphs are kept, and they share no memory
         for flat in self.flats:
-            flat.residence = residence
+            flat.gathered.residence = residence
         if residence is not Residence.RESIDENT and self.state is UnitState.SHARDED:
             self.release()
 
@@ -336,18 +330,18 @@ class Unit:
         """Free the flats' own storage of the full parameters."""
         assert self.state is UnitState.SHARDED, self
         for flat in self.flats:
-            flat.release()
+            flat.gathered.release()
 
     # -- gradients ----------------------------------------------------------------------------
 
     def arm(self) -> None:
         """Prepare zeroed gradients of the trainable parameters for accumulation."""
         for flat in self.trained:
-            flat.arm()
+            flat.gradient.arm()
 
     def used(self) -> list[bool]:
         """Per trainable flat and parameter, whether a gradient has landed on this rank."""
-        return [used for flat in self.trained for used in flat.used()]
+        return [used for flat in self.trained for used in flat.gradient.used()]
 
     def start_reduce(self, scale: float, *, in_place: bool = False) -> None:
         """Begin to sum the gradients over the ranks, times ``scale``.
@@ -362,36 +356,33 @@ class Unit:
         """Wait for this rank's slice of the summed gradients and free the full gradients."""
         for pending in self._reduces:
             pending.wait(wait)
-        if self._reduces:
-            for flat in self.flats:
-                flat.look_for_late()
         self._reduces = []
         for flat in self.flats:
-            flat.disarm()
+            flat.gradient.disarm()
 
     @property
     def has_landed(self) -> bool:
         """Whether gradients have come to parameters that are not armed."""
-        return any(flat.has_landed for flat in self.flats)
+        return any(flat.gradient.has_landed for flat in self.flats)
 
     def take_late(self) -> bool:
         """Return whether gradients have come behind a reduce since the last call."""
-        late = self.has_landed or any(flat.has_late for flat in self.flats)
+        late = self.has_landed
         for flat in self.flats:
-            flat.has_late = False
+            flat.gradient.forget_landed()
         return late
 
     def drop_gradients(self) -> None:
         """Release the summed gradients, which nobody shall see."""
         for flat in self.flats:
-            flat.drop_gradient()
+            flat.gradient.drop()
 
     def publish(self, used: Sequence[bool]) -> None:
         """Set ``.grad`` where any rank used the parameter; flags in the order of :meth:`used`."""
         start = 0
         for flat in self.trained:
             end = start + len(flat.sharded)
-            flat.publish(used[start:end])
+            flat.gradient.publish(used[start:end])
             start = end
 
     def reduced_parameters(self) -> list[nn.Parameter]:
@@ -420,7 +411,7 @@ class Unit:
 
         Call it when the reduce is done.
         """
-        return [landed for flat in self.trained for landed in flat.landed()]
+        return [landed for flat in self.trained for landed in flat.gradient.landed()]
 
     def give_back(self, updated: Sequence[bool], *, keeps_unused: bool = True) -> None:
         """Release gradients of updated parameters; flags in the order of :meth:`used`.
@@ -429,10 +420,10 @@ class Unit:
             keeps_unused: Whether to keep gradients that are not published yet.
         """
         start = 0
-        for names, flat in zip(self._names, self.flats, strict=True):
+        for flat in self.flats:
             if flat.trainable:
                 end = start + len(flat.sharded)
-                flat.give_back(updated[start:end], names, keeps_unused=keeps_unused)
+                flat.gradient.give_back(updated[start:end], keeps_unused=keeps_unused)
                 start = end
 
 

@@ -8,6 +8,7 @@ used while the forward runs. Both cost nothing per operator.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lightning_cephalo.common.errors import UnitUseError
+from lightning_cephalo.sharding.placement import local_part, set_local_part
 
 REMEDY = (
     "Write to parameters once a step, in a hook, where every rank runs the code:"
@@ -117,14 +119,50 @@ class LockedRows(Locked):
     )
 
 
-class LockedGradient(Locked):
-    """Stands in for the gradient of a gathered parameter."""
+class RowGuard:
+    """Locks the sharded parameters of a flat while a forward runs, and finds writes to them."""
 
-    refusal = (
-        "training_step uses the gradient of {names} ({operator}) between a forward and its"
-        " backward, where each rank holds some of its rows only. Use gradients behind"
-        " manual_backward(), before the next forward. Set them to None by zero_grad()."
-    )
+    def __init__(self, names: Sequence[str], sharded: Sequence[nn.Parameter]) -> None:
+        self._names, self._sharded = names, sharded
+        self.lock = Lock()
+        self.renew()
+        # a DTensor has no memory of its own, except after `parameter.data = plain_tensor`
+        self._addresses = [face.data_ptr() for face in sharded]
+        self._versions = [face._version for face in sharded]
+
+    def renew(self) -> None:
+        """Take the parameters' rows of now for those that they hold."""
+        self._rows = [local_part(face) for face in self._sharded]
+        self._locked: list[LockedRows] = []
+
+    def close(self) -> None:
+        """Refuse all use of the parameters until :meth:`open`."""
+        self.lock.is_on = True
+        if not self._locked:
+            pairs = zip(self._rows, self._names, strict=True)
+            self._locked = [LockedRows(rows, name) for rows, name in pairs]
+        for face, locked in zip(self._sharded, self._locked, strict=True):
+            set_local_part(face, locked)
+
+    def open(self) -> None:
+        """Allow use of the parameters again."""
+        self.lock.is_on = False
+        for face, rows in zip(self._sharded, self._rows, strict=True):
+            set_local_part(face, rows)
+
+    def assigned(self) -> list[bool]:
+        """Per parameter, whether plain values were assigned to its ``data``."""
+        return differences([face.data_ptr() for face in self._sharded], self._addresses)
+
+    def written(self) -> list[bool]:
+        """Per parameter, whether code has written to it since the last call."""
+        before, self._versions = self._versions, [face._version for face in self._sharded]
+        return differences(self._versions, before)
+
+
+def differences(now: Sequence[int], before: Sequence[int]) -> list[bool]:
+    """Return where two lists differ."""
+    return [one != other for one, other in zip(now, before, strict=True)]
 
 
 def spelled(names: list[str]) -> str:

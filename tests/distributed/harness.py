@@ -17,8 +17,8 @@ from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.execution.executor import Executor
 from lightning_cephalo.execution.step import MicrobatchCall
 from lightning_cephalo.ranks.control import ControlGroup
+from lightning_cephalo.sharding.context import ShardingContext
 from lightning_cephalo.sharding.discovery import find_units
-from lightning_cephalo.sharding.flat import ShardingContext
 from lightning_cephalo.sharding.layout import Divider
 from lightning_cephalo.sharding.placement import default_mesh, local_part
 from lightning_cephalo.sharding.routes import Routing

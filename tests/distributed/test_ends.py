@@ -335,10 +335,11 @@ class Looks(Observer):
     def before(self, instruction: Instruction) -> None:
         flats_of = [[flat for unit in units for flat in unit.flats] for units in self.units]
         self.full[instruction] = [
-            any(flat.full.untyped_storage().nbytes() for flat in flats) for flats in flats_of
+            any(flat.gathered.full.untyped_storage().nbytes() for flat in flats)
+            for flats in flats_of
         ]
         self.armed[instruction] = [
-            any(flat.grad_full is not None for flat in flats) for flats in flats_of
+            any(flat.gradient.armed is not None for flat in flats) for flats in flats_of
         ]
 
 

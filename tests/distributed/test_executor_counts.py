@@ -54,7 +54,6 @@ class Observer:
 
     def _watch(self, flat, index) -> None:
         gather, reduce = flat.gather, flat.reduce
-        arm, free, disarm = flat.arm, flat.free, flat.disarm
 
         def watched_gather() -> Pending:
             self.gathers[index] += 1
@@ -79,14 +78,15 @@ class Observer:
             return call
 
         flat.gather, flat.reduce = watched_gather, watched_reduce
-        flat.arm, flat.free, flat.disarm = watched(arm), watched(free), watched(disarm)
+        gradient, gathered = flat.gradient, flat.gathered
+        gradient.arm, gradient.disarm = watched(gradient.arm), watched(gradient.disarm)
+        gathered.free = watched(gathered.free)
 
     def _look(self) -> None:
         flats = [flat for unit in self.units[1:] for flat in unit.flats]
-        full = sum(flat.full.untyped_storage().nbytes() > 0 for flat in flats)
+        full = sum(flat.gathered.full.untyped_storage().nbytes() > 0 for flat in flats)
         self.most_full = max(self.most_full, full)
-        gradients = [flat.grad_full for flat in flats if flat.grad_full is not None]
-        armed = sum(gradient.untyped_storage().nbytes() > 0 for gradient in gradients)
+        armed = sum(flat.gradient.armed is not None for flat in flats)
         self.most_gradients = max(self.most_gradients, armed)
 
 
@@ -111,8 +111,8 @@ def _counts(rank: int, recompute: bool) -> list[tuple]:
         orders.append(tuple(observer.order))
         for unit in executor.units:
             for flat in unit.flats:
-                for name in ("gather", "reduce", "arm", "free", "disarm"):
-                    del flat.__dict__[name]
+                del flat.gather, flat.reduce, flat.gathered.free
+                del flat.gradient.arm, flat.gradient.disarm
     return orders
 
 
@@ -136,11 +136,11 @@ def _gathered_once(rank: int, recompute: bool) -> None:
         assert observer.most_gradients <= 2
         assert_idle(executor)
         flats = [flat for unit in executor.units[1:] for flat in unit.flats]
-        held.append([flat.full.data_ptr() for flat in flats])
-        assert not any(flat.is_lent for flat in flats) and all(held[-1])
+        held.append([flat.gathered.full.data_ptr() for flat in flats])
+        assert not any(flat.gathered.is_lent for flat in flats) and all(held[-1])
     assert held[0] == held[1] == held[2], "memory was allocated anew"
     executor.reshard_after_forward = True
-    assert all(flat.full.untyped_storage().nbytes() == 0 for flat in flats)
+    assert all(flat.gathered.full.untyped_storage().nbytes() == 0 for flat in flats)
 
 
 @pytest.mark.parametrize("recompute", [True, False], ids=["recompute", "kept"])

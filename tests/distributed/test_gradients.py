@@ -196,13 +196,13 @@ def _reduced(rank, dtype, reduce_dtype):
     )
     (flat,) = model.flats
     generator = torch.Generator().manual_seed(1)
-    gradients = [torch.randn(flat.numel, generator=generator).to(dtype) for _ in range(3)]
-    flat.arm()
-    flat.grad_full.copy_(gradients[rank])
+    gradients = [torch.randn(flat.contents.numel, generator=generator).to(dtype) for _ in range(3)]
+    flat.gradient.arm()
+    flat.gradient.armed.memory.whole.copy_(gradients[rank])
     flat.reduce(0.5).wait()
     narrow = reduce_dtype if reduce_dtype.itemsize < dtype.itemsize else dtype
     total = sum(gradient.to(narrow).to(dtype) for gradient in gradients) * 0.5
-    return flat.grad_shard, total, narrow is flat.sent_dtype
+    return flat.gradient.reduced.shard, total, narrow is flat.contents.sent_dtype
 
 
 @pytest.mark.parametrize(

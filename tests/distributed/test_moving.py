@@ -16,7 +16,7 @@ from lightning_cephalo.adapters.optimizer import local_update
 from lightning_cephalo.adapters.rows_of_state import RowsOfState
 from lightning_cephalo.common.errors import RemoteRankError, UnsupportedError
 from lightning_cephalo.ranks.control import ControlGroup
-from lightning_cephalo.sharding.flat import Residence
+from lightning_cephalo.sharding.gathered import Residence
 from lightning_cephalo.sharding.layout import Divider
 from lightning_cephalo.sharding.placement import as_dtensor, local_part, own_part, rows_of, set_rows
 

@@ -13,8 +13,8 @@ from launch import run_ranks
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from lightning_cephalo.sharding.context import ShardingContext
 from lightning_cephalo.sharding.discovery import find_units
-from lightning_cephalo.sharding.flat import ShardingContext
 from lightning_cephalo.sharding.layout import Divider
 from lightning_cephalo.sharding.placement import (
     Rows,

@@ -8,7 +8,7 @@ from harness import Allocation
 from torch import Tensor, nn
 
 from lightning_cephalo.execution.executor import Executor
-from lightning_cephalo.sharding.flat import Residence
+from lightning_cephalo.sharding.gathered import Residence
 from lightning_cephalo.sharding.unit import UnitState
 
 UNEVEN = Allocation(((2, 1), (1,), ()), (0.6, 0.0, 0.4))
@@ -59,8 +59,8 @@ def assert_idle(executor: Executor) -> None:
     for unit in executor.units:
         assert unit.state is UnitState.SHARDED
         for flat in unit.flats:
-            is_resident = flat.residence is Residence.RESIDENT
-            assert is_resident or flat.full.untyped_storage().nbytes() == 0
-            assert flat.grad_full is None or flat.grad_full.untyped_storage().nbytes() == 0
+            is_resident = flat.gathered.residence is Residence.RESIDENT
+            assert is_resident or flat.gathered.full.untyped_storage().nbytes() == 0
+            assert flat.gradient.armed is None
     assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     assert not torch.is_autocast_enabled("cpu") and torch.is_autocast_cache_enabled()

@@ -66,7 +66,7 @@ class Held(Callback, Observer):
         self.most = self.between = self.lent = 0
 
     def _now(self) -> int:
-        shards = [flat.own_gradient for flat in self.flats if flat.own_gradient is not None]
+        shards = [flat.gradient.own for flat in self.flats if flat.gradient.own is not None]
         return sum(shard.nbytes for shard in shards)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -161,8 +161,9 @@ class Left(Held):
         super().before(instruction)
         if instruction.operation is Operation.FREE and instruction.unit == 0:
             flats = [flat for unit in self.model.units[2:] for flat in unit.flats]
-            faces = [face for flat in flats for face in flat._grad_faces if face is not None]
-            self.left = max(self.left, sum(local_part(face).nbytes for face in faces))
+            faces = [face for flat in flats for face in flat.gradient.reduced.faces]
+            left = sum(local_part(face).nbytes for face in faces if face is not None)
+            self.left = max(self.left, left)
 
 
 def _of_experts() -> int:

@@ -200,6 +200,9 @@ class AddsUp(Gan):
         generating, discriminating = self.optimizers()
         fake = self.generator(x.flip(1))
         loss = _is(True, self.discriminator(x)) + _is(False, self.discriminator(fake.detach()))
+        for parameter in self.discriminator.parameters():  # of the batch before
+            if parameter.grad is not None:
+                parameter.grad.mul_(1 / (1 + parameter.grad.norm()))
         self.manual_backward(loss)
         if (batch_idx + 1) % 2 == 0:
             self.clip_gradients(discriminating, 0.1, "value")
@@ -417,11 +420,11 @@ class FailsOnOneRank(Gan):
         self.manual_backward(_is(True, self.discriminator(batch[0])))
 
 
-class StaleGradient(Gan):
+class OwnGradient(Gan):
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        self.manual_backward(_is(True, self.discriminator(batch[0])))
         loss = _is(True, self.discriminator(batch[0]))
-        self.discriminator.zero_grad(set_to_none=False)
+        weight = self.discriminator.last.weight
+        weight.grad = torch.ones_like(weight)
         self.manual_backward(loss)
 
 
@@ -494,7 +497,7 @@ REFUSED = {
     ByAutograd: "computes a gradient through a unit itself",
     Penalised: "a gradient penalty",
     FailsOnOneRank: "an error of the user's",
-    StaleGradient: "uses the gradient of",
+    OwnGradient: "assigns a gradient between a forward and its backward",
     WritesWhileGathered: "writes to the parameter 'discriminator.last.bias'",
     WritesBeforeABackward: "'discriminator.blocks.0' were updated between a forward and its",
     WritesBehindTheRoot: "writes to the parameter 'discriminator.last.weight' between a forward",

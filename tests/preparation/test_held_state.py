@@ -30,6 +30,7 @@ from lightning_cephalo.plan import InfeasibleError, Plan, Problem, RankProfile, 
 from lightning_cephalo.plan.state_homes import StateHome, state_homes
 from lightning_cephalo.preparation import held_state
 from lightning_cephalo.preparation.held_state import count_on_optimizers
+from lightning_cephalo.sharding.contents import Contents
 from lightning_cephalo.sharding.discovery import UnitKind
 
 SIZES = (16, *[32] * 8)
@@ -42,10 +43,9 @@ class _Unit:
         self.kind = kind
         self.parameter = nn.Parameter(torch.zeros(size // 4, 4))
         self.frozen = nn.Parameter(torch.zeros(8), requires_grad=False)
-        trained = SimpleNamespace(
-            numel=size, trainable=True, master_dtype=torch.float32, shapes=[(size // 4, 4)]
-        )
-        self.flats = self.trained = [trained]
+        context: Any = None
+        contents = Contents(("trained",), ((size // 4, 4),), torch.float32, context)
+        self.flats = self.trained = [SimpleNamespace(contents=contents, trainable=True)]
 
     def named_sharded(self) -> list[tuple[str, nn.Parameter]]:
         return [("trained", self.parameter), ("frozen", self.frozen)]

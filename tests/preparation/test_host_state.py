@@ -54,10 +54,9 @@ SHARES = (0.3, 0.45, 0.25, 0.0)
 class _Flat:
     """What the homes of state depend on."""
 
-    numel: int
-    sizes: tuple[int, ...]
+    contents: Any
+    cut: Any
     trainable: bool = True
-    layout: bool = True
 
 
 def _cut(rows: int, width: int, trainable: bool = True, kind: Any = UnitKind.BLOCK) -> Any:
@@ -65,7 +64,8 @@ def _cut(rows: int, width: int, trainable: bool = True, kind: Any = UnitKind.BLO
     sizes = tuple(end - start for start, end in itertools.pairwise(ends))
     parameter = nn.Parameter(torch.empty(rows, width, device="meta"), requires_grad=trainable)
     named = [("weight", parameter)]
-    flats = [_Flat(rows * width, sizes, trainable)]
+    cut = SimpleNamespace(sizes=sizes, layout=True)
+    flats = [_Flat(SimpleNamespace(numel=rows * width), cut, trainable)]
     trained = flats if trainable else []
     return SimpleNamespace(flats=flats, trained=trained, kind=kind, named_sharded=lambda: named)
 
@@ -106,7 +106,7 @@ def test_ranks_whose_rows_are_cut_differently_move_the_units_that_the_planner_ha
         found = state.predicted(plan, [RankMemory()] * len(SHARES), optimizers)
         for rank, memory in enumerate(found):
             rows = [
-                sum(flat.sizes[rank] for flat in unit.flats if flat.trainable) for unit in units
+                sum(flat.cut.sizes[rank] for flat in unit.flats if flat.trainable) for unit in units
             ]
             expected = sum(
                 home_bytes(rows[part], moved.homes[part], each).host

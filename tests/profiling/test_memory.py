@@ -235,7 +235,7 @@ class SeesGradients(GPT):
 
     def training_step(self, batch, batch_idx):
         units = self.trainer.strategy.session.model.units[1:]
-        gradients = [flat.grad_shard for unit in units for flat in unit.flats]
+        gradients = [flat.gradient.reduced.shard for unit in units for flat in unit.flats]
         held = sum(each.nbytes for each in gradients if each is not None)
         self.most_bytes = max(self.most_bytes, held)
         return super().training_step(batch, batch_idx)

@@ -174,7 +174,7 @@ def _with_little_room(rank):
         unit.drop_gradients()
     flats = [flat for unit in sharded.units for flat in unit.flats if flat.trainable]
     if rank == 1:  # it has room for the first two of four units
-        flats[2].hold_gradient = _no_room
+        flats[2].gradient.hold = _no_room
     host, clipped = VirtualHost(), []
 
     def clip(parameters):
@@ -182,11 +182,11 @@ def _with_little_room(rank):
         host.run(1e-3 * len(parameters))
 
     told_s = optimizer_time(sharded, host.now, clip).overhead_s
-    held = [flat.grad_shard for flat in flats if flat.grad_shard is not None]
+    held = [each for flat in flats if (each := flat.gradient.reduced.shard) is not None]
     return told_s, clipped[0], held
 
 
-def _no_room():
+def _no_room(cut):
     raise torch.OutOfMemoryError("no room")
 
 

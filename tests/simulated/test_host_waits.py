@@ -66,7 +66,7 @@ ONLY_THE_THROTTLE = {"event in throttle.py": STEPS}
 # torch's gradient scaler itself reads whether the step overflowed, with or without us
 AND_THE_SCALER = {**ONLY_THE_THROTTLE, "aten::_local_scalar_dense in amp.py": STEPS}
 # of each unit this rank without samples asks whether any sample has used it, before it updates it
-AND_WHAT_IS_USED = {**ONLY_THE_THROTTLE, "copy to the host in flat.py": 3 * STEPS}
+AND_WHAT_IS_USED = {**ONLY_THE_THROTTLE, "copy to the host in gradient.py": 3 * STEPS}
 LOCAL = {"model": {"sync_dist": False}}
 
 

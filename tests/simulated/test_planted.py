@@ -193,7 +193,7 @@ def test_collectives_that_nobody_waits_for(simulated, right):
 def is_observed_first(rank, environments, keeps):
     connect(rank, environments)
     full, own = torch.ones(5, device="cuda"), torch.empty(2 + rank, device="cuda")
-    pending = reduce_slices(full, (2, 3), dist.group.WORLD, own)
+    pending = reduce_slices(full, (2, 3), dist.group.WORLD, own.copy_, own.dtype)
     if not keeps:
         pending.tensors = ()
     with torch.cuda.stream(torch.cuda.Stream()):

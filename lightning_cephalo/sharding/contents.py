@@ -1,0 +1,158 @@
+"""What a flat consists of, how the ranks cut it, and views of memory that holds it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_cephalo.sharding.context import ShardingContext
+from lightning_cephalo.sharding.layout import FlatLayout
+from lightning_cephalo.sharding.placement import Copies, Rows, as_dtensor, row_spec
+from lightning_cephalo.sharding.routes import Route
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The parameters of a flat, end to end."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    original_dtype: torch.dtype
+    context: ShardingContext
+
+    @cached_property
+    def numels(self) -> tuple[int, ...]:
+        """Elements of each parameter."""
+        return tuple(map(math.prod, self.shapes))
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of all parameters."""
+        return sum(self.numels)
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """Dtype of gathered parameters."""
+        compute = self.context.compute_dtype
+        return compute if compute and self.original_dtype.is_floating_point else self.original_dtype
+
+    @cached_property
+    def master_dtype(self) -> torch.dtype:
+        """Dtype of the master copy and of gradients: at least fp32 for floating-point ones."""
+        narrow = self.original_dtype in (torch.float16, torch.bfloat16)
+        return torch.float32 if narrow else self.original_dtype
+
+    @cached_property
+    def sent_dtype(self) -> torch.dtype:
+        """Dtype in which gradients travel: never a wider one than their own."""
+        sent, own = self.context.reduce_dtype, self.master_dtype
+        narrower = sent is not None and own.is_floating_point and sent.itemsize < own.itemsize
+        return sent if sent is not None and narrower else own
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of gathered parameters."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes of a master copy, or a gradient, of all parameters."""
+        return self.numel * self.master_dtype.itemsize
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of a gradient of all parameters as it travels."""
+        return self.numel * self.sent_dtype.itemsize
+
+    def views(self, memory: Tensor) -> list[Tensor]:
+        """Return a view of each parameter in memory that holds all of them."""
+        parts = zip(memory.split(self.numels), self.shapes, strict=True)
+        return [part.view(shape) for part, shape in parts]
+
+
+class Cut:
+    """How the ranks cut a flat; without a layout, each of them holds all of it.
+
+    Attributes:
+        sizes: Elements of each rank's slice.
+        own: Place of this rank's slice.
+        route: The way of reduces over groups of ranks that each hold the whole state.
+        placements: The placement of each parameter.
+    """
+
+    def __init__(self, contents: Contents, layout: FlatLayout | None) -> None:
+        context, shapes = contents.context, contents.shapes
+        self.layout = layout
+        self.route: Route | None = None
+        self.placements: list[Rows | Copies]
+        if layout is None:
+            self.sizes: tuple[int, ...] = (contents.numel,) * context.world_size
+            self.own = slice(0, contents.numel)
+            self.placements = [Copies(context.meet) for _ in shapes]
+            own_shapes = list(shapes)
+        else:
+            self.sizes = layout.sizes
+            self.own = slice(*layout.cuts[context.rank : context.rank + 2])
+            if context.across is not None:
+                inside = context.routing.route
+                self.route = context.across.route(layout.cuts_of_groups, inside)
+            rows = [Rows(layout.rows(index), context.meet) for index in range(len(shapes))]
+            self.placements = [*rows]
+            own_shapes = [
+                (each.sizes[context.rank], *shape[1:])
+                for each, shape in zip(rows, shapes, strict=True)
+            ]
+        self._own_shapes = own_shapes
+        self._specs = [
+            row_spec(context.mesh, placement, shape, contents.master_dtype)
+            for placement, shape in zip(self.placements, shapes, strict=True)
+        ]
+
+    def faces(self, own: Tensor) -> list[DTensor]:
+        """Return a DTensor per parameter, as views of this rank's slice."""
+        parts = own.split([math.prod(shape) for shape in self._own_shapes])
+        described = zip(parts, self._own_shapes, self._specs, strict=True)
+        return [as_dtensor(part.view(shape), spec) for part, shape, spec in described]
+
+
+class Memory:
+    """Views of a piece of memory that holds a flat, made once for all steps."""
+
+    def __init__(self, whole: Tensor, parameters: list[Tensor]) -> None:
+        self.whole, self.parameters = whole, parameters
+        self._slices: Slices | None = None
+
+    def slices(self, cut: Cut) -> Slices:
+        """Return its views by a cut."""
+        if self._slices is None or self._slices.cut is not cut:
+            self._slices = Slices(cut, self.whole.data)
+        return self._slices
+
+
+@dataclass(frozen=True, eq=False)
+class Slices:
+    """Views of a piece of memory by a cut; their version counter is not that of the parameters."""
+
+    cut: Cut
+    whole: Tensor
+
+    @cached_property
+    def own(self) -> Tensor:
+        """This rank's slice."""
+        return self.whole[self.cut.own]
+
+    @cached_property
+    def of_ranks(self) -> Sequence[Tensor]:
+        """The slices of all ranks."""
+        return self.whole.split(list(self.cut.sizes)) if self.cut.layout is not None else ()
+
+    @cached_property
+    def faces(self) -> list[DTensor]:
+        """A DTensor per parameter, as views of this rank's slice."""
+        return self.cut.faces(self.own)

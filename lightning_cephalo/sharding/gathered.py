@@ -1,0 +1,227 @@
+"""The full parameters of a flat, which have memory only while they are gathered.
+
+[Note: residence]
+:class:`Residence` says where ``full`` has its memory:
+
+- POOLED, the usual case: borrowed from a pool, like the memory of gradients. Other flats borrow
+  the same memory later.
+- OWN: a storage of the flat, which shrinks to nothing between forward and backward. A graph that is
+  retained from forward to backward points into ``full`` and must find the parameters there again.
+  In between their versions are others: torch refuses to compute with what is freed.
+- RESIDENT: a storage of the flat, which stays allocated. The flat is gathered from the forward to
+  the backward, and hooks may free it in between. All RESIDENT flats are gathered at the same time
+  anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+
+from lightning_cephalo.sharding.buffers import Buffer
+from lightning_cephalo.sharding.collectives import gather_slices
+from lightning_cephalo.sharding.contents import Contents, Cut, Memory
+from lightning_cephalo.sharding.transfers import Pending
+from lightning_cephalo.sharding.write_guard import (
+    GatheredParameter,
+    Lock,
+    differences,
+    point_to,
+)
+
+# by how much the versions of freed parameters differ from those that a graph has noted
+FREED = 1 << 30
+
+
+class Residence(Enum):
+    """Kinds of memory for the gathered parameters of a flat; see [Note: residence]."""
+
+    POOLED = "pooled"
+    OWN = "own"
+    RESIDENT = "resident"
+
+
+class Gathered:
+    """All parameters of a flat, in the compute dtype.
+
+    Args:
+        sharded: The parameters as this rank holds them, whose flags and tags count.
+
+    Attributes:
+        parameters: Per parameter a view of :attr:`full`, always the same object.
+        residence: Choose it while the memory is free.
+    """
+
+    def __init__(self, contents: Contents, sharded: Sequence[nn.Parameter], lock: Lock) -> None:
+        self._contents, self._sharded = contents, sharded
+        device = contents.context.device
+        full = torch.empty(contents.numel, dtype=contents.dtype, device=device)
+        self.parameters: list[nn.Parameter] = []
+        for view, like, name in zip(contents.views(full), sharded, contents.names, strict=True):
+            # `.data` gives it a version of its own, which rises only when code writes to it
+            parameter = GatheredParameter(view.data, requires_grad=like.requires_grad)
+            parameter.__dict__.update(vars(like))
+            parameter.full_name, parameter.lock = name, lock
+            self.parameters.append(parameter)
+        self._own = self._memory = Memory(full, [parameter.data for parameter in self.parameters])
+        self._storage = full.untyped_storage()
+        self._storage.resize_(0)
+        other = torch.float64 if contents.dtype != torch.float64 else torch.float32
+        self._of_other_dtype = torch.empty(0, dtype=other, device=device)
+        self.residence = Residence.OWN
+        self._buffer: Buffer | None = None
+        self._memory_in: WeakKeyDictionary[Buffer, Memory] = WeakKeyDictionary()
+        self._shift = 0
+        self._read_versions = self.versions
+        self._shown_flags = [parameter.requires_grad for parameter in self.parameters]
+
+    @property
+    def full(self) -> Tensor:
+        """All parameters, end to end."""
+        return self._memory.whole
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether :attr:`full` uses memory of a pool now."""
+        return self._buffer is not None
+
+    # -- memory -------------------------------------------------------------------------------
+
+    def gather(self, shard: Tensor, cut: Cut) -> Pending:
+        """Allocate or borrow memory, and begin to fill it with the slices of all ranks."""
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.gather(shard, cut)
+        # private: each unit comes here twice a step, and a context manager takes ten times as long
+        records = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+        try:
+            return self._gather(shard, cut)
+        finally:
+            torch._C._set_grad_enabled(records)
+
+    def _gather(self, shard: Tensor, cut: Cut) -> Pending:
+        context = self._contents.context
+        if self._buffer is None and self._storage.nbytes() == 0:
+            self._find_memory()
+        self._shift_versions(0)
+        # saved tensors of a retained graph point into `full`; refilling it with equal values is
+        # sound
+        slices = self._memory.slices(cut)
+        slices.own.copy_(shard)
+        for parameter, sharded in zip(self.parameters, self._sharded, strict=True):
+            if parameter.requires_grad != sharded.requires_grad:
+                parameter.requires_grad_(sharded.requires_grad)
+        if cut.layout is None or context.world_size == 1:
+            return Pending()
+        group, way = context.gather_group, context.way()
+        return gather_slices(slices.whole, cut.sizes, group, way, slices.of_ranks)
+
+    def _find_memory(self) -> None:
+        contents = self._contents
+        if self.residence is not Residence.POOLED or not contents.numel:
+            self._storage.resize_(contents.full_bytes)
+            return
+        buffer = contents.context.buffers.take(contents.full_bytes, contents.context.device)
+        self._buffer, memory = buffer, self._memory_in.get(buffer)
+        if memory is None:
+            whole = buffer.view(contents.numel, contents.dtype)
+            memory = self._memory_in[buffer] = Memory(whole, contents.views(whole))
+        self._point_to(memory)
+
+    def _point_to(self, memory: Memory) -> None:
+        self._memory = memory
+        for parameter, view in zip(self.parameters, memory.parameters, strict=True):
+            point_to(parameter, view)
+
+    def free(self) -> None:
+        """Free the memory, except for a RESIDENT flat; graphs that still need it raise."""
+        if self._buffer is None:
+            if self.residence is not Residence.RESIDENT:
+                self.release()
+                self._shift_versions(FREED)
+            return
+        self._shift_versions(FREED)
+        self._point_to(self._own)
+        buffer, self._buffer = self._buffer, None
+        self._contents.context.buffers.give(buffer)
+
+    def release(self) -> None:
+        """Free the flat's own storage; no memory of a pool may be borrowed."""
+        assert self._buffer is None
+        self._storage.resize_(0)
+
+    def renew_accumulators(self) -> list[Node]:
+        """Let graphs from now on add to gradients in place, and not to graphs of before.
+
+        The engine sums what comes to one node of a parameter, in memory of its own, until all of it
+        is there. A parameter that gets another dtype for a moment has another node then.
+
+        Returns:
+            On a device, the nodes; hold them while the graph is made. A node adds on the stream on
+            which it was made: that of this call, which reduces follow, and no stream of the user's.
+        """
+        for parameter, view in zip(self.parameters, self._memory.parameters, strict=True):
+            if parameter.requires_grad:
+                point_to(parameter, self._of_other_dtype)
+                point_to(parameter, view)
+        if self._of_other_dtype.is_cpu:
+            return []
+        return [get_gradient_edge(p).node for p in self.parameters if p.requires_grad]
+
+    # -- versions -----------------------------------------------------------------------------
+
+    @property
+    def versions(self) -> list[int]:
+        """Per parameter, a number that rises whenever its values change."""
+        return [parameter._version - self._shift for parameter in self.parameters]
+
+    def _shift_versions(self, shift: int) -> None:
+        """Let graphs raise that need the values while they are freed; see [Note: residence].
+
+        Private API, as in torch's own FSDP: versions cannot be put back otherwise.
+        """
+        change, self._shift = shift - self._shift, shift
+        if change:
+            versions = [parameter._version + change for parameter in self.parameters]
+            torch._C._autograd._unsafe_set_version_counter(tuple(self.parameters), tuple(versions))
+
+    def written(self) -> list[bool]:
+        """Per parameter, whether code has written to it since the last call."""
+        before, self._read_versions = self._read_versions, self.versions
+        return differences(self._read_versions, before)
+
+    def raise_versions(self, flags: Sequence[bool]) -> None:
+        """Refuse graphs that need old values of these parameters, whose rows have changed."""
+        for index, flag in enumerate(flags):
+            if flag:
+                torch.autograd.graph.increment_version(self.parameters[index])
+                self._read_versions[index] += 1
+
+    # -- flags --------------------------------------------------------------------------------
+
+    def note_flags(self) -> None:
+        """Remember which parameters need gradients, before code that may change it."""
+        self._shown_flags = [parameter.requires_grad for parameter in self.parameters]
+
+    def show_flags(self, flags: Sequence[bool]) -> None:
+        """Set which parameters need gradients, without a change of the sharded ones."""
+        for parameter, flag in zip(self.parameters, flags, strict=True):
+            if parameter.requires_grad != flag:
+                parameter.requires_grad_(flag)
+        self._shown_flags = list(flags)
+
+    def adopt_flags(self) -> None:
+        """Pass on to the shards which gathered parameters need gradients, or the other way."""
+        pairs = zip(self.parameters, self._sharded, self._shown_flags, strict=True)
+        for parameter, sharded, shown in pairs:
+            if parameter.requires_grad != shown:
+                sharded.requires_grad_(parameter.requires_grad)
+            elif sharded.requires_grad != shown:
+                parameter.requires_grad_(sharded.requires_grad)
+        self.note_flags()
