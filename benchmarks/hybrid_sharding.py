@@ -6,8 +6,7 @@ It makes a network namespace per node, with links of the given rate between node
 reach each other at loopback's rate. All contenders train the same model on the same ranks, with
 their steps in turn:
 
-- straight: cephalo, every slice goes from rank to rank.
-- by node: cephalo, every slice crosses to another node once.
+- straight: cephalo, all ranks hold the state together.
 - hybrid: cephalo, each node holds the whole state.
 - DDP, fully_shard: torch's, the latter over all ranks.
 - HSDP: fully_shard on a mesh of nodes and ranks, where nodes have equally many ranks.
@@ -64,7 +63,7 @@ from lightning_cephalo.plan.state_groups import even_shares  # noqa: E402
 from lightning_cephalo.profiling.network import exchange_time, mean_times, root_times  # noqa: E402
 from lightning_cephalo.ranks.groups import Groups  # noqa: E402
 
-STRAIGHT, BY_NODE, HYBRID, HSDP = "straight", "by node", "hybrid", "HSDP"
+STRAIGHT, HYBRID, HSDP = "straight", "hybrid", "HSDP"
 _TIMEOUT = datetime.timedelta(seconds=600)
 
 
@@ -84,7 +83,6 @@ def own_contender(
         size.recompute,
         state_groups=state_groups,
     )
-    sharded.routing.choose(by_node=name == BY_NODE)
 
     def backward(parts: Sequence[Part], global_batch_size: int) -> None:
         sharded_step(sharded.executor, model, loss_of, parts)
@@ -216,7 +214,7 @@ def run_rank(
     generator = torch.Generator().manual_seed(rank)
     tokens = torch.randint(0, 256, (samples, size.length + 1), generator=generator)
     part = {"tokens": tokens}
-    own = [own_contender(name, size, groups, nodes, shares) for name in (STRAIGHT, BY_NODE, HYBRID)]
+    own = [own_contender(name, size, groups, nodes, shares) for name in (STRAIGHT, HYBRID)]
     others = [one for one in baselines(size, world_size)[0] if one.name in (DDP, MODEL_PARALLEL)]
     if len({nodes.count(node) for node in nodes}) == 1:
         others.append(hsdp(size, nodes))

@@ -24,7 +24,6 @@ def plan_of(
     offload: bool = False,
     stay_gathered: bool = False,
     padded: bool | None = None,
-    by_node: bool | None = None,
     state_groups: tuple[int, ...] = (),
     **each: Any,
 ) -> Plan:
@@ -34,7 +33,6 @@ def plan_of(
         tuple(RankPlan(microbatch_sizes=m, state_fraction=f, **each) for m, f in ranks),
         reshard_after_forward=not stay_gathered,
         padded=padded,
-        by_node=by_node,
         state_groups=state_groups,
     )
 

@@ -48,7 +48,6 @@ def _steps(root: Path, options: argparse.Namespace) -> None:
     from lightning_cephalo.sharding.discovery import find_units
     from lightning_cephalo.sharding.layout import Divider
     from lightning_cephalo.sharding.placement import default_mesh
-    from lightning_cephalo.sharding.routes import Routing
     from lightning_cephalo.sharding.unit import Unit
 
     assert Path(lightning_cephalo.__file__).is_relative_to(root), lightning_cephalo.__file__
@@ -68,9 +67,7 @@ def _steps(root: Path, options: argparse.Namespace) -> None:
 
     def stepper(recompute: bool) -> tuple[Any, ...]:
         model, plain = Chain(options.units), Chain(options.units).to(device)
-        context = ShardingContext(
-            device, default_mesh(device.type), groups[0], groups[1], Routing([0] * ranks)
-        )
+        context = ShardingContext(device, default_mesh(device.type), groups[0], groups[1])
         divider = Divider([1 / ranks] * ranks)
         units = [Unit(members, divider, context) for members in find_units(model)]
         executor = Executor(units, ControlGroup(groups[2]), accelerator_of(device), recompute)

@@ -30,7 +30,6 @@ from lightning_cephalo.sharding.materialise import initialise_members
 from lightning_cephalo.sharding.moving import Column
 from lightning_cephalo.sharding.padding import slot_numel
 from lightning_cephalo.sharding.placement import default_mesh, whole_of
-from lightning_cephalo.sharding.routes import Routing
 from lightning_cephalo.sharding.staging import HostStage
 from lightning_cephalo.sharding.unit import Unit
 
@@ -94,7 +93,6 @@ class ShardedModel:
         self.stage = self._stage()
         self.state_groups = tuple(state_groups)
         self.members = members_of(self.state_groups, groups.control.world_size)
-        self.routing = self._routing(groups.nodes)
         rows, gather_group, reduce_group, across = None, groups.gather, groups.reduce, None
         if self.state_groups:
             own = groups.of_state(self.members)
@@ -105,7 +103,6 @@ class ShardedModel:
             default_mesh(device.type, rows),
             gather_group,
             reduce_group,
-            self.routing,
             compute_dtype,
             stage=self.stage,
             meet=groups.meeting.meet,
@@ -140,12 +137,15 @@ class ShardedModel:
             return None
         return HostStage(self.accelerator)
 
-    def _routing(self, nodes: Sequence[int]) -> Routing:
-        on_host = not self.backend.runs_on_device
+    @property
+    def summands(self) -> int:
+        """The most summands that a reduce receives for a rank's slice; 1 if the backend adds up."""
+        if self.backend.runs_on_device:
+            return 1
         if not self.state_groups:
-            return Routing(nodes, on_host=on_host)
-        largest = max(map(len, self.members))
-        return Routing([0] * largest, on_host=on_host, groups=len(self.members))
+            return self.control.world_size
+        # of its own group, and the sum of each group
+        return max(map(len, self.members)) + len(self.members)
 
     def _divider(self, fractions: Sequence[float]) -> Divider:
         if not self.state_groups:
@@ -211,8 +211,8 @@ class ShardedModel:
         """Bytes of full buffers at the peak of a step, on every rank.
 
         Parameters: the root unit and two others (one in use, one being gathered). Gradients: the
-        root unit and two others (one accumulating, one being reduced), and copies for rounding or
-        by node. Embeddings are there before heads.
+        root unit and two others (one accumulating, one being reduced), and copies for rounding.
+        Embeddings are there before heads.
         """
         return self.gathered_parameter_bytes + self.gathered_gradient_bytes
 
@@ -249,11 +249,9 @@ class ShardedModel:
     @property
     def gathered_gradient_bytes(self) -> int:
         """The part of :attr:`gathered_bytes` that holds full gradients."""
-        largest = max(unit.gradient_bytes for unit in self.units)
-        summands = largest if self.routing.by_node else 0
         pairs = [(unit.sent_gradient_bytes, unit.gradient_bytes) for unit in self.units]
         sent = max(narrow if narrow < whole else 0 for narrow, whole in pairs)
-        return self._buffers_at_peak()[1] + summands + sent
+        return self._buffers_at_peak()[1] + sent
 
     def padded_bytes(self) -> PaddedBytes:
         """Return the bytes of the buffers in which even shares travel padded; 0 if they do not."""

@@ -283,8 +283,6 @@ def _outcome(plan: Plan, details: bool) -> str | None:
         parts.append("units stay gathered from forward to backward")
     if plan.padded:
         parts.append("slices of even shares are padded")
-    if plan.by_node:
-        parts.append("slices cross between nodes once")
     if plan.state_groups:
         count = len(set(plan.state_groups))
         parts.append(f"each of {count} groups of ranks holds the whole state")

@@ -25,7 +25,10 @@ from lightning_cephalo.plan.state_groups import check_groups, fractions_are_even
 
 _FRACTION_TOLERANCE = 1e-6
 _PLAN_AGAIN = "Make the plan again: embedding and head are gathered whole now."
-_REMOVED = {"vocabulary_sharding": (False, _PLAN_AGAIN)}
+_REMOVED = {
+    "vocabulary_sharding": (False, _PLAN_AGAIN),
+    "by_node": (False, "Leave it out: slices go straight from rank to rank."),
+}
 _REMOVED_OF_RANKS = {
     "speculated_fraction": (0.0, "Leave it out: hosts update once the norm is known."),
     "columns_s": (None, _PLAN_AGAIN),
@@ -148,8 +151,6 @@ class Plan(FileRecord):
             backward. False: they stay gathered in between. None: the strategy decides.
         padded: whether the slices of equal shares are padded to equal sizes where that lets them
             travel in faster collectives, in more memory. None: the strategy decides.
-        by_node: whether slices cross the network between two nodes once, and ranks of a node pass
-            them on; only over gloo, and where a node has several ranks. None: they do not.
         early_update: whether the predictions count on units that are updated inside the backward.
             None: they do not say.
         state_groups: hybrid sharding: the group of every rank, such as its node. Each group holds
@@ -170,7 +171,6 @@ class Plan(FileRecord):
     backend: Text | None = None
     reshard_after_forward: YesOrNo | None = None
     padded: YesOrNo | None = None
-    by_node: YesOrNo | None = None
     early_update: YesOrNo | None = None
     state_groups: Annotated[tuple[int, ...], records.wholes] = ()
 
@@ -193,18 +193,11 @@ class Plan(FileRecord):
                 )
 
     def _check_together(self) -> None:
-        if not self.state_groups:
-            return
-        given = {
-            "by_node: true": self.by_node,
-            "resident_fraction, optimizer state in host memory": self.moves_state,
-        }
-        for name, is_given in given.items():
-            if is_given:
-                raise PlanError(
-                    f"The plan says state_groups and {name}, which do not go together so far."
-                    " Leave one of the two out."
-                )
+        if self.state_groups and self.moves_state:
+            raise PlanError(
+                "The plan says state_groups and resident_fraction, optimizer state in host memory,"
+                " which do not go together so far. Leave one of the two out."
+            )
 
     @property
     def world_size(self) -> int:

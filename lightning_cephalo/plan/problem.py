@@ -50,6 +50,7 @@ _REMOVED = {
         (0.0, _MEASURE_AGAIN),
     ),
     **dict.fromkeys(("turn_s", "turn_state_bytes"), _IN_TURNS),
+    "by_node": (False, _MEASURE_AGAIN),
     "one_microbatch_reason": ("", ""),
     "may_speculate": (False, ""),
     "equal_microbatches": (False, ""),
@@ -219,8 +220,6 @@ class Problem(FileRecord):
             backward. False: they stay gathered in between. "auto": the plan chooses.
         unresharded_bytes: bytes that every rank holds in addition to ``gathered_bytes`` if units
             stay gathered.
-        by_node: whether these are the times and bytes of slices that go by node, because that was
-            measured faster.
         early_update: whether each unit is updated inside the backward, as soon as its reduce is
             done, so that gradients are never held whole.
         early_state_bytes: ``state_bytes`` of early updates; None: the same.
@@ -286,7 +285,6 @@ class Problem(FileRecord):
         bool | Literal["auto"], OneOf((True, False, "auto"), "True, False or 'auto'")
     ] = True
     unresharded_bytes: Amount = 0.0
-    by_node: Annotated[bool, OneOf((True, False), "True or False")] = False
     early_update: Annotated[bool, OneOf((True, False), "True or False")] = False
     early_state_bytes: Amount | None = None
     early_reducing_state_bytes: Amount | None = None

@@ -354,7 +354,6 @@ class Session:
             plan.reshard_after_forward
         )
         self.model.padding.is_on = plan.shares_are_even and plan.padded is not False
-        self.model.routing.choose(by_node=plan.by_node is True)
         # a lower bound: where weights are tokens, the total that measuring left is closer
         executor.expect_weight(plan.global_batch_size)
         executor.recompute = job.options.recompute.of_plan(own.recompute)

@@ -164,7 +164,6 @@ def describe(
         "recompute": model.executor.recompute,
         **({} if getattr(module, "automatic_optimization", True) else {"manual": True}),
         "clipping": [bool(trainer.gradient_clip_val), str(trainer.gradient_clip_algorithm)],
-        **({"nodes": model.routing.nodes} if model.routing.has_choice else {}),
         **({"state_groups": model.state_groups} if model.state_groups else {}),
         "threads": torch.get_num_threads() if model.accelerator.computes_on_host else None,
         "options": {

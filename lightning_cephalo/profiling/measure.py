@@ -255,7 +255,6 @@ def _in_this_world(
         even_reduce_s=of_reduces(network.even_reduce_s),
         even_gather_and_reduce_s=of_reduces(network.even_gather_and_reduce_s, even_gather_s),
         padded_bytes=network.padded_bytes,
-        by_node=network.by_node,
         root_gather_s=network.root_gather_s,
         root_reduce_s=network.root_reduce_s,
         last_gather_s=network.last_gather_s,

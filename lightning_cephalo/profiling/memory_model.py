@@ -72,7 +72,7 @@ def reducing_state_bytes(model: ShardedModel) -> int:
 def updating_state_bytes(model: ShardedModel) -> int:
     """Return the same while a unit is updated inside the backward, with what an update makes."""
     root, *others = model.units
-    summands = model.routing.summands
+    summands = model.summands
     makes = _UPDATE_COPIES * max((unit.gradient_bytes for unit in others), default=0)
     held = makes + max((_received(summands, unit) for unit in others), default=0)
     held = max(held, makes + _received(summands, root) + root.gradient_bytes)
@@ -87,7 +87,7 @@ def unresharded_peak_bytes(model: ShardedModel) -> int:
 
 def _of_heads(model: ShardedModel) -> tuple[int, int]:
     """Return the bytes of the gradients of heads, and of what their reduces receive into."""
-    heads, summands = model.of_kind(UnitKind.HEAD), model.routing.summands
+    heads, summands = model.of_kind(UnitKind.HEAD), model.summands
     return (
         sum(unit.gradient_bytes for unit in heads),
         max((_received(summands, unit) for unit in heads), default=0),
@@ -98,7 +98,7 @@ def _receive_bytes(model: ShardedModel) -> int:
     """Return the bytes that one reduce receives into, over all ranks; reduces do not overlap."""
     if not model.flats:
         return 0
-    return max(_received(model.routing.summands, unit) for unit in model.units)
+    return max(_received(model.summands, unit) for unit in model.units)
 
 
 def _received(summands: int, unit: Unit) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +39,6 @@ class NetworkTimes:
     last_gather_s: float
     last_reduce_s: float
     exchange_s: float
-    by_node: bool
 
     @property
     def fill_s(self) -> float:
@@ -60,10 +58,9 @@ def measure_network(
 
     They run as in a step: alone they take another time (docs/design/collectives.md, "As steps run
     them"). Where every rank has the memory, it also measures with shares of the other kind, even
-    or uneven. It restores the shares, and leaves slices on the faster way: straight, or by node.
+    or uneven. It restores the shares.
     """
     model.executor.reshard()
-    _choose_way(model, clock, capacity_bytes)
     (root_gather_s, root_reduce_s), (last_gather_s, last_reduce_s) = root_times(model, clock)
     fractions = model.fractions
     was_even = fractions_are_even(fractions)
@@ -95,23 +92,7 @@ def measure_network(
         last_gather_s=last_gather_s,
         last_reduce_s=last_reduce_s,
         exchange_s=exchange_time(model),
-        by_node=model.routing.by_node,
     )
-
-
-def _choose_way(model: ShardedModel, clock: Callable[[], float], capacity_bytes: float) -> None:
-    """Send slices by node if that takes less time by more than noise."""
-    if not model.routing.has_choice:
-        return
-    seconds = []
-    for by_node in (False, True):
-        model.routing.choose(by_node=by_node)
-        if by_node and not _have_room(model, model.fractions, capacity_bytes):
-            seconds.append(math.inf)
-        else:
-            seconds.append(mean_times(model, clock).total_s)
-    straight_s, by_node_s = seconds
-    model.routing.choose(by_node=by_node_s < (1 - _NOISE) * straight_s)
 
 
 def _uneven(world_size: int) -> list[float]:

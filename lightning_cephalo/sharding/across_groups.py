@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lightning_cephalo.sharding.line import Line
 from lightning_cephalo.sharding.routes import Route
-from lightning_cephalo.sharding.transfers import Transfer, sum_of
+from lightning_cephalo.sharding.transfers import receive, send, sum_of
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Across:
         rank = dist.get_rank(self.reduces)
         return next(number for number, ranks in enumerate(self.members) if rank in ranks)
 
-    def route(self, cuts: Sequence[Sequence[int]], inside: Route) -> Route:
+    def route(self, cuts: Sequence[Sequence[int]]) -> Route:
         """Return the way of a flat's slices."""
         own = self.own
         place = self.members[own].index(dist.get_rank(self.reduces))
@@ -57,7 +57,7 @@ class Across:
             for rank, (first, last) in zip(ranks, itertools.pairwise(edges), strict=True)
             if max(first, start) < min(last, end)
         )
-        return _AcrossGroups(self, own, peers, inside)
+        return _AcrossGroups(self, own, peers)
 
 
 @dataclass(frozen=True)
@@ -71,16 +71,12 @@ class _Peer:
 
 
 @dataclass(frozen=True)
-class _AcrossGroups:
-    """Gathers inside of a group, and reduces inside and across; a ``Route``."""
+class _AcrossGroups(Route):
+    """Reduces inside of a group, and then across groups."""
 
     across: Across
     own: int
     peers: tuple[_Peer, ...]
-    inside: Route
-
-    def gather(self, slices: Sequence[Tensor], group: dist.ProcessGroup) -> list[Any]:
-        return self.inside.gather(slices, group)
 
     def reduce(
         self,
@@ -91,30 +87,23 @@ class _AcrossGroups:
     ) -> tuple[list[Any], Callable[[], Tensor]]:
         """See :meth:`Route.reduce`; what groups exchange is rounded to the dtype of the slices."""
         rank, sizes = dist.get_rank(group), [len(part) for part in slices]
-        beside = self.inside.received_numel(sizes, rank)
-        works, total_of = self.inside.reduce(slices, memory[:beside], group, dtype)
+        beside = super().received_numel(sizes, rank)
+        works, total_of = super().reduce(slices, memory[:beside], group, dtype)
         rows = memory[beside:].view(len(self.across.members), sizes[rank])
         reduces, sums = self.across.reduces, rows[self.own]
-        arriving = [
-            Transfer(dist.irecv(rows[p.group][p.start : p.end], group=reduces, group_src=p.rank))
-            for p in self.peers
-        ]
+        arriving = [receive(rows[p.group][p.start : p.end], p.rank, reduces) for p in self.peers]
 
-        def send() -> None:
+        def pass_on() -> None:
             for work in works:
                 work.wait()
             if not len(sums):
                 return
             sums.copy_(total_of())
-            sent = [
-                Transfer(dist.isend(sums[p.start : p.end], group=reduces, group_dst=p.rank))
-                for p in self.peers
-            ]
+            sent = [send(sums[p.start : p.end], p.rank, reduces) for p in self.peers]
             for transfer in sent:
                 transfer.wait()
 
-        return [*arriving, self.across.line.run(send)], lambda: sum_of(rows.unbind(), dtype)
+        return [*arriving, self.across.line.run(pass_on)], lambda: sum_of(rows.unbind(), dtype)
 
     def received_numel(self, sizes: Sequence[int], rank: int) -> int:
-        inside = self.inside.received_numel(sizes, rank)
-        return inside + len(self.across.members) * sizes[rank]
+        return super().received_numel(sizes, rank) + len(self.across.members) * sizes[rank]

@@ -1,7 +1,7 @@
 """Gathers and reduces slices of unequal sizes, with one method per kind of backend.
 
-- gloo on CPUs: sends and receives, straight from rank to rank or by node (``routes.py``). A gather
-  receives into place. A reduce receives rows and sums them in one order, so it is deterministic.
+- gloo on CPUs: sends and receives (``routes.py``). A gather receives into place. A reduce receives
+  rows and sums them in one order, so it is deterministic.
 - gloo on other devices: the same through host memory (``staging.py``), because gloo sends no other.
 - Backends that run on the device (NCCL): the single-tensor operations for equal slices, and for
   nearly equal ones where the plan pads them; the list forms otherwise.
@@ -20,11 +20,9 @@ import torch.distributed as dist
 from lightning_cephalo.accelerator.backends import backend_of
 from lightning_cephalo.accelerator.torch_versions import all_gather_single, reduce_scatter_single
 from lightning_cephalo.sharding.padding import Padding
-from lightning_cephalo.sharding.routes import Route, Straight
+from lightning_cephalo.sharding.routes import STRAIGHT, Route
 from lightning_cephalo.sharding.staging import HostStage
-from lightning_cephalo.sharding.transfers import Pending
-
-_STRAIGHT = Straight()
+from lightning_cephalo.sharding.transfers import Pending, spread
 
 
 @dataclass(frozen=True)
@@ -34,12 +32,12 @@ class Way:
     Attributes:
         padding: Whether nearly equal slices are padded; None: they are not.
         stage: Moves device tensors over backends that run on the host; None: blocking copies do.
-        route: The way of sends and receives.
+        route: The way of a reduce's sends and receives.
     """
 
     padding: Padding | None = None
     stage: HostStage | None = None
-    route: Route = _STRAIGHT
+    route: Route = STRAIGHT
 
 
 _USUAL = Way()
@@ -58,7 +56,7 @@ def gather_slices(
         slices: The slices of ``full``, if they are cut already.
     """
     if full.is_cpu:
-        return Pending(way.route.gather(slices or full.split(list(sizes)), group))
+        return Pending(spread(slices or full.split(list(sizes)), group))
     if backend_of(group).runs_on_device:
         rank, parts = group.rank(), list(full.split(list(sizes)))
         own = parts[rank]
@@ -73,7 +71,7 @@ def gather_slices(
             return Pending([work], lambda: slots.empty_into(full), (full, slots.whole))
         return Pending([dist.all_gather(parts, own, group=group, async_op=True)], tensors=(full,))
     if way.stage is not None:
-        return way.stage.gather(full, sizes, group, way.route)
+        return way.stage.gather(full, sizes, group)
     host = full.cpu()
     gather_slices(host, sizes, group).wait()
     full.data.copy_(host)

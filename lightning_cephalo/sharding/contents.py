@@ -100,8 +100,7 @@ class Cut:
             self.sizes = layout.sizes
             self.own = slice(*layout.cuts[context.rank : context.rank + 2])
             if context.across is not None:
-                inside = context.routing.route
-                self.route = context.across.route(layout.cuts_of_groups, inside)
+                self.route = context.across.route(layout.cuts_of_groups)
             rows = [Rows(layout.rows(index), context.meet) for index in range(len(shapes))]
             self.placements = [*rows]
             own_shapes = [

@@ -14,7 +14,7 @@ from lightning_cephalo.sharding.buffers import BufferPool
 from lightning_cephalo.sharding.collectives import Way
 from lightning_cephalo.sharding.padding import Padding
 from lightning_cephalo.sharding.placement import Meet
-from lightning_cephalo.sharding.routes import Route, Routing
+from lightning_cephalo.sharding.routes import STRAIGHT, Route
 from lightning_cephalo.sharding.staging import HostStage
 
 
@@ -38,7 +38,6 @@ class ShardingContext:
     mesh: DeviceMesh
     gather_group: dist.ProcessGroup
     reduce_group: dist.ProcessGroup
-    routing: Routing
     compute_dtype: torch.dtype | None = None
     buffers: BufferPool = field(default_factory=BufferPool)
     gradient_buffers: BufferPool = field(default_factory=BufferPool)
@@ -66,7 +65,7 @@ class ShardingContext:
 
     def way(self, route: Route | None = None) -> Way:
         """Return how slices travel; reduces over groups have a route of their own."""
-        return Way(self.padding, self.stage, route or self.routing.route)
+        return Way(self.padding, self.stage, route or STRAIGHT)
 
     @property
     def everyone(self) -> dist.ProcessGroup:

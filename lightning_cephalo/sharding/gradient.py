@@ -17,10 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_cephalo.accelerator.backends import backend_of
 from lightning_cephalo.sharding.buffers import Buffer
 from lightning_cephalo.sharding.collectives import all_reduce, reduce_slices
 from lightning_cephalo.sharding.contents import Contents, Cut, Memory
 from lightning_cephalo.sharding.placement import as_dtensor, local_part
+from lightning_cephalo.sharding.routes import STRAIGHT
 from lightning_cephalo.sharding.same_values import cut_gradients
 from lightning_cephalo.sharding.spent_gradients import spent
 from lightning_cephalo.sharding.transfers import Pending
@@ -211,7 +213,9 @@ class Gradient:
         contents, context = self._contents, self._contents.context
         if cut.layout is None or context.is_alone:
             return 0
-        received = context.routing.received_numel(cut.sizes, context.rank, cut.route)
+        received = cut.sizes[context.rank]
+        if not backend_of(context.reduce_group).runs_on_device:
+            received = (cut.route or STRAIGHT).received_numel(cut.sizes, context.rank)
         nbytes = received * contents.sent_dtype.itemsize
         if contents.sent_dtype != contents.master_dtype:  # what is sent, and the sum
             nbytes += contents.sent_bytes

@@ -20,7 +20,7 @@ from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.base import EndOfWork
 from lightning_cephalo.sharding.line import Line
 from lightning_cephalo.sharding.routes import Route
-from lightning_cephalo.sharding.transfers import Pending
+from lightning_cephalo.sharding.transfers import Pending, spread
 
 
 class HostStage:
@@ -35,9 +35,7 @@ class HostStage:
         self._idle: list[tuple[Tensor, EndOfWork | None]] = []
         self._gathers, self._reduces = Line(), Line()
 
-    def gather(
-        self, full: Tensor, sizes: Sequence[int], group: dist.ProcessGroup, route: Route
-    ) -> Pending:
+    def gather(self, full: Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> Pending:
         """Fill ``full`` with every rank's slice; see ``gather_slices``."""
         rank = group.rank()
         memory, host = self._take(full.numel(), full.dtype)
@@ -46,7 +44,7 @@ class HostStage:
 
         def move() -> None:
             copied.synchronize()
-            for transfer in route.gather(slices, group):
+            for transfer in spread(slices, group):
                 transfer.wait()
 
         def finish() -> None:

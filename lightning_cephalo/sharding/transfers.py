@@ -68,14 +68,14 @@ class Transfer:
 # Two methods of groups that dist.isend and dist.irecv call. Those look the default group up several
 # times before, and a unit's step between two ranks has six messages.
 # tests/sharding/test_transfers.py fails when they do anything else.
-def send(part: torch.Tensor, to: int, group: dist.ProcessGroup, tag: int = 0) -> Transfer:
+def send(part: torch.Tensor, to: int, group: dist.ProcessGroup) -> Transfer:
     """Start to send a real tensor to a rank of a group, by its rank there."""
-    return Transfer(group.send([part], to, tag))
+    return Transfer(group.send([part], to, 0))
 
 
-def receive(part: torch.Tensor, source: int, group: dist.ProcessGroup, tag: int = 0) -> Transfer:
+def receive(part: torch.Tensor, source: int, group: dist.ProcessGroup) -> Transfer:
     """Start to receive a real tensor from a rank of a group, by its rank there."""
-    return Transfer(group.recv([part], source, tag))
+    return Transfer(group.recv([part], source, 0))
 
 
 def sum_of(rows: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -84,6 +84,11 @@ def sum_of(rows: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     for row in rows[1:]:
         total.add_(row)
     return total
+
+
+def spread(slices: Sequence[torch.Tensor], group: dist.ProcessGroup) -> list[Any]:
+    """Start to send this rank's slice to all other ranks, and to fill the slices of theirs."""
+    return exchange([slices[group.rank()]] * len(slices), slices, group)
 
 
 def exchange(

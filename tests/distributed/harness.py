@@ -21,7 +21,6 @@ from lightning_cephalo.sharding.context import ShardingContext
 from lightning_cephalo.sharding.discovery import find_units
 from lightning_cephalo.sharding.layout import Divider
 from lightning_cephalo.sharding.placement import default_mesh, local_part
-from lightning_cephalo.sharding.routes import Routing
 from lightning_cephalo.sharding.unit import Unit
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -83,9 +82,8 @@ def make_executor(
     **discovery: Any,
 ) -> Executor:
     gather_group, reduce_group, control_group = _groups()
-    routing = Routing([0] * len(fractions))
     mesh = default_mesh(device.type)
-    context = ShardingContext(device, mesh, gather_group, reduce_group, routing)
+    context = ShardingContext(device, mesh, gather_group, reduce_group)
     divider = Divider(fractions)
     units = [Unit(members, divider, context) for members in find_units(model, **discovery)]
     executor = Executor(units, ControlGroup(control_group), accelerator_of(device), recompute)

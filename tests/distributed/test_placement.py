@@ -23,7 +23,6 @@ from lightning_cephalo.sharding.placement import (
     local_part,
     row_spec,
 )
-from lightning_cephalo.sharding.routes import Routing
 from lightning_cephalo.sharding.unit import Unit
 
 FRACTIONS = [(0.5, 0.5), (0.75, 0.25), (0.75, 0.25, 0.0), (0.0, 0.3, 0.7), (0.0, 1.0)]
@@ -44,7 +43,7 @@ class Parameters(nn.Module):
 def shard(module: nn.Module, fractions) -> list[Unit]:
     device = torch.device("cpu")
     groups = dist.new_group(), dist.new_group()
-    context = ShardingContext(device, default_mesh("cpu"), *groups, Routing([0] * len(fractions)))
+    context = ShardingContext(device, default_mesh("cpu"), *groups)
     divider = Divider(fractions)
     units = find_units(module, unit_names=())
     return [Unit(members, divider, context) for members in units]

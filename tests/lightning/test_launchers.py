@@ -316,9 +316,9 @@ def test_a_script_that_never_imports_the_package_trains_with_the_name(tmp_path, 
 
 _GIVEN = """
 from lightning_cephalo import CephaloStrategy, Plan, RankPlan
-def plan(*ranks, by_node=None):
+def plan(*ranks):
     ranks = [RankPlan(microbatch_sizes=sizes, state_fraction=part) for sizes, part in ranks]
-    plan = Plan(ranks=tuple(ranks), by_node=by_node)
+    plan = Plan(ranks=tuple(ranks))
     return CephaloStrategy(global_batch_size=8, verbose=False, plan=plan)
 """
 
@@ -407,7 +407,7 @@ def test_slurm_starts_two_ranks(tmp_path, wanted):
 def test_slurm_starts_nodes_of_different_size(tmp_path, wanted):
     script = _write(
         tmp_path,
-        "plan(((2, 2), 0.5), ((3,), 0.3), ((1,), 0.2), by_node=True), num_nodes=2, batch_size=8,"
+        "plan(((2, 2), 0.5), ((3,), 0.3), ((1,), 0.2)), num_nodes=2, batch_size=8,"
         " devices=1 + int(os.environ['SLURM_NODEID']), plugins=[UnevenSLURMEnvironment()]",
         # forks end without what an interpreter runs at its end, and this one's is not theirs
         f"import atexit\natexit._clear()\n{_COUNTS_THREADS}{_GIVEN}"

@@ -81,12 +81,6 @@ def test_plan_table_says_where_slices_are_padded() -> None:
         assert ("slices of even shares are padded" in text) is is_shown
 
 
-def test_plan_table_says_where_slices_go_by_node() -> None:
-    for said, is_shown in ((None, False), (False, False), (True, True)):
-        text = text_of(plan_table(replace(SOLVED, by_node=said)))
-        assert ("slices cross between nodes once" in text) is is_shown
-
-
 def test_plan_table_of_a_solved_plan_shows_every_prediction() -> None:
     text = text_of(plan_table(SOLVED, units=10))
     memory = "3.0 GiB of 4.0 GiB (75%)"

@@ -105,7 +105,6 @@ def test_groups_by_hand():
         (lambda: Plan(ranks_of(0.5, 0.5), state_groups=(0, 0)), "two or more groups"),
         (lambda: Plan(ranks_of(0.5, 0.5), state_groups=(0, 1, 1)), "each of 2 ranks"),
         (lambda: Plan(ranks_of(0.5, 0.5), state_groups=(0, 1)), "sum to 1 in each of state_groups"),
-        (lambda: Plan(ranks_of(1, 1), state_groups=(0, 1), by_node=True), "by_node: true, which"),
         (lambda: Plan(ranks_of(1, 1), state_groups="01"), "state_groups"),
         (lambda: replace(GROUPED, state_groups=()), "which needs state_groups"),
         (

@@ -737,13 +737,6 @@ def test_slices_of_even_shares_are_padded_where_that_was_measured_faster_and_fit
     assert unpadded.shares_are_even
 
 
-def test_a_plan_takes_the_way_of_slices_that_its_times_are_for():
-    problem = Problem([affine("alike", 1, 50)] * 2, units=1, state_bytes=60, global_batch_size=2)
-    assert solve(problem).by_node is None
-    plan = solve(dataclasses.replace(problem, by_node=True))
-    assert plan.by_node is True and Plan.from_dict(plan.to_dict()) == plan
-
-
 def test_a_hair_of_time_is_given_for_headroom_between_even_and_uneven_shares():
     ranks = [affine("small", 1, 105), affine("large", 1, 1000)]
 

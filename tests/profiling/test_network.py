@@ -1,4 +1,4 @@
-"""Which way slices take is chosen by the times of both, and remembered with them."""
+"""Collectives are timed as steps run them, and gradients that travel are counted."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ from lightning_cephalo.profiling.memory_model import state_bytes
 from lightning_cephalo.profiling.network import mean_times, measure_network
 from lightning_cephalo.ranks.groups import Groups
 
-NODES = (0, 0, 7)
 PLENTY = 1e9
 
 
 UNIT_BYTES = 4 * (8 * 8 + 8)
 
 
-def _model(node_rank: int, reduce_dtype: torch.dtype | None = None) -> ShardedModel:
+def _model(reduce_dtype: torch.dtype | None = None) -> ShardedModel:
     return ShardedModel(
         nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)]),
-        Groups.create(timedelta(seconds=100), node_rank),
+        Groups.create(timedelta(seconds=100)),
         accelerator_of(torch.device("cpu")),
         fractions=[0.5, 0.3, 0.2],
         units=UnitOptions(types=(nn.Linear,)),
@@ -36,22 +35,6 @@ def _model(node_rank: int, reduce_dtype: torch.dtype | None = None) -> ShardedMo
         recompute=False,
         reduce_dtype=reduce_dtype,
     )
-
-
-def _chosen(
-    rank: int, nodes: tuple[int, ...], by_node_s: float, capacity_bytes: float
-) -> tuple[bool, float, tuple[int, ...], float, float]:
-    model, now_s = _model(nodes[rank]), 0.0
-
-    def clock() -> float:
-        nonlocal now_s
-        now_s += by_node_s if model.routing.by_node else 1.0
-        return now_s
-
-    times = measure_network(model, clock, capacity_bytes)
-    assert times.by_node is model.routing.by_node
-    gradients, received = _reducing(model)
-    return times.by_node, times.gather_s, model.routing.nodes, gradients, received
 
 
 def _reducing(model: ShardedModel) -> tuple[float, float]:
@@ -64,7 +47,7 @@ def _reducing(model: ShardedModel) -> tuple[float, float]:
 
 def _begun(rank: int) -> tuple[list[tuple[str, int]], tuple[float, float, float | None]]:
     """Return what each of four passes calls of which unit, and the times by a clock of waits."""
-    model, called, now_s = _model(0), [], 0.0
+    model, called, now_s = _model(), [], 0.0
     waits_s = {"finish_gather": 4e-3, "wait_reduce": 9e-3}
 
     def noting(number: int, name: str) -> Callable[..., None]:
@@ -103,7 +86,7 @@ def test_collectives_are_timed_in_the_order_of_a_step() -> None:
 
 
 def _rounding(rank: int) -> list[tuple[float, float]]:
-    return [_reducing(_model(0, dtype)) for dtype in (None, torch.float32, torch.bfloat16)]
+    return [_reducing(_model(dtype)) for dtype in (None, torch.float32, torch.bfloat16)]
 
 
 def test_gradients_that_travel_as_bfloat16_count_half_and_with_their_copy_and_sum() -> None:
@@ -112,25 +95,17 @@ def test_gradients_that_travel_as_bfloat16_count_half_and_with_their_copy_and_su
         assert rounded == (2.0 + 0.5, 3 * 0.5 + 1.0)
 
 
-@pytest.mark.parametrize(
-    ("nodes", "by_node_s", "capacity_bytes", "by_node"),
-    [
-        (NODES, 0.5, PLENTY, True),
-        (NODES, 0.99, PLENTY, False),  # no more than noise
-        (NODES, 0.5, 3000, False),  # no room for the summands of relays
-        ((0, 0, 0), 0.5, PLENTY, False),
-        ((0, 1, 2), 0.5, PLENTY, False),
-    ],
-    ids=["faster", "noise", "no room", "one node", "one rank each"],
-)
-def test_slices_go_by_node_where_that_takes_less_time_and_fits(
-    nodes, by_node_s, capacity_bytes, by_node
-):
-    for found in run_ranks(3, _chosen, nodes, by_node_s, capacity_bytes):
-        chosen, gather_s, numbered, gradients, received = found
-        assert chosen is by_node
-        # by this clock, all three gathers of a forward together take that long
-        assert gather_s == pytest.approx((by_node_s if by_node else 1.0) / 3)
-        assert numbered == tuple(nodes.index(node) for node in nodes)
-        # relays hold the summands of a unit; the shares of two others arrive, else of three ranks
-        assert (gradients, received) == ((3, 2) if by_node else (2, 3))
+def _measured(rank: int) -> float:
+    model, now_s = _model(), 0.0
+
+    def clock() -> float:
+        nonlocal now_s
+        now_s += 1.0
+        return now_s
+
+    return measure_network(model, clock, PLENTY).gather_s
+
+
+def test_a_gather_takes_its_part_of_the_time_of_all_units() -> None:
+    # by this clock, all three gathers of a forward together take a second
+    assert run_ranks(3, _measured) == [pytest.approx(1 / 3)] * 3

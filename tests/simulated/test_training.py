@@ -72,9 +72,6 @@ def test_plans(simulated, alone, names):
         assert [one["device"] for one in found] == [f"cuda:{rank}" for rank in range(len(found))]
 
 
-NODES_OF_TWO = tuple({"GROUP_RANK": str(rank // 2)} for rank in range(4))
-
-
 @FEW_AND_OTHERS
 def test_ranks_of_several_kinds_train_over_gloo(simulated, names):
     def of_kinds(ranks, kinds, **given):
@@ -94,9 +91,8 @@ def test_ranks_of_several_kinds_train_over_gloo(simulated, names):
         "idle cpu with all state": of_kinds(IDLE_WITH_ALL_STATE, "cpu gpu"),
         "solved": of_kinds("solve", "gpu cpu"),
         "four": of_kinds(FOUR, "gpu cpu gpu cpu"),
-        "by node": of_kinds(FOUR, "gpu cpu gpu cpu", places=NODES_OF_TWO, plan={"by_node": True}),
     }
-    most_important = ("uneven", "idle cpu with all state", "by node")
+    most_important = ("uneven", "idle cpu with all state", "four")
     cases = {name: cases[name] for name in names(most_important, cases)}
     used = {"gpu": "cuda", "cpu": "cpu"}
     for name, found in assert_each_is_as_alone(simulated, cases).items():

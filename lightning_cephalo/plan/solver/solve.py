@@ -344,7 +344,6 @@ def priced(
         backend=backend,
         reshard_after_forward=reshard,
         padded=padded,
-        by_node=problem.by_node or None,
         early_update=problem.early_update or None,
         state_groups=problem.active_groups,
     )
