@@ -850,7 +850,7 @@ class CephaloStrategy(ParallelStrategy):
         executor = session.model.executor
         self._hook_logs.unwatch(self._module.trainer.fit_loop.epoch_loop._results)
         self._ending.end_training()
-        session.control.together("checking the last step's buffers", executor.overlay.check)
+        session.control.together("checking the last step's buffers", executor.overlay.merge.check)
         executor.reshard()
         self._measured_memory = session.measured_memory()
         if verbose and self.is_global_zero:

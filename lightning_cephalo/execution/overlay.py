@@ -119,11 +119,11 @@ class Overlay:
             for path, inner in module.named_modules()
             if inner is module or may_store(inner)
         }
-        self.keeps_start = False
+        self.keeps_start, self.code = False, 0.0
         self._slots = Slots()
         self.buffers = Buffers(module)
         self._modes = TrainingModes([*module.modules()])
-        self._merge = Merge(self.buffers, control, accelerator)
+        self.merge = Merge(self.buffers, control, accelerator)
         self._joined: dict[Slot, Joined] = {}
         self._forward: _Pass | None = None
         self._backward: _Pass | None = None
@@ -131,11 +131,6 @@ class Overlay:
         self._first_steps = _FIRST_STEPS
         self._looks_everywhere = True
         self._told: set[str] = set()
-
-    @property
-    def code(self) -> float:
-        """What this rank says in the exchange that ends the forward."""
-        return self._merge.code
 
     # -- a step -------------------------------------------------------------------------------
 
@@ -146,9 +141,8 @@ class Overlay:
         empty = self.buffers.begin(tuple(sizes))
         if sizes:  # else this rank's values stay as they are
             for slot in empty:
-                if self._slots.find(slot.names, slot.key) is None:
-                    self._slots.add(Slot(slot.names, slot.key))
-            walks = walks and self._first_steps > 0 and (len(sizes) > 1 or not self._merge.is_alone)
+                self._slots.add(slot)
+            walks = walks and self._first_steps > 0 and (len(sizes) > 1 or not self.merge.is_alone)
             start = Start(self.places, with_items=walks or self.keeps_start)
             self._forward = self._open(tuple(sizes), start, in_backward=False)
             self._forward.looked_at = start.looks if self._looks_everywhere else start.looks[:1]
@@ -213,7 +207,6 @@ class Overlay:
 
     def finish(self) -> None:
         """Show one value of all microbatches, and set what other ranks need to learn."""
-        self.check()
         now, new = self._forward, list[Slot]()
         left = self.buffers.finish()
         if now is not None:
@@ -228,7 +221,7 @@ class Overlay:
             self._warn_of_shared(now)
         self._now = None
         values, sizes = {slot.name: slot.read() for slot in new}, () if now is None else now.sizes
-        self._merge.finish(values, sizes)
+        self.code = self.merge.finish(values, sizes)
 
     def _columns(self, now: _Pass) -> list[Sequence[Any]]:
         """Return what all microbatches leave in each slot."""
@@ -294,7 +287,7 @@ class Overlay:
 
     def put_back(self) -> None:
         """Undo what the last step has stored, unless code behind its forward stored it."""
-        self._merge.drop()
+        self.merge.drop()
         self.buffers.put_back()
         forward, backward = self._forward, self._backward
         self._backward = self._now = None
@@ -350,7 +343,7 @@ class Overlay:
 
     def combine(self, codes: Sequence[float]) -> None:
         """Give all ranks the merged values, or raise on all of them; collective."""
-        for name, value in self._merge.combine(codes).items():
+        for name, value in self.merge.combine(codes).items():
             path, _, key = name.rpartition(".")
             names = self.places.get(path)
             if names is not None:  # else a module of another rank
@@ -358,10 +351,6 @@ class Overlay:
         self.buffers.forget_values()
         if self._forward is not None and self.keeps_start:
             self._forward.start.finish()
-
-    def check(self) -> None:
-        """Raise if microbatches left different integers; a step later, when no host need wait."""
-        self._merge.check()
 
     def _warn_of_shared(self, now: _Pass) -> None:
         """Name containers that have got values of samples in place: microbatches share them."""

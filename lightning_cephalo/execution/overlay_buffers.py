@@ -156,7 +156,7 @@ class Buffers:
         for slot, inner, own in self._named():
             at = id(slot.names), slot.key
             if own is None:
-                empty.append(slot)
+                empty.append(Slot(slot.names, slot.key))
                 self._empty.add(at)
             if at in self._empty or not _is_ordinary(own):
                 continue
@@ -238,7 +238,6 @@ class Buffers:
 
     def parts(self, names: Container[str]) -> list[Part]:
         """Return what microbatches have left in the buffers that any rank writes, by name."""
-        weight = float(sum(size or 1 for size in self._sizes))
         found = []
         for buffer in sorted(self._all, key=lambda each: each.slot.name):
             name, is_sum = buffer.slot.name, self._is_summed(buffer)
@@ -246,7 +245,7 @@ class Buffers:
                 if not buffer.is_written:
                     buffer.give(len(self._sizes))
                     buffer.values = buffer.firsts
-                found.append(Part(buffer.own, buffer.values, weight, is_sum, name))
+                found.append(Part(buffer.own, buffer.values, is_sum, name))
             elif buffer.is_written and buffer.values and name not in self.left:
                 with torch.no_grad():  # it has another shape on another rank, or had one before
                     buffer.own.copy_(buffer.values[-1])

@@ -231,14 +231,13 @@ def refuse_different(name: str, numbers: Sequence[Any]) -> None:
 
 @dataclass(frozen=True)
 class Part:
-    """A buffer, or a tensor without dimensions, and what each microbatch of this rank has left.
+    """A buffer, or a tensor without dimensions, and what microbatches of this rank have left.
 
-    ``own`` takes the value of all ranks. A rank with weight 0 has none.
+    ``own`` takes the value of all ranks. A rank without samples has no values.
     """
 
     own: Tensor
     values: Sequence[Tensor]
-    weight: float
     is_sum: bool = False
     name: str = ""
 
@@ -246,12 +245,27 @@ class Part:
     def is_integer(self) -> bool:
         return not (self.own.is_floating_point() or self.own.is_complex())
 
-    @property
-    def numel(self) -> int:
-        return self.own.numel() * (2 if self.is_integer or self.own.is_complex() else 1)
+    def _rows(self, where: torch.device) -> Tensor:
+        rows = torch.stack([_real(value.detach()).flatten() for value in self.values])
+        return rows.to(where, torch.float64)
 
-    def take(self, value: Tensor) -> None:
+    def share(self, weights: Tensor) -> Tensor:
+        """Return this rank's sum, and its weight behind it."""
+        if not self.values:
+            return weights.new_zeros(_real(self.own).numel() + 1)
+        rows = self._rows(weights.device)
+        if self.is_sum:
+            rows = rows - _real(self.own).flatten().to(rows)
+            weights = torch.ones_like(weights)
+        return torch.cat([weights @ rows, weights.sum()[None]])
+
+    def differs(self, total: Tensor) -> Tensor:
+        """Return whether a microbatch has other integers than the mean, on the device."""
+        return (self._rows(total.device) != (total[:-1] / total[-1]).round()).any()
+
+    def take(self, total: Tensor) -> None:
         real = _real(self.own)
+        value = total[:-1] if self.is_sum else total[:-1] / total[-1]
         value = value.view(real.shape)
         if self.is_sum:
             value = value + real.to(value.device).double()
@@ -265,51 +279,27 @@ class Part:
 class Packed:
     """This rank's share of all means and sums, in one tensor of float64 for one all-reduce."""
 
-    def __init__(self, parts: Sequence[Part], sizes: Sequence[int], where: torch.device) -> None:
-        """``parts`` are in one order on all ranks."""
-        floats = [part for part in parts if not part.is_sum and not part.is_integer]
-        self._integers = [part for part in parts if not part.is_sum and part.is_integer]
-        self._sums = [part for part in parts if part.is_sum]
-        self._means, self._where = floats + self._integers, where
-        owns = self._flat([part.own for part in self._sums])
-        self._rows = [
-            self._flat([part.values[i] for part in self._means]) for i, _ in enumerate(sizes)
-        ]
-        added = [
-            self._flat([part.values[i] for part in self._sums]) - owns for i, _ in enumerate(sizes)
-        ]
-        empty = owns.new_zeros(sum(part.numel for part in self._means))
-        # of unknown numbers of samples all count the same
-        weighted = [row * float(size or 1) for row, size in zip(self._rows, sizes, strict=True)]
-        weights = owns.new_tensor([part.weight for part in self._means])
-        self._total = torch.cat([sum(weighted, empty), sum(added, torch.zeros_like(owns)), weights])
-
-    def _flat(self, tensors: Sequence[Tensor]) -> Tensor:
-        rows = [_real(t.detach()).reshape(-1).to(self._where, torch.float64) for t in tensors]
-        return torch.cat([torch.zeros(0, dtype=torch.float64, device=self._where), *rows])
+    def __init__(self, parts: Sequence[Part], weights: Tensor) -> None:
+        """``parts`` are in one order on all ranks; ``weights`` are those of microbatches."""
+        self._parts, shares = parts, [part.share(weights) for part in parts]
+        self._lengths = [len(share) for share in shares]
+        self._total = torch.cat([weights.new_zeros(0), *shares])
 
     def merge(self, several_ranks: bool) -> tuple[Tensor | None, list[str]]:
         """Write the values of all ranks; collective.
 
         Returns whether integers differ (on the device, None for none), and their names.
         """
-        if several_ranks:
+        if several_ranks and self._parts:
             all_reduce(self._total).wait()
-        counts = [part.numel for part in self._means]
-        ends = len(self._total) - len(counts)
-        means, sums, weights = self._total.tensor_split([sum(counts), ends])
-        repeats = torch.tensor(counts, dtype=torch.int64, device=self._where)
-        means = means / weights.repeat_interleave(repeats, output_size=sum(counts))
-        differs, first = None, sum(counts) - sum(part.numel for part in self._integers)
-        if self._integers and self._rows:
-            wanted = means[first:].round()
-            differs = torch.stack([(row[first:] != wanted).any() for row in self._rows]).any()
+        pairs = [*zip(self._parts, self._total.split(self._lengths), strict=True)]
+        integers = [each for each in pairs if each[0].is_integer and not each[0].is_sum]
         with torch.no_grad():
-            for parts, values in ((self._means, means), (self._sums, sums)):
-                pieces = values.split([part.numel for part in parts])
-                for part, piece in zip(parts, pieces, strict=True):
-                    part.take(piece)
-        return differs, [part.name for part in self._integers]
+            differ = [part.differs(total) for part, total in integers if part.values]
+            for part, total in pairs:
+                part.take(total)
+        names = [part.name for part, _ in integers]
+        return torch.stack(differ).any() if differ else None, names
 
 
 def _real(tensor: Tensor) -> Tensor:
@@ -341,10 +331,9 @@ class Merge:
 
     def __init__(self, buffers: Buffers, control: ControlGroup, accelerator: Accelerator) -> None:
         self._buffers, self._control, self._accelerator = buffers, control, accelerator
-        self.code = 0.0
         self._share = self._agreed = Share()
+        self._weights: list[float] = []
         self._scalars: dict[str, Tensor] = {}
-        self._sizes: tuple[int, ...] = ()
         self._packed: Packed | None = None
         self._means: dict[str, Tensor] = {}
         self._verdict: tuple[Readback, list[str]] | None = None
@@ -353,19 +342,22 @@ class Merge:
     def is_alone(self) -> bool:
         return self._control.world_size == 1
 
-    def finish(self, values: Mapping[str, Any], sizes: tuple[int, ...]) -> None:
-        """Take the new values of attributes, and set what other ranks need to learn."""
-        self._sizes, agreed, buffers = sizes, self._agreed, self._buffers
+    def finish(self, values: Mapping[str, Any], sizes: tuple[int, ...]) -> float:
+        """Take the new values of attributes; return what other ranks need to learn."""
+        self.check()
+        agreed, buffers = self._agreed, self._buffers
         self._scalars = {name: value for name, value in values.items() if is_scalar(value)}
         scalars = {name: value.dtype for name, value in self._scalars.items()}
         numbers = {name: value for name, value in values.items() if is_number(value)}
-        weight = float(sum(sizes) or len(sizes))
+        # of unknown numbers of samples all count the same
+        self._weights = [float(size or 1) for size in sizes]
+        weight = sum(self._weights)
         self._share = Share(buffers.written, buffers.left, scalars, numbers, weight)
         is_new = not buffers.left <= agreed.left or bool(sizes and scalars != agreed.scalars)
         is_new = is_new or not buffers.written <= agreed.buffers | agreed.left
         tensors = buffers.wrote() or bool(scalars)
-        self.code = float(_TENSORS * tensors | _NUMBERS * bool(numbers) | _NEW * is_new)
         self._packed = self._pack() if tensors and not is_new else None
+        return float(_TENSORS * tensors | _NUMBERS * bool(numbers) | _NEW * is_new)
 
     def combine(self, codes: Sequence[float]) -> dict[str, Any]:
         """Write the buffers, and return the values of attributes; collective."""
@@ -376,8 +368,7 @@ class Merge:
             if is_new:
                 self._agree(shares)
             values = _merged_numbers(shares)
-        packs = is_new or any(flag & _TENSORS for flag in flags)
-        if packs and (self._agreed.buffers or self._agreed.scalars):
+        if is_new or any(flag & _TENSORS for flag in flags):
             if is_new or not all(flag & _TENSORS for flag in flags):
                 self._packed = self._control.together("merging what the step writes", self._pack)
             values |= self._merge()
@@ -392,18 +383,18 @@ class Merge:
         self._agreed = Share(names, left, dict(sorted(scalars.items())))
 
     def _pack(self) -> Packed:
-        device, count = self._accelerator.device, len(self._sizes)
-        weight = float(sum(size or 1 for size in self._sizes))
+        device = self._accelerator.device
         parts = self._buffers.parts(self._agreed.buffers)
         self._means = {
             name: torch.zeros((), dtype=dtype, device=device)
             for name, dtype in self._agreed.scalars.items()
         }
         for name, own in self._means.items():
-            found = self._scalars.get(name, own)
-            parts.append(Part(own, [found] * count, 0.0 if found is own else weight))
+            found = [self._scalars[name]] if name in self._scalars else []
+            parts.append(Part(own, found * len(self._weights)))
         is_sent = communicates(torch.empty(0, device=device), None)
-        return Packed(parts, self._sizes, device if is_sent else torch.device("cpu"))
+        where = device if is_sent else torch.device("cpu")
+        return Packed(parts, torch.tensor(self._weights, dtype=torch.float64, device=where))
 
     def _merge(self) -> dict[str, Tensor]:
         packed, self._packed = self._packed, None

@@ -66,9 +66,11 @@ class Slots:
         return iter(self._all.values())
 
     def add(self, slot: Slot) -> None:
-        self._all[id(slot.names), slot.key] = slot
-        self._holders.append(slot.names)
-        self.keys.append(slot.key)
+        at = id(slot.names), slot.key
+        if at not in self._all:
+            self._all[at] = slot
+            self._holders.append(slot.names)
+            self.keys.append(slot.key)
 
     def find(self, names: dict[str, Any], key: str) -> Slot | None:
         return self._all.get((id(names), key))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import deque
 from typing import Any
 
@@ -515,15 +514,43 @@ def test_a_large_buffer_that_is_first_written_late_is_refused_and_an_assigned_on
     assert _found(overlay, module, _assigned)[:2] == [1.0, 1.0], "the refused write stands"
 
 
-def test_a_buffer_that_changes_its_shape_is_left_to_the_microbatches_of_all_ranks():
+def _add_index(module):
+    return lambda phase, index: module.kept.add_(index)
+
+
+def test_a_buffer_that_changes_its_shape_is_the_last_microbatchs_also_in_later_steps():
     module = _Buffers()
     overlay = _overlay(module)
-    writes = [lambda: setattr(module, "still", torch.ones(7)), lambda: module.kept.add_(1)]
-    for write in writes:  # another is first written later: the ranks agree anew
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a buffer of the samples
-            _run(overlay, (1,), lambda *_, write=write: write())
-    assert module.still.shape == (7,) and module.kept.tolist() == [1.0] * 3
+
+    def longer(phase, index):
+        module.still = torch.full((7,), float(index))
+
+    with pytest.warns(UserWarning, match="different values in 'still'"):
+        _run(overlay, (1, 1), longer)
+    assert module.still.tolist() == [1.0] * 7
+    _run(overlay, (1, 1), lambda _, index: module.still.add_(index + 1))
+    assert module.still.tolist() == [3.0] * 7
+    # another is first written later: the ranks agree anew
+    _run(overlay, (1, 1), _add_index(module))
+    assert module.still.tolist() == [3.0] * 7 and module.kept.tolist() == [0.5] * 3
+
+
+def test_a_buffer_that_has_another_shape_on_another_rank_is_this_ranks_last():
+    module = _Buffers()
+    overlay = _overlay(module, Share(left=frozenset({"kept"}), weight=1.0))
+    _run(overlay, (1, 1), _add_index(module), 4.0)
+    assert module.kept.tolist() == [1.0] * 3
+
+
+def test_what_a_failed_step_has_written_is_not_what_the_next_one_starts_from():
+    module = _Buffers()
+    overlay = _overlay(module)
+    overlay.begin((1, 1))
+    overlay.resume(0)
+    module.kept += 5.0  # it fails before it pauses
+    overlay.abandon()
+    overlay.put_back()
+    assert _found(overlay, module, _in_place)[:2] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("write", [_in_place, _assigned])
