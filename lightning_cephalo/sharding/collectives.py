@@ -50,11 +50,7 @@ def gather_slices(
     way: Way = _USUAL,
     slices: Sequence[torch.Tensor] | None = None,
 ) -> Pending:
-    """Fill ``full`` with every rank's slice; this rank's own slice is already in place.
-
-    Args:
-        slices: The slices of ``full``, if they are cut already.
-    """
+    """Fill ``full`` with every rank's slice (``slices`` if cut already); its own is in place."""
     if full.is_cpu:
         return Pending(spread(slices or full.split(list(sizes)), group))
     if backend_of(group).runs_on_device:
@@ -87,11 +83,7 @@ def reduce_slices(
     way: Way = _USUAL,
     slices: Sequence[torch.Tensor] | None = None,
 ) -> Pending:
-    """Sum ``full`` over the ranks, and give this rank's slice to ``deliver``, in a dtype.
-
-    Args:
-        slices: The slices of ``full``, if they are cut already.
-    """
+    """Sum ``full`` over the ranks, and give this rank's slice to ``deliver``, in a dtype."""
     rank = group.rank()
     own = sizes[rank]
     if full.is_cpu:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from lightning_cephalo.sharding.context import ShardingContext
 from lightning_cephalo.sharding.layout import FlatLayout
@@ -80,38 +79,32 @@ class Cut:
     """How the ranks cut a flat; without a layout, each of them holds all of it.
 
     Attributes:
-        sizes: Elements of each rank's slice.
         own: Place of this rank's slice.
         route: The way of reduces over groups of ranks that each hold the whole state.
-        placements: The placement of each parameter.
     """
 
     def __init__(self, contents: Contents, layout: FlatLayout | None) -> None:
-        context, shapes = contents.context, contents.shapes
+        context, rank = contents.context, contents.context.rank
         self.layout = layout
         self.route: Route | None = None
-        self.placements: list[Rows | Copies]
         if layout is None:
             self.sizes: tuple[int, ...] = (contents.numel,) * context.world_size
             self.own = slice(0, contents.numel)
-            self.placements = [Copies(context.meet) for _ in shapes]
-            own_shapes = list(shapes)
         else:
-            self.sizes = layout.sizes
-            self.own = slice(*layout.cuts[context.rank : context.rank + 2])
+            self.sizes, self.own = layout.sizes, slice(*layout.cuts[rank : rank + 2])
             if context.across is not None:
                 self.route = context.across.route(layout.cuts_of_groups)
-            rows = [Rows(layout.rows(index), context.meet) for index in range(len(shapes))]
-            self.placements = [*rows]
-            own_shapes = [
-                (each.sizes[context.rank], *shape[1:])
-                for each, shape in zip(rows, shapes, strict=True)
-            ]
-        self._own_shapes = own_shapes
-        self._specs = [
-            row_spec(context.mesh, placement, shape, contents.master_dtype)
-            for placement, shape in zip(self.placements, shapes, strict=True)
-        ]
+        self.placements: list[Placement] = []
+        self._own_shapes, self._specs = [], []
+        for index, shape in enumerate(contents.shapes):
+            placement: Placement = Copies(context.meet)
+            own_shape = shape
+            if layout is not None:
+                placement = rows = Rows(layout.rows(index), context.meet)
+                own_shape = (rows.sizes[rank], *shape[1:])
+            self.placements.append(placement)
+            self._own_shapes.append(own_shape)
+            self._specs.append(row_spec(context.mesh, placement, shape, contents.master_dtype))
 
     def faces(self, own: Tensor) -> list[DTensor]:
         """Return a DTensor per parameter, as views of this rank's slice."""
@@ -134,22 +127,12 @@ class Memory:
         return self._slices
 
 
-@dataclass(frozen=True, eq=False)
 class Slices:
-    """Views of a piece of memory by a cut; their version counter is not that of the parameters."""
+    """Views of a piece of memory by a cut; writes to them raise no version of parameters."""
 
-    cut: Cut
-    whole: Tensor
-
-    @cached_property
-    def own(self) -> Tensor:
-        """This rank's slice."""
-        return self.whole[self.cut.own]
-
-    @cached_property
-    def of_ranks(self) -> Sequence[Tensor]:
-        """The slices of all ranks."""
-        return self.whole.split(list(self.cut.sizes)) if self.cut.layout is not None else ()
+    def __init__(self, cut: Cut, whole: Tensor) -> None:
+        self.cut, self.whole, self.own = cut, whole, whole[cut.own]
+        self.of_ranks = () if cut.layout is None else whole.split(list(cut.sizes))
 
     @cached_property
     def faces(self) -> list[DTensor]:

@@ -47,15 +47,7 @@ class Residence(Enum):
 
 
 class Gathered:
-    """All parameters of a flat, in the compute dtype.
-
-    Args:
-        sharded: The parameters as this rank holds them, whose flags and tags count.
-
-    Attributes:
-        parameters: Per parameter a view of :attr:`full`, always the same object.
-        residence: Choose it while the memory is free.
-    """
+    """All parameters of a flat, in the compute dtype; flags and tags are those of the shards."""
 
     def __init__(self, contents: Contents, sharded: Sequence[nn.Parameter], lock: Lock) -> None:
         self._contents, self._sharded = contents, sharded

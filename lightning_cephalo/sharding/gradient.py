@@ -39,29 +39,17 @@ class Armed:
 
 @dataclass(frozen=True)
 class Reduced:
-    """The reduced gradient of this rank's slice.
-
-    Attributes:
-        shard: None: it is given back.
-        faces: Per parameter a view of it, or what is left of it; None: nobody shall see it.
-        buffer: The memory in which it stays; None: its own.
-    """
+    """The reduced gradient of this rank's slice; without ``shard`` it is given back."""
 
     shard: Tensor | None = None
+    # per parameter a view of it, or what is left of it; None: nobody shall see it
     faces: Sequence[DTensor | None] = ()
+    # the memory in which it stays; None: its own
     buffer: Buffer | None = None
 
 
 class Gradient:
-    """The gradient of a flat's parameters.
-
-    Args:
-        parameters: The gathered parameters, for which gradients land.
-        sharded: Those that this rank holds, which show the reduced ones.
-
-    Attributes:
-        armed: None: gradients that land are none of a backward over units.
-    """
+    """The gradient of a flat: it lands for gathered parameters, and sharded ones show the sum."""
 
     def __init__(
         self,
@@ -149,11 +137,8 @@ class Gradient:
     def reduce(self, cut: Cut, scale: float, *, in_place: bool = False) -> Pending:
         """Begin to sum what has landed over the ranks, times ``scale``, for this rank's slice.
 
-        Adds to gradients that the sharded parameters still hold (accumulation over steps).
-
-        Args:
-            in_place: Whether the sum may stay in the memory of what has landed, which is given back
-                with it, where there are no such gradients; see [Note: gradients in place].
+        Adds to gradients that the sharded parameters still hold (accumulation over steps). Without
+        these the sum may stay ``in_place``; see [Note: gradients in place].
         """
         armed, contents, context = self.armed, self._contents, self._contents.context
         assert armed is not None
@@ -230,19 +215,13 @@ class Gradient:
         return self.reduced.shard if self.reduced.buffer is None else None
 
     def publish(self, used: Sequence[bool]) -> None:
-        """Set ``.grad`` of the sharded parameters that any rank used; leave it for the others.
-
-        Parameters whose gradients were given back stay as they are.
-        """
+        """Set ``.grad`` of the sharded parameters that any rank used, if it is not given back."""
         for parameter, face, is_used in zip(self._sharded, self.reduced.faces, used, strict=True):
             if face is not None and is_used and parameter.requires_grad:
                 parameter.grad = face
 
     def landed(self) -> list[bool]:
-        """Per parameter, whether the reduced gradient of this rank's rows is not all zero.
-
-        Then some rank has used the parameter. Waits for the device.
-        """
+        """Per parameter, whether any of this rank's rows is not zero; waits for the device."""
         rows = [local_part(face) for face in self.reduced.faces if face is not None]
         counts = torch.stack([row.count_nonzero() for row in rows])
         return [count > 0 for count in counts.tolist()]
@@ -250,10 +229,7 @@ class Gradient:
     def give_back(self, updated: Sequence[bool], *, keeps_unused: bool = True) -> None:
         """Release the memory of gradients that have updated their parameters.
 
-        Gradients of other parameters move to memory of their own.
-
-        Args:
-            keeps_unused: Whether to keep gradients that are not published yet.
+        Others move to memory of their own, also unpublished ones with ``keeps_unused``.
         """
         faces = list(self.reduced.faces) or [None] * len(self._sharded)
         for index, (parameter, face) in enumerate(zip(self._sharded, faces, strict=True)):

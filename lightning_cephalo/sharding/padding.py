@@ -38,13 +38,7 @@ class Padding:
 
 
 def slot_numel(sizes: Sequence[int]) -> int | None:
-    """Return the elements of a slot for slices of these sizes.
-
-    Returns None where the slices are equal already, or where slots would be much larger::
-
-        slot_numel([1000, 1010, 1000, 1005])   # 1024
-        slot_numel([3000, 1000])               # None
-    """
+    """Return the elements of a slot; None if slices are equal, or slots would be much larger."""
     if len(set(sizes)) == 1:
         return None
     slot = -(-max(sizes) // _ALIGNED) * _ALIGNED

@@ -22,15 +22,7 @@ class Route:
         group: dist.ProcessGroup,
         dtype: torch.dtype,
     ) -> tuple[list[Any], Callable[[], Tensor]]:
-        """Start to sum this rank's slice over the ranks, in rank order.
-
-        Args:
-            memory: Holds :meth:`received_numel` elements.
-            dtype: Dtype of the sum, in which it is computed.
-
-        Returns:
-            The handles, and a function that returns the sum behind them.
-        """
+        """Start to sum this rank's slice in rank order; return handles, and what gives the sum."""
         own = slices[group.rank()]
         rows = memory.view(len(slices), own.numel()).unbind()
         rows[group.rank()].copy_(own)

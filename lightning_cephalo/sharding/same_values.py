@@ -40,17 +40,12 @@ def refuse_different(values: Sequence[Tensor], like: DTensor, name: str) -> None
     assert dist.group.WORLD is not None
     # of all ranks, also where groups of them hold the whole tensor each
     ranks = all_gather_rows(own.to(mesh.device_type), ones, dist.group.WORLD)
-    ranks = ranks.view(-1, len(values), 3).cpu()
-    for index, value in enumerate(values):
-        found = ranks[:, index, :]
+    for value, found in zip(values, ranks.view(-1, len(values), 3).cpu().unbind(1), strict=True):
         rounds = value.is_floating_point() or value.is_complex()
         rounding = torch.finfo(value.dtype).eps if rounds else 0.0
         tolerance = _SAME_ULPS * rounding * float(found[0, 1].nan_to_num())
-        if not all(
-            _is_close(a, b, tolerance)
-            for row in found.tolist()
-            for a, b in zip(row, found[0].tolist(), strict=True)
-        ):
+        first = found[:1].expand_as(found)
+        if not torch.allclose(found, first, rtol=0.0, atol=tolerance, equal_nan=True):
             raise UnsupportedError(
                 f"{name}() writes a tensor of shape {tuple(value.shape)} to a sharded one, but the"
                 " tensor differs between ranks. Its sums on them are"
@@ -93,15 +88,7 @@ def _sums(value: Tensor) -> Tensor:
     total = torch.zeros(3, dtype=torch.float64, device=flat.device)
     for start in range(0, len(flat), _PIECE):
         piece = flat[start : start + _PIECE].to(torch.float64)
-        places = torch.arange(
-            start + 1, start + 1 + len(piece), dtype=torch.float64, device=flat.device
-        )
-        weights = places.mul_(_GOLDEN).frac_()
+        places = torch.arange(len(piece), dtype=torch.float64, device=flat.device)
+        weights = places.add_(start + 1).mul_(_GOLDEN).frac_()
         total += torch.stack([piece.sum(), piece.abs().sum(), piece.dot(weights)])
     return total
-
-
-def _is_close(one: float, other: float, tolerance: float) -> bool:
-    if math.isfinite(one) and math.isfinite(other):
-        return abs(one - other) <= tolerance
-    return one == other or (math.isnan(one) and math.isnan(other))

@@ -18,15 +18,10 @@ from lightning_cephalo.sharding.write_guard import Locked
 
 @dataclass
 class SentGradient:
-    """What is left on the device of a gradient that is in host memory.
+    """What is left on the device of a gradient that is in host memory."""
 
-    Attributes:
-        norm: Norm of this rank's rows.
-        factor: What the host multiplies it by before its update.
-    """
-
-    norm: Tensor
-    factor: float = 1.0
+    norm: Tensor  # of this rank's rows
+    factor: float = 1.0  # by which the host multiplies it before its update
 
 
 class SpentGradient(Locked):
@@ -50,36 +45,37 @@ def spent(gradient: DTensor, name: str) -> DTensor:
 
 def is_spent(gradient: Tensor | None) -> bool:
     """Return whether a gradient is such a stand-in."""
-    return gradient is not None and isinstance(local_part(gradient), SpentGradient)
+    return _stand_in(gradient) is not None
 
 
 def mark_sent(parameter: Tensor, sent: SentGradient) -> None:
     """Say that the gradient of a parameter, which has a stand-in, is in host memory."""
-    assert parameter.grad is not None
-    stand_in = local_part(parameter.grad)
-    assert isinstance(stand_in, SpentGradient)
+    stand_in = _stand_in(parameter.grad)
+    assert stand_in is not None
     stand_in.sent = sent
 
 
 def take_sent(gradient: Tensor | None) -> SentGradient | None:
     """Return what is known of a gradient that the host will use, which counts as used then."""
-    found = sent_gradient(gradient)
-    if found is not None and gradient is not None:
-        local_part(gradient).sent = None  # type: ignore[attr-defined]
+    stand_in = _stand_in(gradient)
+    if stand_in is None:
+        return None
+    found, stand_in.sent = stand_in.sent, None
     return found
 
 
 def sent_gradient(gradient: Tensor | None) -> SentGradient | None:
     """Return what is known of a gradient that the host will use; None: it is none of these."""
-    stand_in = None if gradient is None else local_part(gradient)
-    return stand_in.sent if isinstance(stand_in, SpentGradient) else None
+    stand_in = _stand_in(gradient)
+    return None if stand_in is None else stand_in.sent
 
 
 def refuse_spent(gradient: Tensor) -> None:
-    """Raise if a gradient is such a stand-in.
+    """Raise by name if a gradient is such a stand-in."""
+    if (stand_in := _stand_in(gradient)) is not None:
+        stand_in.abs()
 
-    Raises:
-        UnitUseError: The message names the parameter and the way out.
-    """
-    if is_spent(gradient):
-        local_part(gradient).abs()
+
+def _stand_in(gradient: Tensor | None) -> SpentGradient | None:
+    rows = None if gradient is None else local_part(gradient)
+    return rows if isinstance(rows, SpentGradient) else None

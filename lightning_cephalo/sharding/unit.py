@@ -344,11 +344,7 @@ class Unit:
         return [used for flat in self.trained for used in flat.gradient.used()]
 
     def start_reduce(self, scale: float, *, in_place: bool = False) -> None:
-        """Begin to sum the gradients over the ranks, times ``scale``.
-
-        Args:
-            in_place: Whether the sum may stay in the memory of the full gradient.
-        """
+        """Begin to sum the gradients over the ranks, times ``scale``; see ``Gradient.reduce``."""
         for flat in self.trained[len(self._reduces) :]:  # as in start_gather
             self._reduces.append(flat.reduce(scale, in_place=in_place))
 
@@ -395,9 +391,6 @@ class Unit:
         Call it when the reduce is done. Waits for the device, and looks at the summed gradients, if
         this rank's own uses leave much open: a rank without samples, or samples that visit other
         layers than those of other ranks.
-
-        Args:
-            has_samples: Whether this rank has any microbatch.
         """
         sizes = [p.numel() if p.requires_grad else 0 for p in self.reduced_parameters()]
         unknown = sum(size for size, is_used in zip(sizes, own, strict=True) if not is_used)
@@ -407,18 +400,11 @@ class Unit:
         return [a or b for a, b in zip(own, landed, strict=True)] if has_samples else landed
 
     def landed(self) -> list[bool]:
-        """Per parameter, whether some rank has surely used it; flags in the order of :meth:`used`.
-
-        Call it when the reduce is done.
-        """
+        """Do as :meth:`surely_used`, by the summed gradients alone."""
         return [landed for flat in self.trained for landed in flat.gradient.landed()]
 
     def give_back(self, updated: Sequence[bool], *, keeps_unused: bool = True) -> None:
-        """Release gradients of updated parameters; flags in the order of :meth:`used`.
-
-        Args:
-            keeps_unused: Whether to keep gradients that are not published yet.
-        """
+        """Release gradients of updated parameters; flags in the order of :meth:`used`."""
         start = 0
         for flat in self.flats:
             if flat.trainable:

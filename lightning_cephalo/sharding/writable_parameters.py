@@ -112,16 +112,13 @@ def _refuse_use(parameters: list[nn.Parameter]) -> None:
 def _keep(places: list[_Place]) -> None:
     """Copy this rank's rows of the whole parameters into the sharded ones."""
     for place in places:
-        if place.module._parameters.get(place.attribute) is not place.full:
+        is_there = place.module._parameters.get(place.attribute) is place.full
+        if not is_there or place.full.shape != place.sharded.shape:
             raise UnitUseError(
-                f"The parameter {place.attribute!r} of {type(place.module).__name__} is replaced"
-                " in writable_parameters(). Write into it instead: `parameter.copy_(values)`."
-            )
-        if place.full.shape != place.sharded.shape:
-            raise UnitUseError(
-                f"The parameter {place.attribute!r} of {type(place.module).__name__} has the shape"
-                f" {tuple(place.full.shape)} at the end of writable_parameters(), expected"
-                f" {tuple(place.sharded.shape)}."
+                f"The parameter {place.attribute!r} of {type(place.module).__name__} is replaced or"
+                f" reshaped in writable_parameters(): it has the shape {tuple(place.full.shape)},"
+                f" expected {tuple(place.sharded.shape)} in the same memory. Write into it instead:"
+                " `parameter.copy_(values)`."
             )
     with torch.no_grad():
         for place in places:
