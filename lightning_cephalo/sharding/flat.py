@@ -62,7 +62,6 @@ class Flat:
             broadcast(master, context.everyone, source=0)
         self.cut = Cut(contents, layout)
         self.shard = master[self.cut.own].clone()
-        del master  # what follows allocates
         faces = zip(self.cut.faces(self.shard), originals, strict=True)
         self.sharded = [like_parameter(face, original) for face, original in faces]
         self.guard = RowGuard(names, self.sharded)
