@@ -524,12 +524,17 @@ def _prefetched(instructions: Instructions) -> Instructions:
     gathers = [[each for each in visit if each.operation is Operation.GATHER] for visit in visits]
     found: list[Instruction] = []
     for index, visit in enumerate(visits):
-        found += gathers[index] if index == 0 else []
+        found += gathers[index]  # those that have not come before
         following = gathers[index + 1] if index + 1 < len(visits) else []
         rest = [each for each in visit if each.operation is not Operation.GATHER]
         # units left over from the forward are freed first: the gather needs their buffer
         left_over = [each for each in rest if following and _is_left_over(each)]
-        found += [*left_over, *following, *(each for each in rest if each not in left_over)]
+        rest = [each for each in rest if each not in left_over]
+        freed = {each.unit for each in rest if each.operation is Operation.FREE}
+        ahead = [each for each in following if each.unit not in freed]
+        if index + 1 < len(visits):
+            gathers[index + 1] = [each for each in following if each.unit in freed]
+        found += [*left_over, *ahead, *rest]
     return tuple(found)
 
 
