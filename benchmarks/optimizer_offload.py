@@ -32,7 +32,7 @@ from lightning.pytorch import Callback  # noqa: E402
 from profiled import GPT, RankFailure, fit, in_ranks, loader  # noqa: E402
 
 from lightning_cephalo.common.errors import TooLittleMemoryError  # noqa: E402
-from lightning_cephalo.execution.state_moves import StateMover  # noqa: E402
+from lightning_cephalo.execution.updates import StateMover  # noqa: E402
 from lightning_cephalo.offline import canvas  # noqa: E402
 from lightning_cephalo.plan import (  # noqa: E402
     InfeasibleError,
@@ -147,7 +147,7 @@ class Blocking(Callback):
     """Lets copies and the host's updates wait for each other, unit by unit."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        moves = trainer.strategy.session.model.executor.state_moves
+        moves = trainer.strategy.session.model.executor.updates
         moves.mover = _InLine(moves.mover)
 
 

@@ -60,6 +60,7 @@ from lightning_cephalo.data.cutting import (
 )
 from lightning_cephalo.execution.sharded_model import UnitOptions
 from lightning_cephalo.execution.step import ForwardOutcome, MicrobatchCall
+from lightning_cephalo.execution.updates import LateUpdates
 from lightning_cephalo.observe import report
 from lightning_cephalo.observe.memory import RankMemory
 from lightning_cephalo.observe.pace import MeasuredRank
@@ -752,7 +753,7 @@ class CephaloStrategy(ParallelStrategy):
             else:
                 scale_loss = precision.loss_scaler(self.precision_plugin)
                 executor = session.model.executor
-                executor.steps_per_update = self._module.trainer.accumulate_grad_batches
+                executor.weighing.steps_per_update = self._module.trainer.accumulate_grad_batches
                 outcome = executor.forward(calls, scale_loss, note, failure)
         return counts, log, outcome
 
@@ -812,7 +813,7 @@ class CephaloStrategy(ParallelStrategy):
     ) -> Any:
         session = self.session
         session.look_for_early_update(optimizer)
-        elsewhere = None if session.moved is None else session.model.executor
+        elsewhere = None if session.moved is None else LateUpdates(session.model.executor)
         update = local_update(optimizer, session.updates.of(optimizer), elsewhere)
         with ExitStack() as after_closure, update:
 
@@ -1136,7 +1137,7 @@ class CephaloStrategy(ParallelStrategy):
 
     def _is_half_updated(self) -> bool:
         session = self._session
-        return session is not None and session.model.executor.early.left_half_updated
+        return session is not None and session.model.executor.updates.left_half_updated
 
     def _abort_groups(self) -> None:
         if backend_named(self._process_group_backend).must_be_aborted:

@@ -20,9 +20,9 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.base import Copies
+from lightning_cephalo.accelerator.host_room import HostRoom
 from lightning_cephalo.accelerator.transfers import ToldWorker
 from lightning_cephalo.adapters.optimizer import clip_by_value, norms_of, step_without_hooks
-from lightning_cephalo.execution.host_room import HostRoom
 from lightning_cephalo.sharding.placement import local_part
 from lightning_cephalo.sharding.spent_gradients import SentGradient, take_sent
 

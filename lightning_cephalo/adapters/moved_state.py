@@ -1,6 +1,6 @@
 """Keeps optimizer state in host memory, and moves it for updates.
 
-[Note: state in host memory] in ``execution/state_moves.py`` has the order. Between steps
+[Note: state in host memory] in ``execution/updates.py`` has the order. Between steps
 ``optimizer.state`` has DTensors as always, whose rows lie in host memory. Only state with the rows
 of its parameter moves; step counts and other numbers stay where the optimizer has made them.
 """
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_cephalo.accelerator import Accelerator
+from lightning_cephalo.accelerator.host_room import HostRoom, aligned_bytes
 from lightning_cephalo.accelerator.transfers import Told
 from lightning_cephalo.adapters.checkpoint import rows_like
 from lightning_cephalo.adapters.host_update import HostUpdates
@@ -28,7 +29,6 @@ from lightning_cephalo.adapters.optimizer import (
     update_rows,
 )
 from lightning_cephalo.adapters.scope import not_element_wise, state_bytes_per_element
-from lightning_cephalo.execution.host_room import HostRoom, aligned_bytes
 from lightning_cephalo.plan.state_homes import STAGED_UNITS, StateHome
 from lightning_cephalo.sharding.placement import local_part
 from lightning_cephalo.sharding.spent_gradients import SentGradient, is_spent, sent_gradient

@@ -117,24 +117,24 @@ class RepeatedStep:
     def _relieve(self, error: Exception, relief: Relief | None, refused: str) -> None:
         """Make room and put back what the step has changed, or raise the error."""
         executor = self._model.executor
-        if not executor.gave_up:
+        if not executor.failure.gave_up:
             raise error  # the other ranks are elsewhere
-        if executor.early.left_half_updated or self._evaluations > 1:
+        if executor.updates.left_half_updated or self._evaluations > 1:
             raise error  # on every rank
         if self._repeats == MOST_REPEATS:
             refused = f"The step was repeated {MOST_REPEATS} times already."
         if relief is None:
             raise error
         if not refused:
-            executor.state_moves.repeat(self._model.units)
+            executor.updates.forget_sent()
         try:
             relief(error, refused)
         except Exception as failure:
-            executor.gave_up = failure is error
+            executor.failure.gave_up = failure is error
             raise
-        executor.gave_up = False  # the next attempt may fail before its pass
+        executor.failure.gave_up = False  # the next attempt may fail before its pass
         self._repeats += 1
-        executor.early.repeat()
+        executor.updates.repeat()
         executor.overlay.put_back()
         assert self._random is not None
         write_generators(self._model.accelerator, self._random)

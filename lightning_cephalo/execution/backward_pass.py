@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from lightning_cephalo.execution.graph import Root, run
 from lightning_cephalo.plan.program import Instruction, Operation
 
@@ -47,11 +45,11 @@ class BackwardPass:
         self,
         executor: Executor,
         instructions: Sequence[Instruction],
-        step: Step,
         *,
         retain: bool = False,
     ) -> None:
         """Run them all; what fails in the engine is noted, as other ranks go on."""
+        step = executor.step
         self._running, self._rest = executor, iter(instructions)
         self._passing, self._has_broken = None, False
         self._count, self._retains = len(step.microbatches), retain
@@ -110,25 +108,23 @@ class BackwardPass:
         if record is not None:
             record.arrive()
             self._record = record
-        if self._executor.runs_hooks:
+        if self._executor.hooks.runs_hooks:
             self._show(index)
 
     def leave(self, index: int, gradients: Any = None) -> None:
         """Go on with what the microbatch before has computed."""
-        if self._running is not None and self._running.runs_hooks:  # else in a loss's backward
+        running = self._running  # none in a loss's backward
+        if running is not None and running.hooks.runs_hooks:
             self._show((index - 1) % self._count)
 
-    def meet(self, position: int, gradient: Tensor) -> Tensor:
-        """Return the sum over all ranks of what meets at a position."""
-        meetings = self._executor.meetings
-        meetings.bring(gradient)
+    def run_to(self, operation: Operation, position: int) -> None:
+        """Run instructions up to the one of an operation at a visit."""
         for instruction in self._rest:
             self._go_on(instruction)
             if self._executor.failure.error is not None:
                 raise _Stopped
-            if instruction.operation is Operation.MEET and instruction.visit == position:
+            if instruction.operation is operation and instruction.visit == position:
                 break
-        return meetings.take()
 
     def _go_on(self, instruction: Instruction) -> None:
         self._end_visit()
@@ -158,7 +154,7 @@ class BackwardPass:
         """Let hooks of users find what a microbatch has stored."""
         executor, before = self._executor, self._shown
         self._shown = index
-        if executor.runs_hooks and before != index:
+        if executor.hooks.runs_hooks and before != index:
             if before is not None:
                 executor.overlay.pause(before)
             if index is not None:

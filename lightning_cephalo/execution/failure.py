@@ -33,10 +33,11 @@ class Failure:
         self.error: BaseException | None = None
         self.place: str | Instruction = ""
         self.planned_memory = ""
+        self.gave_up = False  # an error that all ranks have
 
     def begin(self, microbatches: list[Microbatch], place: str) -> None:
         self._microbatches, self._count = microbatches, len(microbatches)
-        self.error, self.place = None, place
+        self.error, self.place, self.gave_up = None, place, False
 
     def guarded(self, function: Callable[..., Any], *args: Any) -> None:
         """Call a function that does not communicate and note its failure; not after a failure."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import Any
 
@@ -309,9 +309,14 @@ def is_leaf(node: Any) -> bool:
 
 
 class Windows:
-    """Whose visits have made which nodes: the numbers of all visits of a step, in order."""
+    """Whose visits have made which nodes: the numbers of all visits of a step, in order.
+
+    Attributes:
+        joint: Numbers of nodes that belong to all microbatches.
+    """
 
     def __init__(self) -> None:
+        self.joint: set[int] = set()
         self._starts: list[int] = []
         self._ends: list[int] = []
         self._owners: list[int] = []
@@ -322,22 +327,16 @@ class Windows:
         self._ends.append(now())
         self._owners.append(owner)
 
-    def refuse_others(self, nodes: Iterable[Any], owner: int) -> None:
-        """Raise UnitUseError for nodes of visits of other microbatches."""
-        for node in nodes:
+    def are_of_others(self, roots: Sequence[Tensor], owner: int) -> bool:
+        """Whether tensors depend on visits of other microbatches than their owner."""
+        for node in nodes_of(roots, self.joint):
             if is_leaf(node):
                 continue
             number = node._sequence_nr()
             place = bisect_right(self._starts, number) - 1
             if place >= 0 and number < self._ends[place] and self._owners[place] != owner:
-                raise UnitUseError(
-                    "The loss depends on a tensor of another microbatch, which a hook has put into"
-                    " a list, dict or object that microbatches share. They take turns at units. Let"
-                    " the hook assign a new container to an attribute of a module: `self.features ="
-                    " {**self.features, name: output}`. Or let training_step make the list, and"
-                    " hand it to hooks by a contextvars.ContextVar, of which each microbatch has"
-                    " its own."
-                )
+                return True
+        return False
 
 
 def nodes_of(roots: Sequence[Tensor], ends: Container[int] = ()) -> set[Any]:

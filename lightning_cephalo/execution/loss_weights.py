@@ -63,3 +63,28 @@ class LossWeights:
         """Read the weights that are on the device, while it runs the last loss's backward."""
         for microbatch, weight in zip(self._unread, self._readback.finish(), strict=True):
             self.values[microbatch] = checked_weight(weight)
+
+
+class Weighing:
+    """What the weights of a step are expected to be; [Note: weights].
+
+    Attributes:
+        whole_batch: The sum of the weights of a whole batch, if each sample weighs 1; 0: not known.
+        steps_per_update: Batches whose gradients add up.
+        total: The sum of the weights of the last step.
+    """
+
+    def __init__(self) -> None:
+        self.whole_batch, self.steps_per_update = 0.0, 1
+        self.total = self._samples = 1.0
+
+    def of_step(self, microbatches: int, readback: Readback) -> LossWeights:
+        """Return the weights of the step that begins."""
+        whole = self.whole_batch
+        samples = (self._samples or whole) if whole else 1.0
+        scale = loss_scale(self.total / samples, whole or 1.0) / self.steps_per_update
+        return LossWeights(microbatches, scale, readback)
+
+    def learn(self, total: float, samples: float) -> None:
+        """Note the weight of a step, and of how many samples it is."""
+        self.total, self._samples = total, samples

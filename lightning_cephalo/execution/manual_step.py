@@ -23,18 +23,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_cephalo.common.errors import UnitUseError, UnsupportedError
+from lightning_cephalo.execution.agreement import combine_overlay
 from lightning_cephalo.execution.executor import Executor
-from lightning_cephalo.execution.microbatch import (
-    AT_BACKWARD,
-    AT_UPDATE,
-    Microbatch,
-    MicrobatchOptions,
-)
-from lightning_cephalo.execution.orders import Choice
+from lightning_cephalo.execution.manual_microbatch import AT_BACKWARD, AT_UPDATE, ManualMicrobatch
+from lightning_cephalo.execution.microbatch import MicrobatchOptions
 from lightning_cephalo.execution.step import ForwardOutcome, MicrobatchCall, Step
 from lightning_cephalo.execution.step_functions import StepFunctions, warn_of_own_gradient
 from lightning_cephalo.execution.visits import FAILED, FINISHED, NO_DATA, agree, where
 from lightning_cephalo.execution.written_rows import WrittenRows
+from lightning_cephalo.plan.orders import Choice
 from lightning_cephalo.plan.program import (
     NONE,
     ROOT,
@@ -104,8 +101,10 @@ class ManualSteps:
                 " must run, as it updates the optimizers. Use DataLoader(drop_last=True), or a"
                 " plan with samples for every rank."
             )
-        options = MicrobatchOptions(executor.recompute, outside=self._functions.suspended)
-        microbatches = executor.microbatches_of(calls, options)
+        options = MicrobatchOptions(executor.recompute)
+        microbatches = executor.microbatches_of(calls, options, ManualMicrobatch)
+        for microbatch in microbatches:
+            microbatch.outside = self._functions.suspended
         self._places, self._order, self._seen = [], [], []
         self._choice = Choice([place for place in self._expected if place.unit > ROOT])
         step = executor.begin_phases(calls, microbatches, self._order)
@@ -180,7 +179,7 @@ class ManualSteps:
         """
         executor, choice = self._executor, self._choice
         failed = executor.failure.error is not None
-        said = executor.exchange(where(failed=failed, parked=step.parked, choice=choice))
+        said = executor.link.exchange(where(failed=failed, parked=step.parked, choice=choice))
         place, _ = agree([row for row in said if row[0] not in _MEETINGS], choice)
         codes = {row[0] for row in said} - {NO_DATA}
         if place is None and FAILED not in codes and not codes.isdisjoint(_MEETINGS):
@@ -194,7 +193,7 @@ class ManualSteps:
                     " samples."
                 )
             )
-        if place is None and any(not each.finished for each in step.microbatches):
+        if place is None and any(not each.code.finished for each in step.microbatches):
             executor.failure.abandon()  # the exchange at the end of the step reports the failure
         return place
 
@@ -240,13 +239,13 @@ class ManualSteps:
         failed = executor.failure.error is not None
         samples = math.fsum(call.samples for call in step.calls)
         own = [float(failed), samples, executor.overlay.code]
-        said = executor.exchange([*own, *note()])
+        said = executor.link.exchange([*own, *note()])
         if any(row[0] for row in said):
             executor.give_up(_DOING)
-        executor.combine_overlay([row[2] for row in said], _DOING)
+        combine_overlay(executor, [row[2] for row in said], _DOING)
         self.reshard()
         self._expected = self._places
-        results = tuple(microbatch.result for microbatch in step.microbatches)
+        results = tuple(microbatch.code.result for microbatch in step.microbatches)
         executor.end_phases(self._order)
         total = math.fsum(row[1] for row in said)
         notes = tuple(tuple(row[3:]) for row in said)
@@ -285,16 +284,17 @@ class ManualSteps:
             )
 
     @property
-    def running(self) -> Microbatch | None:
-        return self._executor.hooks.running
+    def running(self) -> ManualMicrobatch | None:
+        running = self._executor.hooks.running
+        return running if isinstance(running, ManualMicrobatch) else None
 
     def _backward(self, step: Step) -> None:
         executor, units = self._executor, self._executor.units
         reached = [False] * len(self._order)
 
         def find_visits() -> None:
-            for microbatch in step.microbatches:
-                step.reached = frozenset(microbatch.visits_behind([microbatch.result]))
+            for microbatch in self._microbatches(step):
+                step.reached = frozenset(microbatch.visits_behind([microbatch.code.result]))
                 for position in step.reached:
                     reached[position] = True
 
@@ -302,7 +302,7 @@ class ManualSteps:
         executor.failure.guarded(executor.writes.check, "training_step")
         failed = executor.failure.error is not None
         samples = math.fsum(call.samples for call in step.calls)
-        said = executor.exchange([float(failed), samples, *reached])
+        said = executor.link.exchange([float(failed), samples, *reached])
         if any(row[0] for row in said):
             executor.give_up(_DOING)
         total = math.fsum(row[1] for row in said)
@@ -324,10 +324,15 @@ class ManualSteps:
         embeddings = replace(executor.ends, heads=frozenset())
         after = layered_backward(visits, len(step.microbatches), step.trainable, held, embeddings)
         executor.hooks.in_backward = True
-        retains = any(microbatch.retains for microbatch in step.microbatches)
-        executor.run_backward(prefetch(Program((), after)).backward, retain=retains)
+        retains = any(microbatch.retains for microbatch in self._microbatches(step))
+        program = prefetch(Program((), after))
+        executor.backward_pass.run(executor, program.backward, retain=retains)
         self.reshard()
         self._advance(step)
+
+    @staticmethod
+    def _microbatches(step: Step) -> list[ManualMicrobatch]:
+        return [each for each in step.microbatches if isinstance(each, ManualMicrobatch)]
 
     def _show_flags(self, instruction: Instruction) -> None:
         """Let a unit's parameters need the gradients that they needed in its forward."""
@@ -421,7 +426,7 @@ class ManualSteps:
             self.running.need_root()
 
     def warn_of_own_gradient(self) -> None:
-        if self._executor.control.world_size > 1 and not self._told_of_gradient:
+        if self._executor.link.control.world_size > 1 and not self._told_of_gradient:
             self._told_of_gradient = True
             warn_of_own_gradient()
 

@@ -5,29 +5,31 @@ Their ``forward`` is replaced on the instance, like that of units.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_cephalo.common.errors import UnitUseError
-from lightning_cephalo.execution.graph import now
+from lightning_cephalo.common.errors import UnitUseError, UnsupportedError
+from lightning_cephalo.execution.graph import now, refuse_saved_tensor_hooks
 from lightning_cephalo.execution.normalisation import (
     Joint,
+    Meeting,
     Statistics,
     joined,
     no_moments,
     refuse_single_value,
+    update_running,
 )
-from lightning_cephalo.plan.program import Visit
-from lightning_cephalo.ranks.control import ControlGroup
+from lightning_cephalo.plan.program import ROOT, Instruction, Operation, Visit
 from lightning_cephalo.sharding.collectives import all_gather_rows
 
 if TYPE_CHECKING:
-    from lightning_cephalo.execution.failure import Failure
+    from lightning_cephalo.execution.backward_pass import BackwardPass
+    from lightning_cephalo.execution.executor import Executor
     from lightning_cephalo.execution.microbatch import Microbatch
     from lightning_cephalo.execution.recomputed import RecomputedVisit
 
@@ -54,7 +56,7 @@ class SynchronisedNorms:
         if not layer.training:
             return type(layer).forward(layer, value)  # which communicates in training mode only
         if running is not None:
-            return running.normalise(index, layer, value)
+            return _normalise(running, index, layer, value)
         if self.again is not None:
             return self.again.normalise_again(layer, value)
         raise UnitUseError(
@@ -73,40 +75,58 @@ class NormForward:
         return self._norms.enter(self._index, value)
 
 
-_Context = Callable[[], AbstractContextManager[None]]
+def _normalise(microbatch: Microbatch, index: int, norm: nn.SyncBatchNorm, value: Tensor) -> Tensor:
+    """Meet all microbatches of all ranks at a layer, then return its output."""
+    if not microbatch.meets:
+        raise UnsupportedError(
+            "A torch.nn.SyncBatchNorm in training mode is called in evaluation, or with manual"
+            " optimization. Ranks cannot meet there: they may call it differently often. Call"
+            " eval() before, or use torch.nn.BatchNorm."
+        )
+    entered = microbatch.entered
+    if entered is None:
+        needs = any(each.requires_grad for each in (value, *norm.parameters(recurse=False)))
+        differentiable = torch.is_grad_enabled() and needs
+    else:
+        differentiable = entered.differentiable
+    if differentiable and microbatch.visiting is None:
+        refuse_saved_tensor_hooks("torch.nn.SyncBatchNorm")
+    meeting = Meeting(norm, microbatch.arrival())
+    meeting.bring(value)
+    unit = ROOT if entered is None else entered.unit
+    microbatch.meet(Visit(unit, differentiable, index), meeting)
+    assert meeting.statistics is not None
+    update_running(norm, meeting.statistics)
+    if entered is not None:
+        return meeting.normalised(value)
+    microbatch.mark_behind_meeting(differentiable=differentiable)
+    output = meeting.normalised(value)
+    microbatch.behind_visit()
+    return output
 
 
 class Meetings:
-    """Sums what microbatches of all ranks bring to a meeting; every method is collective."""
+    """Sums what microbatches of all ranks bring to a meeting; collective."""
 
-    def __init__(
-        self,
-        norms: SynchronisedNorms,
-        failure: Failure,
-        control: ControlGroup,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, norms: SynchronisedNorms, device: torch.device) -> None:
         self._norms = norms
-        self._failure = failure
-        self._control = control
         self._device = device
-        self.numbers: set[int] = set()
         self._brought: Tensor | None = None
         self._taken: Tensor | None = None
 
-    def begin_step(self) -> None:
-        self.numbers = set()
+    def run(self, executor: Executor, instruction: Instruction) -> None:
+        """Let microbatches meet at a visit, in a forward or a backward."""
+        visit = executor.step.visits[instruction.visit]
+        if executor.hooks.in_backward:
+            self._backward(executor, visit)
+        else:
+            self._forward(executor, visit, instruction.visit)
 
-    def forward(
-        self,
-        visit: Visit,
-        microbatches: Sequence[Microbatch],
-        meet: Callable[[Tensor], Tensor],
-        waiting_for_ranks: _Context,
-    ) -> None:
+    def _forward(self, executor: Executor, visit: Visit, position: int) -> None:
         """Give the microbatches that wait at this visit the statistics of the global batch."""
+        step, failure = executor.step, executor.failure
         moments = [no_moments(self._norms.layers[visit.meeting], self._device)]
-        found = [each.meeting for each in microbatches if each.parked == visit]
+        found = [each.meeting for each in step.microbatches if each.code.parked == visit]
         waiting = [meeting for meeting in found if meeting is not None]
         rows = [meeting.row for meeting in waiting if meeting.row is not None]
 
@@ -114,44 +134,43 @@ class Meetings:
             if rows:
                 moments.append(joined(torch.stack([row.detach() for row in rows])))
 
-        self._failure.guarded(collect)
-        with waiting_for_ranks():
-            together = joined(self._of_ranks(moments[-1]))
+        failure.guarded(collect)
+        with executor.link.waiting():
+            together = joined(self._of_ranks(executor, moments[-1]))
 
         def answer() -> None:
             refuse_single_value(together, sum(each.values_per_channel for each in waiting))
             statistics = Statistics.of_moments(together)
             joint: Tensor | None = None
             if visit.differentiable and any(row.requires_grad for row in rows):
-                self.numbers.add(now())
+                step.windows.joint.add(now())
+                meet = partial(self._meet, executor.backward_pass, position)
                 with torch.enable_grad():
                     joint = Joint.apply(statistics, meet, *rows)
             for each in waiting:
                 each.statistics, each.joint, each.row = statistics, joint, None
 
-        self._failure.guarded(answer)
+        failure.guarded(answer)
 
-    def bring(self, gradient: Tensor) -> None:
-        """Note this rank's gradient of the statistics, for the meeting that comes next."""
+    def _meet(self, backward: BackwardPass, position: int, gradient: Tensor) -> Tensor:
+        """Return the sum over all ranks of the gradients of statistics."""
         self._brought = gradient
-
-    def backward(self, visit: Visit, waiting_for_ranks: _Context) -> None:
-        """Sum the gradients of the statistics over all ranks."""
-        own, self._brought = self._brought, None
-        if own is None:  # nothing here depends on them
-            own = no_moments(self._norms.layers[visit.meeting], self._device)[1:]
-        with waiting_for_ranks():
-            self._taken = self._of_ranks(own).sum(0)
-
-    def take(self) -> Tensor:
-        """Return the sum of the last meeting."""
+        backward.run_to(Operation.MEET, position)
         taken, self._taken = self._taken, None
         assert taken is not None
         return taken
 
-    def _of_ranks(self, own: Tensor) -> Tensor:
+    def _backward(self, executor: Executor, visit: Visit) -> None:
+        own, self._brought = self._brought, None
+        if own is None:  # nothing here depends on them
+            own = no_moments(self._norms.layers[visit.meeting], self._device)[1:]
+        with executor.link.waiting():
+            self._taken = self._of_ranks(executor, own).sum(0)
+
+    def _of_ranks(self, executor: Executor, own: Tensor) -> Tensor:
         """Return the rows of all ranks, stacked; in rank order, so that sums are equal on all."""
-        if self._control.world_size == 1:
+        world_size = executor.link.control.world_size
+        if world_size == 1:
             return own[None]
         group: Any = dist.group.WORLD  # its own: gathers and reduces may be under way
-        return all_gather_rows(own[None], [1] * self._control.world_size, group)
+        return all_gather_rows(own[None], [1] * world_size, group)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from lightning_cephalo.accelerator import Accelerator
+from lightning_cephalo.accelerator.host_room import power_from
 from lightning_cephalo.accelerator.transfers import Told
 from lightning_cephalo.common.errors import HostMemoryError
 from lightning_cephalo.common.quantities import format_mib
 from lightning_cephalo.execution.graph import is_plain, take_memory
-from lightning_cephalo.execution.host_room import power_from
 
 _ALIGNMENT_BYTES = 256
 _LEAST_CHUNK_BYTES = 2**24

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import greenlet
 import torch
@@ -23,8 +23,15 @@ from torch import Tensor
 from lightning_cephalo.common.errors import UnitUseError, UnsupportedError
 from lightning_cephalo.execution.graph import leaves_behind
 from lightning_cephalo.execution.normalisation import at_least_float32
+from lightning_cephalo.plan.program import NONE, ROOT, Instruction, Operation, Visit, with_loss
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.collectives import all_gather_rows
+
+if TYPE_CHECKING:
+    from lightning_cephalo.execution.executor import Executor
+
+AT_BATCH = Visit(-6)
+"""The place of a microbatch that waits for the rows of the whole batch."""
 
 
 def loss_over_batch(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
@@ -264,3 +271,41 @@ def _spelled(value: Any) -> str:
 
 def _spelled_kinds(kinds: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> str:
     return ", ".join(f"shape {shape} in {dtype}" for shape, dtype in kinds) or "none"
+
+
+def go_on(executor: Executor, others_returned: bool) -> None:
+    """Give all microbatches the rows of the whole batch, and go on with them; collective."""
+    step, failure, doing = executor.step, executor.failure, "computing a loss over the batch"
+    asked = [microbatch.code.asking.tensors for microbatch in step.microbatches]
+    if others_returned or None in asked:
+        failure.note(
+            UnitUseError(
+                "Some microbatches call loss_over_batch, and others return without it. Its rows"
+                " are those of all samples of the step: call it in every training_step."
+            )
+        )
+    said = executor.link.exchange([float(failure.error is not None)])
+    if any(row[0] for row in said):
+        executor.give_up(doing)
+    try:
+        answers = exchange_rows(
+            [each for each in asked if each is not None],
+            [call.samples for call in step.calls],
+            executor.link.control,
+            step.weights.scale_loss,
+            [gathered for _, gathered in executor.units[ROOT].parameter_pairs()],
+            executor.accelerator.device,
+        )
+    except UnitUseError as error:  # on all ranks
+        failure.note(error)
+        executor.give_up(doing)
+        raise
+    for microbatch, answer in zip(step.microbatches, answers, strict=True):
+        microbatch.code.asking.answer(answer)
+    last, head = len(step.visits) - 1, with_loss(step.visits, executor.ends)
+    unit = ROOT if head == NONE else step.visits[head].unit
+    if unit != ROOT and step.trainable[unit]:
+        executor.execute(Instruction(Operation.ARM, unit, last))
+    for index in range(len(step.calls)):
+        executor.execute(Instruction(Operation.LOSS, unit, last, index))
+    executor.execute(Instruction(Operation.AGREE))

@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.backends import backend_of
+from lightning_cephalo.execution import features
 from lightning_cephalo.execution.executor import Executor
 from lightning_cephalo.execution.unit_hooks import Meet
 from lightning_cephalo.plan.program import ROOT
@@ -130,6 +131,7 @@ class ShardedModel:
         self.meet: Meet = groups.meeting.meet
         self.executor = Executor(self.units, groups.control, accelerator, recompute, self.meet)
         self.executor.hooks.install()
+        features.install(self.executor)
 
     def _stage(self) -> HostStage | None:
         is_host_memory = self.accelerator.holds(torch.empty(0))

@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_cephalo.execution.graph import Root
+from lightning_cephalo.execution.graph import Root, Windows
 from lightning_cephalo.execution.loss_weights import LossWeights
 from lightning_cephalo.execution.microbatch import Microbatch
 from lightning_cephalo.plan.program import Instruction, Program, Visit
+from lightning_cephalo.sharding.unit import Unit
 
 
 @dataclass(frozen=True)
@@ -56,27 +57,49 @@ class ForwardOutcome:
         return self.skipped > 0 and not any(self.losses)
 
 
+NO_OUTCOME = ForwardOutcome((), (), 0.0)
+
+
 @dataclass
 class Step:
+    """A step on its way.
+
+    Attributes:
+        note: Returns what this rank tells all others at the end of its forward.
+        is_apart: Whether microbatches are at different visits.
+        armed: Units with gradients that are not reduced.
+        used: Per reduced unit, which parameters had gradients on this rank.
+        reducing: The unit whose reduce is under way.
+        showing: Units that stay gathered from the forward to the backward.
+        goes_on: Whether the code runs on behind a backward.
+        roots: Where the step's backward begins, as losses have left it.
+        windows: Whose visits have made which nodes.
+        reached: Of a backward that the code calls itself: the visits that it passes.
+        before_visit: Called before a unit's backward.
+    """
+
     calls: Sequence[MicrobatchCall]
     microbatches: list[Microbatch]
     weights: LossWeights
+    note: Callable[[], Sequence[float]] = tuple
     trainable: tuple[bool, ...] = ()
     visits: Sequence[Visit] = ()
     is_traced: bool = False
     is_apart: bool = False
-    checks: bool = False
     program: Program = field(default_factory=lambda: Program((), ()))
+    outcome: ForwardOutcome = NO_OUTCOME
     gradient_scale: float = 1.0
     with_loss: set[int] = field(default_factory=set)
     skipped: int = 0
+    armed: set[int] = field(default_factory=set)
     used: dict[int, list[bool]] = field(default_factory=dict)
+    reducing: Unit | None = None
+    showing: Sequence[Unit] = ()
     goes_on: bool = False
     roots: list[Root] = field(default_factory=list)
-    # of a backward that the code calls itself: the visits that it passes
+    windows: Windows = field(default_factory=Windows)
     reached: frozenset[int] | None = None
     before_visit: Callable[[Instruction], None] | None = None
-    armed: set[int] = field(default_factory=set)  # units with gradients that are not reduced
 
     def forget_microbatches(self) -> None:
         """Drop the microbatches; no garbage collector finds cycles through nodes of a graph."""
@@ -93,12 +116,12 @@ class Step:
         """Whether a microbatch's step has returned and only its loss remains."""
         if not self.microbatches or microbatch in self.with_loss:
             return False
-        return self.microbatches[microbatch].finished
+        return self.microbatches[microbatch].code.finished
 
     @property
     def parked(self) -> list[Visit | None]:
         """The visits at which this rank's microbatches are parked; None: the end of the step."""
-        return [microbatch.parked for microbatch in self.microbatches]
+        return [microbatch.code.parked for microbatch in self.microbatches]
 
     def made(self) -> list[bool]:
         positions = {position for microbatch in self.microbatches for position in microbatch.made}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.graph import refusing_freed, refusing_gradients
+from lightning_cephalo.execution.manual_microbatch import ManualMicrobatch
 from lightning_cephalo.execution.meetings import NormForward, SynchronisedNorms
 from lightning_cephalo.execution.microbatch import Microbatch
 from lightning_cephalo.execution.user_writes import UserWrites
@@ -38,8 +39,10 @@ class UnitHooks:
     def __init__(self, units: Sequence[Unit], meet: Meet, writes: UserWrites) -> None:
         self._units = list(units)
         self._meet = meet
-        self._writes = writes
-        self.in_backward = False
+        self.writes = writes
+        self.watch: Callable[[], AbstractContextManager[None]] = nullcontext
+        # in a backward, and whether code runs there that users have registered
+        self.in_backward = self.runs_hooks = False
         self._keeps_all = False
         self.running: Microbatch | None = None
         self._outside_depth = 0
@@ -94,7 +97,8 @@ class UnitHooks:
     def advance(self, microbatch: Microbatch) -> None:
         self.running = microbatch
         try:
-            microbatch.advance()
+            with self.watch():
+                microbatch.advance()
         finally:
             self.running = None
 
@@ -118,7 +122,7 @@ class UnitHooks:
             yield
         finally:
             self._keeps_all = False
-        self._writes.check("the block of full_parameters()")
+        self.writes.check("the block of full_parameters()")
 
     @property
     def _in_step(self) -> bool:
@@ -131,7 +135,7 @@ class UnitHooks:
     def _before_root(self, module: nn.Module, args: Any) -> None:
         root = self._units[ROOT]
         if self._in_step:
-            if root.state is UnitState.SHARDED and self.running is not None:
+            if root.state is UnitState.SHARDED and isinstance(self.running, ManualMicrobatch):
                 self.running.need_root()
             root.wait_gather()
             return
@@ -153,7 +157,7 @@ class UnitHooks:
         if self._outside_depth or self._keeps_all:
             return None
         self._units[ROOT].free()
-        self._writes.check("a call of the module in a hook")
+        self.writes.check("a call of the module in a hook")
         return refusing_freed(output) if torch.is_grad_enabled() else None
 
     def call_outside(
@@ -209,11 +213,7 @@ class UnitForward:
         running = hooks.running
         if running is None:
             return hooks.call_outside(unit, self.body, args, kwargs)
-        trainable = unit.trainable
-        if running.has_one_backward:
-            return running.visit(self._index, trainable, self, args, kwargs)
-        with running.outside():
-            return running.visit(self._index, trainable, self, args, kwargs)
+        return running.visit(self._index, unit.trainable, self, args, kwargs)
 
     def computing(self, body: Callable[..., Any]) -> UnitForward:
         """Return a forward that visits the unit for another function of its modules."""

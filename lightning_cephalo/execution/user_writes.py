@@ -39,15 +39,20 @@ class UserWrites:
 
     def check(self, doing: str) -> None:
         """Raise if code has written to parameters since the last check."""
+        for told in self.found(doing):
+            raise UnitUseError(told)
+
+    def found(self, doing: str) -> Iterator[str]:
+        """Yield what code has written to parameters since the last check."""
         assigned = [name for unit in self._units for name in unit.assigned()]
         if assigned:
-            raise UnitUseError(
+            yield (
                 f"`.data` of {spelled(assigned)} is assigned while sharded, which does not reach"
                 f" the rows that each rank holds: the write would be lost. {REMEDY}"
             )
         written = [name for unit in self._units for name in unit.written()]
         if written:
-            raise UnitUseError(
+            yield (
                 f"{doing} writes to {spelled(written)} inside of a step, where parameters are"
                 " copies that are freed after their use: the write would be lost. In addition it"
                 f" would run once per microbatch. {REMEDY}"
@@ -99,9 +104,9 @@ def read_elsewhere(error: RuntimeError, unit: Unit) -> None:
         ) from error
 
 
-def used_outside(names: list[str]) -> UnitUseError:
-    """Return the error for parameters whose gradient comes while their unit is not visited."""
-    return UnitUseError(
+def used_outside(names: list[str]) -> str:
+    """Return what to tell of parameters whose gradient comes while their unit is not visited."""
+    return (
         f"A gradient has come to parameters of {spelled(names)} outside of the backward of their"
         " unit, so that it would be lost: the unit returns or stores a parameter that other code"
         " computes with, or code has called a backward itself. Use a unit's parameters in its"

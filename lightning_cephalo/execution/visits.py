@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightning_cephalo.execution.orders import Choice, is_too_long, merged
 from lightning_cephalo.plan.check import check
+from lightning_cephalo.plan.orders import Choice, is_too_long, merged
 from lightning_cephalo.plan.program import Program, Visit, compile_step, visit_of
 
 # sent in place of a unit's index
@@ -57,7 +57,6 @@ def agree(said: Sequence[Sequence[float]], choice: Choice) -> tuple[Visit | None
 @dataclass
 class _Known:
     visits: tuple[Visit, ...]
-    is_checked: bool
     idle_steps: list[int] = field(default_factory=list)
 
 
@@ -74,19 +73,12 @@ class Visits:
         known = self._known.get(trainable)
         return None if known is None else known.visits
 
-    def is_checked(self, trainable: tuple[bool, ...]) -> bool:
-        """Whether steps of this order need no check for tensors that leave units otherwise."""
-        known = self._known.get(trainable)
-        return known is not None and known.is_checked
-
     def learn(
         self,
         trainable: tuple[bool, ...],
         visits: Sequence[Visit],
         made: Sequence[bool],
         paths: Sequence[Sequence[Visit]] | None = None,
-        *,
-        is_checked: bool,
     ) -> None:
         self.last = tuple(visit for visit, is_made in zip(visits, made, strict=True) if is_made)
         known = self._known.get(trainable)
@@ -98,11 +90,10 @@ class Visits:
             if is_too_long(order, paths):
                 self._known.pop(trainable, None)
             else:
-                self._known[trainable] = _Known(order, is_checked, [0] * len(order))
+                self._known[trainable] = _Known(order, [0] * len(order))
         elif known is None:
-            self._known[trainable] = _Known(tuple(visits), is_checked, [0] * len(visits))
+            self._known[trainable] = _Known(tuple(visits), [0] * len(visits))
         else:
-            known.is_checked = known.is_checked or is_checked
             self._drop_idle(known, made)
 
     @staticmethod

@@ -183,7 +183,7 @@ class TrainingMemory(Observer):
         with ExitStack() as counted:
             if not self._meter.is_free:
                 counted.enter_context(self._meter.measuring(*self._made_before()))
-            counted.enter_context(self._model.executor.observed_by(self))
+            counted.enter_context(self._model.executor.link.observed_by(self))
             self._is_counting = True
             counted.callback(setattr, self, "_is_counting", False)
             yield

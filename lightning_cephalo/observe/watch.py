@@ -150,18 +150,18 @@ class Watch:
         executor = self._model.executor
         self._detach()
         self._timing.restart()
-        executor.attach(self._timing)
+        executor.link.attach(self._timing)
         recorded = self._steps_before + len(self._steps_s)
         if self._recorder is not None and recorded < RECORDED_STEP:
             self._recorder.restart()
-            executor.attach(self._recorder)
+            executor.link.attach(self._recorder)
             if self._model.accelerator.computes_on_host:
                 self._model.accelerator.listener = self._recorder
 
     def _detach(self) -> None:
-        self._model.executor.detach(self._timing)
+        self._model.executor.link.detach(self._timing)
         if self._recorder is not None:
-            self._model.executor.detach(self._recorder)
+            self._model.executor.link.detach(self._recorder)
             self._model.accelerator.listener = None
 
     def finish_step(self, counts: bool = True) -> None:
@@ -170,7 +170,7 @@ class Watch:
         step_s = self._ended_s - self._started_s
         if counts:
             self._steps_s.append(step_s)
-        is_recorded = self._recorder is not None and self._model.executor.is_observed_by(
+        is_recorded = self._recorder is not None and self._model.executor.link.is_observed_by(
             self._recorder
         )
         self._detach()

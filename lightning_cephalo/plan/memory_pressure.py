@@ -34,6 +34,11 @@ _ROOM = 0.8
 _ROUNDING = 1e-9
 
 
+def lower_capacity(planned_bytes: float, capacity_bytes: float) -> float:
+    """Return the bytes that a rank may use in another plan, as that of before has not sufficed."""
+    return _ROOM * min(planned_bytes, capacity_bytes)
+
+
 def with_less_memory(problem: Problem, plan: Plan, held_bytes: Sequence[float | None]) -> Problem:
     """Return a problem in which ranks that ran out of memory may use less.
 
@@ -43,7 +48,7 @@ def with_less_memory(problem: Problem, plan: Plan, held_bytes: Sequence[float | 
     ranks = []
     for profile, rank, held in zip(problem.ranks, predicted, held_bytes, strict=True):
         if held is not None:
-            held = _ROOM * min(held, rank.memory_bytes, profile.capacity_bytes)
+            held = lower_capacity(min(held, rank.memory_bytes), profile.capacity_bytes)
             profile = replace(profile, capacity_bytes=held)
         ranks.append(profile)
     return replace(problem, ranks=tuple(ranks))

@@ -1,6 +1,6 @@
 """How much pinned host memory pieces take at most, without knowing their exact sizes.
 
-torch rounds pinned memory up to powers of two. ``execution/host_room.py`` puts pieces into chunks
+torch rounds pinned memory up to powers of two. ``accelerator/host_room.py`` puts pieces into chunks
 of such sizes, the largest first, each into the first chunk with room. It tries every power of two
 as the size of a chunk, and takes the best.
 

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch.optim import Optimizer
 
+from lightning_cephalo.accelerator.host_room import taken_bytes
 from lightning_cephalo.adapters import precision
 from lightning_cephalo.adapters.held_state import UnitState, held_by_unit
 from lightning_cephalo.adapters.moved_state import MovedState, StateAway, needs_device
 from lightning_cephalo.common.errors import HostMemoryError
 from lightning_cephalo.common.quantities import format_mib
-from lightning_cephalo.execution.host_room import taken_bytes
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.observe.memory import RankMemory
 from lightning_cephalo.plan import Plan, PlanError, RankPlan
@@ -102,7 +102,7 @@ class HostState:
         if not optimizers or not self._has_begun or self._needs_device:
             return
         executor, homes = self._model.executor, self._homes(plan, self._control.rank)
-        executor.state_moves.planned = homes
+        executor.updates.planned = homes
         if self.moved is not None:
             self.moved.follow(homes, optimizers)
         elif any(home is not StateHome.RESIDENT for home in homes):
@@ -114,7 +114,7 @@ class HostState:
             self.moved.reserve(optimizers)
             for optimizer in optimizers:
                 self.moved.settle(optimizer)
-            executor.state_moves.mover = self.moved
+            executor.updates.mover = self.moved
 
     def predicted(
         self, plan: Plan, memory: Sequence[RankMemory], optimizers: Sequence[Optimizer]

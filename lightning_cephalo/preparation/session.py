@@ -30,6 +30,7 @@ from lightning_cephalo.adapters.moved_state import MovedState, StateAway
 from lightning_cephalo.adapters.rows_of_state import RowsOfState
 from lightning_cephalo.adapters.torchmetrics import synchronise_lists
 from lightning_cephalo.adapters.updates import OptimizerUpdates
+from lightning_cephalo.adapters.user_collectives import UserCollectives
 from lightning_cephalo.adapters.user_gathers import UserGathers
 from lightning_cephalo.adapters.user_module import SwitchedOffCaches
 from lightning_cephalo.common.errors import TooLittleMemoryError, UnsupportedError
@@ -56,11 +57,11 @@ from lightning_cephalo.execution.manual_step import ManualSteps
 from lightning_cephalo.execution.memory_errors import is_out_of_memory
 from lightning_cephalo.execution.offload import HostArena
 from lightning_cephalo.execution.sharded_model import ShardedModel
-from lightning_cephalo.execution.user_collectives import UserCollectives
 from lightning_cephalo.observe import report
 from lightning_cephalo.observe.memory import RankMemory, TrainingMemory
 from lightning_cephalo.observe.run_record import RankRecord, RunRecord
 from lightning_cephalo.plan import Plan, PlanError, RankPlan
+from lightning_cephalo.plan.memory_pressure import lower_capacity
 from lightning_cephalo.plan.replan import Replan
 from lightning_cephalo.plan.state_groups import members_of
 from lightning_cephalo.preparation.first_shares import first_shares
@@ -164,7 +165,7 @@ class Session:
         elif groups.control.world_size > 1:
             collectives = UserCollectives(self._on_user_collective)
             self._at_end.callback(collectives.close)
-            self.model.executor.user_collectives = collectives
+            self.model.executor.hooks.watch = collectives.watched
         self.predictions = EmptyPredictions()
         self.lacks: tuple[bool, ...] = (False,)
         self.optimizers: list[Optimizer] = []
@@ -242,7 +243,7 @@ class Session:
         most = format_mib(more_bytes * max(self.model.fractions))
         consequence = f" The plan counts on early ones: ranks hold up to {most} more." * is_planned
         self._updater = EarlyUpdater(optimizers[0], trainer, consequence, self.moved)
-        self.model.executor.early.updater = self._updater
+        self.model.executor.updates.updater = self._updater
 
     def _warn_of_gradients_that_stay(
         self, optimizers: Sequence[Optimizer], trainer: Trainer
@@ -292,7 +293,7 @@ class Session:
         """Look whether the next step may update units early; called on every rank before it."""
         if self.moved is not None:
             self.moved.begin(optimizer)
-            self.model.executor.state_moves.sends_gradients = self._may_send(optimizer)
+            self.model.executor.updates.sends_gradients = self._may_send(optimizer)
         if self._updater is not None:
             self._updater.look(optimizer)
 
@@ -355,7 +356,7 @@ class Session:
         )
         self.model.padding.is_on = plan.shares_are_even and plan.padded is not False
         # a lower bound: where weights are tokens, the total that measuring left is closer
-        executor.expect_weight(plan.global_batch_size)
+        executor.weighing.whole_batch = float(plan.global_batch_size)
         executor.recompute = job.options.recompute.of_plan(own.recompute)
         executor.failure.planned_memory = _planned_memory(own)
         executor.arena = arena
@@ -682,7 +683,11 @@ def _planned_memory(rank: RankPlan) -> str:
     capacity = ""
     if rank.capacity_bytes is not None and math.isfinite(rank.capacity_bytes):
         capacity = f" of the {report.format_bytes(rank.capacity_bytes)} that it may use"
-    return f"The plan counts on {report.format_bytes(rank.memory_bytes)}{capacity}."
+    lower = lower_capacity(rank.memory_bytes, rank.capacity_bytes or math.inf)
+    return (
+        f"The plan counts on {report.format_bytes(rank.memory_bytes)}{capacity}. One for"
+        f" {report.format_bytes(lower)} on this rank would leave room."
+    )
 
 
 def _behind(before: Callable[[], None], collective: Callable[..., Any]) -> Callable[[Any], Any]:

@@ -129,7 +129,7 @@ def measure(
         lost_rank_explained(control.rank, "profiling"),
         progress,
         isolated(trainer, model.module, model.accelerator),
-        model.executor.dropping_gradients(),  # beside an optimizer there may be no room for them
+        model.executor.updates.dropping(),  # beside an optimizer there may be no room for them
     ):
         prober = Prober(model, clock, counted_batch, step, context, manual)
         sweep = Sweep(

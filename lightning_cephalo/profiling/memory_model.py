@@ -216,7 +216,8 @@ class StepMeter(Observer):
         self._model = model
         self._meter = MemoryMeter(model.accelerator.allocator, _StepTracker(model))
         self._resting_bytes = 0
-        self._heads = model.executor.ends.heads
+        units = enumerate(model.units)
+        self._heads = {n for n, unit in units if unit.kind is UnitKind.HEAD}
         self._is_reducing = False
         self._peak_bytes = self._kept_bytes = 0
         self._reducing_peak_bytes = self._reducing_kept_bytes = 0
@@ -244,7 +245,7 @@ class StepMeter(Observer):
         with self._meter.measuring(*buffers):
             lent = sum(pool.held_bytes for pool in self._model.buffer_pools)
             self._resting_bytes = self._meter.current_bytes - lent
-            with self._model.executor.observed_by(self):
+            with self._model.executor.link.observed_by(self):
                 yield
         last_bytes = self._beside_state(self._meter.peak_bytes)
         if self._is_reducing:

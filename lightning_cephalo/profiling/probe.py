@@ -106,7 +106,7 @@ class Prober:
             pass  # the failing rank reports its error
         except Exception as raised:
             # the others wait for this rank in the middle of the step, and it cannot go on
-            if self._is_inside and not self.model.executor.gave_up:
+            if self._is_inside and not self.model.executor.failure.gave_up:
                 raise
             return raised
         finally:
@@ -139,7 +139,7 @@ class Prober:
     def _timed_step_of(self, size: int) -> None:
         blocks = {n for n, unit in enumerate(self.model.units) if unit.kind is UnitKind.BLOCK}
         clock = _PhaseClock(self._clock, blocks)
-        with self.model.executor.observed_by(clock):
+        with self.model.executor.link.observed_by(clock):
             self._forward_backward(*self._calls(size, 1))
         if size:
             self._times = Times(clock.forward_s, clock.backward_s, clock.tail_s)

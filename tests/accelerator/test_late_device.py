@@ -83,7 +83,7 @@ def model_on(device: LateDevice) -> FakeModel:
         accelerator=device,
         backend=Backend(),
         module=torch.nn.BatchNorm1d(1, affine=False),
-        units=[SimpleNamespace(cuts=[])],
+        units=[],
         flats=[],
         parameter_pools=[],
         gradient_pools=[],
@@ -91,10 +91,11 @@ def model_on(device: LateDevice) -> FakeModel:
         buffers=list,
         executor=SimpleNamespace(
             arena=None,
-            vocabulary=SimpleNamespace(held_bytes=0),
-            attach=lambda _: None,
-            detach=lambda _: None,
-            observed_by=lambda _: nullcontext(),
+            link=SimpleNamespace(
+                attach=lambda _: None,
+                detach=lambda _: None,
+                observed_by=lambda _: nullcontext(),
+            ),
             overlay=SimpleNamespace(buffers=SimpleNamespace(resting_bytes=0)),
         ),
     )

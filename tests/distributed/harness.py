@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
 from lightning_cephalo.accelerator import accelerator_of
+from lightning_cephalo.execution import features
 from lightning_cephalo.execution.executor import Executor
 from lightning_cephalo.execution.step import MicrobatchCall
 from lightning_cephalo.ranks.control import ControlGroup
@@ -89,6 +90,7 @@ def make_executor(
     executor = Executor(units, ControlGroup(control_group), accelerator_of(device), recompute)
     executor.reshard_after_forward = reshard
     executor.hooks.install()
+    features.install(executor)
     return executor
 
 

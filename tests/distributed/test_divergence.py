@@ -83,7 +83,7 @@ def _train(rank: int, recompute: bool, reshard: bool) -> list[tuple[float, bool]
         single.zero_grad()
         model.calls.clear()
         watch = Prefetches()
-        with executor.observed_by(watch):
+        with executor.link.observed_by(watch):
             loss = sharded_step(executor, model, mean_loss, parts)
         assert len(model.calls) == len(parts), "a microbatch ran twice"
         expected = mean_loss(single, batch)
@@ -159,7 +159,7 @@ def _train_apart(rank: int) -> list[tuple[str, float, float, int, bool]]:
             model.zero_grad()
             single.zero_grad()
             watch = Prefetches()
-            with executor.observed_by(watch):
+            with executor.link.observed_by(watch):
                 loss = sharded_step(executor, model, mean_loss, parts_of[rank])
             wanted = sum(mean_loss(single, part) * len(part["x"]) / 6 for part in everyone)
             wanted.backward()

@@ -349,7 +349,7 @@ def _held(rank: int) -> None:
     parts = microbatches_of(batch_of(4), UNEVEN, rank)
     for is_known in (False, True):
         looks = Looks(executor)
-        with executor.observed_by(looks):
+        with executor.link.observed_by(looks):
             sharded_step(executor, model, loss_of, parts)
         of_blocks = {n for n, unit in enumerate(executor.units) if unit.kind is UnitKind.BLOCK}
         for instruction, (first, last) in looks.full.items():
@@ -360,7 +360,7 @@ def _held(rank: int) -> None:
                 assert last and not first, instruction
             if operation is Operation.FORWARD and instruction.unit in of_blocks:
                 assert not first or instruction.unit == min(of_blocks), instruction
-                assert not last or instruction.unit == max(of_blocks), instruction
+                assert not last or instruction.unit >= max(of_blocks) - 1, instruction
         for instruction, (first, last) in looks.armed.items():
             if instruction.operation is Operation.FORWARD and is_known:
                 assert not first and not last, instruction

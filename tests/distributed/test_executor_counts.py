@@ -185,7 +185,7 @@ def _freed_between(rank):
     call = MicrobatchCall(lambda: mean_loss(model, batch), lambda loss: (loss, 4.0))
     for _ in range(2):  # the second by the known order
         observer = Nesting()
-        with executor.observed_by(observer):
+        with executor.link.observed_by(observer):
             executor.forward([call])
             before = list(observer.gathers)
             executor.reshard()

@@ -138,7 +138,7 @@ def recorded(
     model = Model(passed)
     executor = make_executor(model, (0.75, 0.25), recompute=False)
     recorder = Recorder(ticks)
-    executor.attach(recorder)
+    executor.link.attach(recorder)
     for index in range(steps):
         is_last = index == steps - 1
         recorder.restart()
@@ -260,7 +260,7 @@ def shares(rank: int, folder: str, pauses_s: tuple[float, ...], idle: int | None
     model = Model(lambda activity, unit: host.run(pauses_s[rank]))
     timing = Timing(HostMarks(host.now))
     executor = make_executor(model, (0.5, 0.5), recompute=False)
-    executor.attach(timing)
+    executor.link.attach(timing)
     with SharedTime(host, folder):
         for _ in range(4):
             step(executor, model, microbatches=0 if rank == idle else 1)

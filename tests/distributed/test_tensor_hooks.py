@@ -155,7 +155,7 @@ def _of_ranks(rank: int, between: Callable[..., Tensor], recompute: bool) -> tup
     batch = {"x": torch.randn(batch_size_of(_ALLOCATION), _WIDTH)}
     model = copy.deepcopy(alone)
     executor = make_executor(model, _ALLOCATION.fractions, recompute)
-    executor.expect_weight(batch_size_of(_ALLOCATION))
+    executor.weighing.whole_batch = float(batch_size_of(_ALLOCATION))
     parts = microbatches_of(batch, _ALLOCATION, rank)
     for _ in range(2):  # the first finds the order of visits
         alone.zero_grad()
@@ -205,7 +205,7 @@ def _behind_a_smaller_batch(rank: int, tokens: float) -> float:
     alone = _Blocks(_cut_off)
     model = copy.deepcopy(alone)
     executor = make_executor(model, _ALLOCATION.fractions, recompute=True)
-    executor.expect_weight(batch_size_of(_ALLOCATION))
+    executor.weighing.whole_batch = float(batch_size_of(_ALLOCATION))
     smaller = Allocation(((1,), (1,)), _ALLOCATION.fractions)
     for allocation in (_ALLOCATION, smaller, _ALLOCATION):
         alone.zero_grad()

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from launch import run_ranks
 
-from lightning_cephalo.execution.user_collectives import UserCollectives
+from lightning_cephalo.adapters.user_collectives import UserCollectives
 
 
 def _seen(rank):

@@ -84,15 +84,15 @@ class Passing:
 
 
 def backward(microbatch: Microbatch) -> None:
-    rest = microbatch.backward_of_loss(microbatch.result, None, set())
+    rest = microbatch.backward_of_loss(microbatch.code.result, None)
     run([*rest, *microbatch.marks(None)])
 
 
 def run_through(microbatch: Microbatch) -> list[Visit | None]:
     places = []
-    while not microbatch.finished:
+    while not microbatch.code.finished:
         microbatch.advance()
-        places.append(microbatch.parked)
+        places.append(microbatch.code.parked)
     return places
 
 
@@ -105,7 +105,7 @@ def test_gradients_are_those_of_plain_autograd(recompute, interleaved):
 
     torch.manual_seed(7)
     microbatch = microbatch_of(lambda visit: model(x, visit), recompute=recompute)
-    while not microbatch.finished:
+    while not microbatch.code.finished:
         microbatch.advance()
         if interleaved:  # another one draws nothing here, but switches modes
             other = microbatch_of(lambda visit: visit(1, torch.relu, torch.ones(1)))

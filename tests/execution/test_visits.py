@@ -6,7 +6,6 @@ from itertools import permutations
 
 import pytest
 
-from lightning_cephalo.execution.orders import Choice
 from lightning_cephalo.execution.visits import (
     FAILED,
     FINISHED,
@@ -17,6 +16,7 @@ from lightning_cephalo.execution.visits import (
     where,
     without_backward,
 )
+from lightning_cephalo.plan.orders import Choice
 from lightning_cephalo.plan.program import Operation, Visit, visit_of
 
 ORDER = (Visit(1), Visit(2))
@@ -75,9 +75,9 @@ def test_an_order_holds_the_objects_at_which_microbatches_park(visits):
     assert [at is visit_of(at.unit, True, -1) for at in visits.known(ALL)] == [True, True]
 
 
-def learn(visits, order=ORDER, trainable=ALL, made=None, paths=None, is_checked=True):
+def learn(visits, order=ORDER, trainable=ALL, made=None, paths=None):
     made = [True] * len(order) if made is None else made
-    visits.learn(trainable, order, made, paths, is_checked=is_checked)
+    visits.learn(trainable, order, made, paths)
 
 
 def test_an_order_is_known_by_which_units_want_gradients(visits):
@@ -88,17 +88,13 @@ def test_an_order_is_known_by_which_units_want_gradients(visits):
     assert visits.known(ALL) == ORDER and visits.last == ORDER[::-1]
 
 
-def test_an_order_takes_in_what_microbatches_visit_and_is_checked_for_leaks_again(visits):
+def test_an_order_takes_in_what_microbatches_visit(visits):
     learn(visits)
-    assert visits.is_checked(ALL) and not visits.is_checked((False,))
     rest = (*ORDER, Visit(1), Visit(2))
     paths = [(Visit(1), Visit(2)), (Visit(1), Visit(1), Visit(2))]
-    learn(visits, rest, paths=paths, made=[True, False, True, True], is_checked=False)
+    learn(visits, rest, paths=paths, made=[True, False, True, True])
     assert visits.known(ALL) == (Visit(1), Visit(1), Visit(2))
     assert visits.last == (Visit(1), Visit(1), Visit(2))
-    assert not visits.is_checked(ALL)
-    learn(visits, visits.known(ALL))
-    assert visits.is_checked(ALL)
 
 
 def test_an_order_drops_visits_that_nobody_makes_for_some_steps(visits):

@@ -75,7 +75,7 @@ class Held(Callback, Observer):
         self.whole = sum(flat.shard.nbytes for flat in self.flats if flat.trainable)
         root = [flat for flat in model.units[0].flats if flat.trainable]
         self.of_root = sum(flat.shard.nbytes for flat in root)
-        model.executor.attach(self)
+        model.executor.link.attach(self)
 
     def before(self, instruction: Instruction) -> None:
         self.most = max(self.most, self._now())

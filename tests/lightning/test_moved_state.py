@@ -85,7 +85,7 @@ class Notes(Callback, Observer):
         self.done: list[str] = []
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        trainer.strategy.session.model.executor.attach(self)
+        trainer.strategy.session.model.executor.link.attach(self)
 
     def before(self, instruction: Instruction) -> None:
         if instruction.operation in STATE:

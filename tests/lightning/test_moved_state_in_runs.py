@@ -129,7 +129,7 @@ class KillBetweenUpdates(Callback, Observer):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self.trainer = trainer
-        trainer.strategy.session.model.executor.attach(self)
+        trainer.strategy.session.model.executor.link.attach(self)
 
     def before(self, instruction: Instruction) -> None:
         is_here = (self.trainer.global_rank, self.trainer.global_step) == (self.rank, self.step)

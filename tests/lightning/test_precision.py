@@ -452,13 +452,13 @@ def test_a_users_own_precision_plugin_stays_as_it_is():
 class Scales(Net):
     """Notes with what gradient the backward of every loss begins."""
 
-    scales: list[tuple[float]]
+    scales: list[str]
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
         if loss.requires_grad:
-            # a bare number would be warned of
-            loss.register_hook(lambda gradient: self.scales.append((float(gradient),)))
+            # a number would be warned of
+            loss.register_hook(lambda gradient: self.scales.append(str(float(gradient))))
         return loss
 
 
@@ -471,7 +471,7 @@ def scales_of(plan, origin):
     run.fit(module, loader(), loader(8))
     own = run.strategy.plan.ranks[run.global_rank].microbatch_sizes
     # what profiling has run comes before
-    return [scale for (scale,) in module.scales[len(module.scales) - 3 * len(own) :]], own
+    return [float(scale) for scale in module.scales[len(module.scales) - 3 * len(own) :]], own
 
 
 @pytest.mark.parametrize("origin", ["given", "solved"])

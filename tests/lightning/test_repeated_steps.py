@@ -101,7 +101,7 @@ class UpdatesEarly(Hungry):
     def on_train_batch_end(self, *given) -> None:
         super().on_train_batch_end(*given)
         if self.trainer.world_size > 1:
-            self.early.append(self.trainer.strategy.session.model.executor.early.is_on)
+            self.early.append(self.trainer.strategy.session.model.executor.updates.is_on)
 
 
 class Sends(Hungry):

@@ -180,7 +180,7 @@ def test_a_given_plan_that_asks_more_than_the_control_group_allows_names_it(tmp_
         units=units,
         accelerator=accelerator_of(torch.device("cpu")),
         sharded_in_place_of=lambda parameter: None,
-        executor=SimpleNamespace(state_moves=SimpleNamespace(planned=()), arena=None),
+        executor=SimpleNamespace(updates=SimpleNamespace(planned=()), arena=None),
     )
     control: Any = SimpleNamespace(
         rank=0, gather=lambda row: [row], together=lambda doing, function: function()

@@ -183,7 +183,7 @@ class Counting(GPT):
         loss = super().training_step(batch, batch_idx)
         self.steps += 1
         self.tokens += batch[0].numel()
-        self.losses.append((float(loss.detach()),))  # a bare number would be warned of
+        self.losses.append(str(float(loss.detach())))  # a number would be warned of
         random.random(), np.random.rand(), torch.rand(1)
         with torch.no_grad():
             self.perplexity(self.network(batch[0])[:, :-1], batch[0][:, 1:])

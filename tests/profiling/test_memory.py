@@ -179,7 +179,7 @@ class AtFirstReduce(Callback, Observer):
     """Most bytes up to the first reduce of the last training step, and from there on."""
 
     def on_train_start(self, trainer, pl_module):
-        trainer.strategy.session.model.executor.attach(self)
+        trainer.strategy.session.model.executor.link.attach(self)
 
     def on_train_batch_start(self, *_):
         self.peaks_bytes = []

@@ -26,7 +26,7 @@ class _Steps(nn.Module):
 
 def _kept(step, again=False):
     module = _Steps()
-    stored = StoredValues(module, [vars(module), vars(module.inner)])
+    stored = StoredValues({"": vars(module), "inner": vars(module.inner)})
     for rows in (ROWS, ROWS[:2], ROWS[2:], *([ROWS] if again else [])):
         stored.begin()
         step(module, rows)
@@ -104,7 +104,7 @@ def test_generators_and_iterators_that_advance_are_found(held, draw):
 
     module = _Steps()
     module.noise = held
-    stored = StoredValues(module, [vars(module)])
+    stored = StoredValues({"": vars(module)})
     stored.begin()
     stored.end(4)
     assert not stored.kept().drawn

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_cephalo.execution.orders import Choice, is_too_long, is_within, merged
+from lightning_cephalo.plan.orders import Choice, is_too_long, is_within, merged
 from lightning_cephalo.plan.program import Visit
 
 

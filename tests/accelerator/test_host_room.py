@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_cephalo.accelerator import host_room
+from lightning_cephalo.accelerator.host_room import HostRoom, aligned_bytes, taken_bytes
 from lightning_cephalo.common.errors import HostMemoryError
-from lightning_cephalo.execution import host_room
-from lightning_cephalo.execution.host_room import HostRoom, aligned_bytes, taken_bytes
 from lightning_cephalo.plan import pinned
 from lightning_cephalo.plan.pinned import most_taken
 

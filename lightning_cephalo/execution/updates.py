@@ -1,0 +1,281 @@
+"""Updates units: inside the backward, on the host, or with the optimizer's own step.
+
+[Note: early updates]
+A unit's gradient is final when its reduce is done: its rows are updated, and the gradient's memory
+is given back. The optimizer's own ``step`` updates the root unit, and parameters of which this rank
+cannot know yet whether any rank has used them: it knows it of those that it has used itself, and
+of others where the summed gradient is not zero. The exchange behind the backward tells the rest.
+
+An error between two of these updates leaves weights half-updated: a rank that fails learns nothing
+of the others, which go on. So the error says it on all ranks, and no such checkpoint is written.
+
+[Note: state in host memory]
+Streamed state is copied to a staging buffer on the device, which updates, and is copied back. Where
+the host updates, gradients are copied to it, and the new rows to the device.
+
+Updates follow a unit's reduce where early updates are exact. The others come with the optimizer's
+own ``step``, when gradients are final and clipped. Gradients that the host will use leave the
+device behind their unit's reduce all the same: their part of the norm is computed before, and the
+host multiplies them by the factor.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import nn
+
+from lightning_cephalo.common.errors import CephaloError
+from lightning_cephalo.plan.program import Instruction, Operation
+from lightning_cephalo.plan.state_homes import StateHome
+from lightning_cephalo.sharding.spent_gradients import SentGradient, mark_sent
+from lightning_cephalo.sharding.unit import Unit
+
+if TYPE_CHECKING:
+    from lightning_cephalo.execution.executor import Executor
+
+_OWN_UPDATE = Instruction(Operation.UPDATE)
+
+
+class Updater(Protocol):
+    """Updates parameters as the user's optimizer does; ``adapters/early_update.py`` has one."""
+
+    def is_exact(self) -> bool:
+        """Return whether updates in this step's backward give what the optimizer's step gives."""
+
+    def update(self, parameters: Sequence[nn.Parameter], on_host: bool = False) -> list[bool]:
+        """Update sharded parameters by their gradients, and return for each whether it was."""
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Return whether the optimizer updates this sharded parameter."""
+
+    def check(self) -> None:
+        """Raise if code has changed in the backward what updates there had used before."""
+
+    def finish(self) -> None:
+        """End a step, behind the optimizer's own."""
+
+
+class StateMover(Protocol):
+    """Moves and updates the state of units; ``adapters/moved_state.py`` has one."""
+
+    def fetch(self, unit: int) -> None:
+        """Start to copy a unit's state to the device."""
+
+    def update(self, unit: int, on_host: bool) -> None:
+        """Update a unit's parameters by the gradients that they hold."""
+
+    def send_gradients(self, parameters: Sequence[nn.Parameter]) -> list[SentGradient | None]:
+        """Start to copy gradients to the host, which will use them; None: there is none."""
+
+    def forget_sent(self) -> None:
+        """Forget gradients that have left, in a step that is repeated."""
+
+    def store(self, unit: int) -> None:
+        """Start to copy a unit's state back, or take what the host has updated."""
+
+    def update_left(self) -> Container[int]:
+        """Update what the program has left out; return the ids of all updated parameters."""
+
+    def finish(self) -> None:
+        """End a step."""
+
+
+class Updates:
+    """The updates of one model.
+
+    Attributes:
+        updater: Updates units inside the backward; None: none is.
+        mover: Moves state that lives in host memory; None: all of it is on the device.
+        planned: Where the state of each unit lives, while there is a mover.
+        is_on: Whether units are updated inside the backward of the step that runs.
+        drops: Whether steps hold no gradients of units, and update nothing.
+        sends_gradients: Whether gradients of the next step may leave for the host.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = list(units)
+        self.updater: Updater | None = None
+        self.mover: StateMover | None = None
+        self.planned: tuple[StateHome, ...] = ()
+        self.is_on = self.drops = self.sends_gradients = False
+        self._updated = 0
+        self._may = self._may_again = False
+        self._sends = self._is_late = self._has_gradients = False
+
+    # -- a step -------------------------------------------------------------------------------
+
+    def begin(self, *, sends: bool = True) -> None:
+        """Find out how the step that begins may update."""
+        self._may = self._may_again or (self.updater is not None and self.updater.is_exact())
+        self.is_on, self._may_again = self._may, False
+        self._sends, self.sends_gradients = self.sends_gradients and sends, False
+        self._is_late = False
+
+    def passes(self) -> dict[str, Any]:
+        """Return the options of ``compile_step`` that the step has."""
+        homes = () if self.drops or self.mover is None else self.planned
+        return {
+            "updates_early": self.is_on or self.drops,
+            "homes": homes,
+            "sends_gradients": self._sends and not self.is_on,
+        }
+
+    def agree(self, everyone: bool) -> bool:
+        """Learn whether all ranks may update early; return whether that changes this step."""
+        before, self.is_on = self.is_on, everyone
+        return before is not everyone
+
+    def begin_backward(self) -> None:
+        self._has_gradients = True
+
+    @contextmanager
+    def dropping(self) -> Iterator[None]:
+        """Let steps inside hold no gradients of units, and update nothing."""
+        self.drops = True
+        try:
+            yield
+        finally:
+            self.drops = False
+
+    @property
+    def left_half_updated(self) -> bool:
+        """Whether units were updated in a step whose other updates have not come."""
+        return self._updated > 0
+
+    def repeat(self) -> None:
+        """Let the step that begins next be the one of before, which has failed."""
+        self._may_again = self._may
+
+    def forget_sent(self) -> None:
+        """Forget all that the step has reduced, on the device and the host."""
+        self.sends_gradients = self._sends
+        if not self._sends or self.mover is None:
+            return
+        self.mover.forget_sent()
+        for unit in self._units:
+            for flat in unit.flats:
+                flat.gradient.forget()
+
+    def check(self) -> None:
+        """Raise if the optimizer's step would not make the updates that units have had."""
+        if self.is_on and self.updater is not None:
+            self.updater.check()
+
+    def finish(self) -> None:
+        """Give all gradients back that the optimizer's step has used."""
+        self._updated = 0
+        if self.is_on and self.updater is not None:
+            self.updater.finish()
+            for unit in self._units:
+                parameters = unit.reduced_parameters()
+                updated = [p.grad is not None and self.updater.holds(p) for p in parameters]
+                unit.give_back(updated, keeps_unused=False)
+        if self.mover is not None:
+            self.mover.finish()
+        self._has_gradients = self._is_late = False
+
+    # -- instructions -------------------------------------------------------------------------
+
+    def update(self, executor: Executor, instruction: Instruction) -> None:
+        """Update a unit; also on a rank that has failed: the others make it."""
+        index, on_host = instruction.unit, instruction.operation is Operation.HOST_UPDATE
+        if self._is_late:
+            assert self.mover is not None
+            self._updated += 1
+            self.mover.update(index, on_host)
+            return
+        unit = self._units[index]
+        executor.await_reduce_of(unit)
+        if not self.drops:
+            self._updated += 1
+            executor.failure.guarded(self._update_early, executor, index, on_host)
+        if self.drops or executor.failure.error is not None:
+            unit.drop_gradients()  # the next units need the memory
+
+    def _update_early(self, executor: Executor, index: int, on_host: bool) -> None:
+        """Update what is known to have a gradient, and give the gradient's memory back."""
+        assert self.updater is not None
+        unit = self._units[index]
+        self._publish(executor, index)
+        unit.give_back(self.updater.update(unit.reduced_parameters(), on_host))
+
+    def send_gradient(self, executor: Executor, instruction: Instruction) -> None:
+        """Let the gradients of a unit leave for the host, where they are known to exist."""
+        executor.await_reduce_of(self._units[instruction.unit])
+        executor.failure.guarded(self._send, executor, instruction.unit)
+
+    def _send(self, executor: Executor, index: int) -> None:
+        assert self.mover is not None
+        unit = self._units[index]
+        self._publish(executor, index)
+        parameters = unit.reduced_parameters()
+        sent = self.mover.send_gradients(parameters)
+        unit.give_back([each is not None for each in sent])
+        for parameter, each in zip(parameters, sent, strict=True):
+            if each is not None:
+                mark_sent(parameter, each)
+
+    def _publish(self, executor: Executor, index: int) -> None:
+        step, unit = executor.step, self._units[index]
+        unit.publish(unit.surely_used(step.used[index], bool(step.calls)))
+
+    def move(self, executor: Executor, instruction: Instruction) -> None:
+        """Start to copy a unit's state, there or back."""
+        mover = self.mover
+        assert mover is not None
+        move = mover.fetch if instruction.operation is Operation.FETCH_STATE else mover.store
+        if self._is_late:  # behind the last exchange: an error ends the step at once
+            move(instruction.unit)
+        else:
+            executor.failure.guarded(move, instruction.unit)
+
+    def run_before_step(self, executor: Executor) -> Container[int]:
+        if self.mover is None:
+            return ()
+        self._is_late = True
+        # a step that is skipped has no gradients of its own
+        own = executor.step.program.update if self._has_gradients else (_OWN_UPDATE,)
+        executor.run(own[: own.index(_OWN_UPDATE)])
+        return self.mover.update_left()
+
+    def run_after_step(self, executor: Executor) -> None:
+        if self.mover is not None and self._has_gradients:
+            own = executor.step.program.update
+            executor.run(own[own.index(_OWN_UPDATE) + 1 :])
+
+    def explain(self, failure: BaseException) -> None:
+        """Let an error say that it leaves weights half-updated, if it does."""
+        if not self.left_half_updated:
+            return
+        said = (
+            f"Weights are half-updated: this step had updated {self._updated} of"
+            f" {len(self._units)} units. Continue from the last checkpoint:"
+            " fit(model, ckpt_path=...)."
+        )
+        if said in str(failure) or said in getattr(failure, "__notes__", ()):
+            return
+        if isinstance(failure, CephaloError) and len(failure.args) == 1:
+            failure.args = (f"{failure}\n{said}",)
+        elif isinstance(failure, Exception) and hasattr(failure, "add_note"):
+            failure.add_note(said)
+        else:  # Lightning shows no text of an interrupt; Python 3.10 has no notes
+            warnings.warn(said, stacklevel=2)
+
+
+class LateUpdates:
+    """What comes before and behind the optimizer's own step, where state lives in host memory."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+
+    def before_step(self) -> Container[int]:
+        """Update units whose state is in host memory; return the ids of all updated parameters."""
+        return self._executor.updates.run_before_step(self._executor)
+
+    def after_step(self) -> None:
+        """Wait for what the host updates; the counterpart of :meth:`before_step`."""
+        self._executor.updates.run_after_step(self._executor)
