@@ -44,7 +44,6 @@ def _steps(root: Path, options: argparse.Namespace) -> None:
     from lightning_cephalo.execution.executor import Executor
     from lightning_cephalo.execution.step import MicrobatchCall
     from lightning_cephalo.ranks.control import ControlGroup
-    from lightning_cephalo.sharding.context import ShardingContext
     from lightning_cephalo.sharding.discovery import find_units
     from lightning_cephalo.sharding.layout import Divider
     from lightning_cephalo.sharding.placement import default_mesh
@@ -67,7 +66,16 @@ def _steps(root: Path, options: argparse.Namespace) -> None:
 
     def stepper(recompute: bool) -> tuple[Any, ...]:
         model, plain = Chain(options.units), Chain(options.units).to(device)
-        context = ShardingContext(device, default_mesh(device.type), groups[0], groups[1])
+        mesh = default_mesh(device.type)
+        try:
+            from lightning_cephalo.sharding.context import ShardingContext
+
+            context: Any = ShardingContext(device, mesh, groups[0], groups[1])
+        except ModuleNotFoundError:  # a tree from before 28 November 2026
+            from lightning_cephalo.sharding import flat, routes
+
+            routing = routes.Routing([0] * ranks)
+            context = flat.ShardingContext(device, mesh, groups[0], groups[1], routing)
         divider = Divider([1 / ranks] * ranks)
         units = [Unit(members, divider, context) for members in find_units(model)]
         executor = Executor(units, ControlGroup(groups[2]), accelerator_of(device), recompute)
