@@ -215,7 +215,7 @@ class Executor:
         self.updates.begin()
         step = self._new_step(calls, [])
         step.trainable = tuple(unit.trainable for unit in self.units)
-        self.guards.step_begins(step)
+        self.guards.step_begins(step, is_timed=self.updates.drops)
         visits = self.tracer.begin(step)
         last = NONE
         if visits is not None:

@@ -65,21 +65,25 @@ class Guard:
 
 
 class Guards:
-    """All guards of a model."""
+    """All guards of a model.
+
+    Attributes:
+        all_look: Whether those that take long look at this step, too.
+    """
 
     def __init__(self, guards: Sequence[Guard]) -> None:
-        self._guards, self._steps = tuple(guards), 0
+        self._guards, self._steps, self.all_look = tuple(guards), 0, False
         self._due = self._guards
         self._at_pauses: tuple[Guard, ...] = ()
 
-    @property
-    def all_look(self) -> bool:
-        """Whether those that take long look at this step, too."""
-        return self._steps <= FIRST_STEPS
+    def step_begins(self, step: Step, *, is_timed: bool = False) -> None:
+        """Begin a training step; each moment raises UnitUseError for an error.
 
-    def step_begins(self, step: Step) -> None:
-        """Begin a training step; each moment raises UnitUseError for an error."""
-        self._steps += 1
+        Args:
+            is_timed: Whether the step is measured: guards that take long leave it out.
+        """
+        self._steps += not is_timed
+        self.all_look = self._steps <= FIRST_STEPS and not is_timed
         self._due = tuple(each for each in self._guards if self.all_look or not each.takes_long)
         # asked at each visit: most guards have nothing to look at
         own = Guard.microbatch_pauses

@@ -60,6 +60,16 @@ def test_a_guard_sees_four_moments_and_a_costly_one_those_of_the_first_steps():
     assert first.seen == moments * FIRST_STEPS
 
 
+def test_a_step_that_is_timed_is_none_of_the_first_ones():
+    first = Notes(takes_long=True)
+    guards = Guards([first])
+    guards.step_begins(STEP, is_timed=True)
+    assert first.seen == [] and not guards.all_look
+    for _ in range(FIRST_STEPS + 1):
+        guards.step_begins(STEP)
+    assert first.seen == ["begins"] * FIRST_STEPS
+
+
 def test_an_error_is_raised_by_name_and_a_warning_is_given():
     class Finds(Guard):
         def backward_begins(self, step):
