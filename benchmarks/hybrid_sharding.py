@@ -79,10 +79,9 @@ def own_contender(
         accelerator_of(CPU),
         even_shares(state_groups, len(nodes)) if state_groups else shares,
         UnitOptions(),
-        None,
-        size.recompute,
         state_groups=state_groups,
     )
+    sharded.executor.recompute = size.recompute
 
     def backward(parts: Sequence[Part], global_batch_size: int) -> None:
         sharded_step(sharded.executor, model, loss_of, parts)

@@ -126,9 +126,8 @@ def cephalo(size: ModelSize, ranks: int) -> tuple[Contender, ShardedModel]:
     model = size.make()
     groups = Groups.create(datetime.timedelta(seconds=300))
     even = [1 / ranks] * ranks
-    sharded = ShardedModel(
-        model, groups, accelerator_of(CPU), even, UnitOptions(), None, size.recompute
-    )
+    sharded = ShardedModel(model, groups, accelerator_of(CPU), even, UnitOptions())
+    sharded.executor.recompute = size.recompute
 
     def backward(parts: Sequence[Part], global_batch_size: int) -> None:
         sharded_step(sharded.executor, model, loss_of, parts)  # weighs microbatches by samples

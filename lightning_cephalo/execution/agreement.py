@@ -60,7 +60,7 @@ def end_forward(executor: Executor, doing: str = "running training_step") -> Non
     if _UNFINISHED in states:
         executor.run(executor.tracer.rest(executor))
         return
-    for place, go_on in executor.places_of_all.items():
+    for place, go_on in executor.tracer.places_of_all.items():
         if place.unit in states:
             returned = any(e.state == _WELL and e.losses + e.skipped for e in said)
             go_on(executor, returned)
@@ -74,7 +74,7 @@ def _report(executor: Executor) -> Report:
     if state == _WELL and not all(microbatch.code.finished for microbatch in step.microbatches):
         at = {place for place in step.parked if place is not None}
         (place,) = at if len(at) == 1 else (None,)
-        state = float(place.unit) if place in executor.places_of_all else _UNFINISHED
+        state = float(place.unit) if place in executor.tracer.places_of_all else _UNFINISHED
     return Report(
         state=state,
         weight=math.fsum(step.weights.values),

@@ -81,8 +81,6 @@ class Executor:
 
     Attributes:
         handlers: What runs each operation.
-        places_of_all: Places where microbatches wait for those of all ranks, and what goes on
-            there; called with whether other microbatches have returned.
     """
 
     def __init__(
@@ -105,7 +103,6 @@ class Executor:
         self._mode = _Mode(recompute=recompute)
         self.step = self._new_step((), [])
         self.handlers: dict[Operation, Handler] = {**_HANDLERS}
-        self.places_of_all: dict[Visit, Callable[[Executor, bool], None]] = {}
         self._choose_residence()
         # gathered once a step: no retained graph depends on finding the same memory again
         self.units[ROOT].choose_residence(Residence.POOLED)
@@ -441,7 +438,7 @@ class Executor:
         if with_head and microbatch.code.parked == step.visits[instruction.visit]:
             self.advance(index)
         if not microbatch.has_loss:  # it visits more units than are known
-            if with_head and microbatch.code.parked not in self.places_of_all:
+            if with_head and microbatch.code.parked not in self.tracer.places_of_all:
                 microbatch.let_pass(instruction.visit)
             return
         if with_head:

@@ -12,4 +12,4 @@ def install(executor: Executor) -> None:
     """Add synchronised normalisation and losses over the whole batch."""
     meetings = Meetings(executor.hooks.norms, executor.accelerator.device)
     executor.handlers[Operation.MEET] = meetings.run
-    executor.places_of_all[over_batch.AT_BATCH] = over_batch.go_on
+    executor.tracer.places_of_all[over_batch.AT_BATCH] = over_batch.go_on

@@ -321,11 +321,15 @@ class Windows:
         self._ends: list[int] = []
         self._owners: list[int] = []
 
-    def add(self, owner: int, start: int) -> None:
-        """Note a visit of a microbatch, whose nodes begin with a number and end here."""
-        self._starts.append(start)
-        self._ends.append(now())
+    def begin(self, owner: int) -> None:
+        """Note that the nodes that come next are a microbatch's."""
+        del self._starts[len(self._ends) :], self._owners[len(self._ends) :]  # of one that failed
+        self._starts.append(now())
         self._owners.append(owner)
+
+    def end(self) -> None:
+        """Note that they end here."""
+        self._ends.append(now())
 
     def are_of_others(self, roots: Sequence[Tensor], owner: int) -> bool:
         """Whether tensors depend on visits of other microbatches than their owner."""
@@ -334,7 +338,8 @@ class Windows:
                 continue
             number = node._sequence_nr()
             place = bisect_right(self._starts, number) - 1
-            if place >= 0 and number < self._ends[place] and self._owners[place] != owner:
+            is_inside = 0 <= place < len(self._ends) and number < self._ends[place]
+            if is_inside and self._owners[place] != owner:
                 return True
         return False
 

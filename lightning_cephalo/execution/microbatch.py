@@ -25,7 +25,6 @@ from lightning_cephalo.execution.graph import (
     Through,
     Windows,
     has_saved_tensor_hooks,
-    now,
     refuse_saved_tensor_hooks,
 )
 from lightning_cephalo.execution.over_batch import Answer, Asking, Tensors
@@ -103,7 +102,7 @@ class Microbatch:
         self.visiting: RecomputedVisit | None = None
         self.meeting: Any = None
         # visits, also of other microbatches, and its own
-        self._passed = self._begun = 0
+        self._passed = 0
         self.made: list[int] = []
 
     def _ask(self, asking: Asking) -> Callable[[Tensors], Answer] | None:
@@ -183,7 +182,8 @@ class Microbatch:
         # autocast would cache casts of weights that are about to be freed, and would cache them
         # without a graph where the forward runs without one
         torch.set_autocast_cache_enabled(False)
-        self.entered, self._begun = visit, now()  # by meetings, a visit has several parts
+        self.entered = visit
+        self._begin_nodes()
         try:
             if not differentiable:
                 result = forward.body(*args, **kwargs)
@@ -207,7 +207,7 @@ class Microbatch:
             self.entered = self.visiting = None
             torch.set_autocast_cache_enabled(modes.autocast_cache)
         if self._options.windows is not None:
-            self._options.windows.add(self._index, self._begun)
+            self._options.windows.end()
         if self.has_one_backward and self._passed >= self.last + 1:
             result = Through.shown(result)
             if self.last == NONE:  # it may be the last
@@ -229,6 +229,11 @@ class Microbatch:
         self._passed += 1
         self.made.append(position)
         return position
+
+    def _begin_nodes(self) -> None:
+        """Note whose nodes come next; by meetings, a visit has several parts."""
+        if self._options.windows is not None:
+            self._options.windows.begin(self._index)
 
     def _found(self, forward: UnitForward, modes: ThreadState) -> Found:
         """Note the state in which a unit's body begins."""
@@ -257,10 +262,12 @@ class Microbatch:
         if visiting is not None:
             visiting.pause()
         if self.entered is not None and self._options.windows is not None:
-            self._options.windows.add(self._index, self._begun)
+            self._options.windows.end()
         self.code.park(place)
         self.meeting = None
-        position, self._begun = self._begin_visit(), now()
+        position = self._begin_visit()
+        if self.entered is not None:
+            self._begin_nodes()
         if visiting is not None:
             self._recomputed[position] = visiting  # it ends there, or later
             visiting.resume()

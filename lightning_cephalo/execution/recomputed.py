@@ -112,7 +112,7 @@ class RecomputedVisit:
         self._counts = False
         self._values: list[Any] | None = None
         self._body: Callable[..., Any] | None = None
-        self._is_due, self._parts = False, 0
+        self._parts = 0  # of its backward that have begun
         self._met: list[tuple[Meeting, tuple[Tensor, ...]]] = []
         self._met_again: Iterator[tuple[Meeting, tuple[Tensor, ...]]] = iter(())
 
@@ -189,7 +189,6 @@ class RecomputedVisit:
 
     def arrive(self) -> None:
         """The unit is gathered for the backward of this visit, or of its part before a meeting."""
-        self._is_due = True
         self._parts += 1
 
     @property
@@ -203,7 +202,7 @@ class RecomputedVisit:
         Args:
             keeps: Whether another backward will come (``retain_graph=True``).
         """
-        self._is_due, self._parts, self._values = False, 0, None
+        self._parts, self._values = 0, None
         if keeps:
             return
         arena = self._places.arena
@@ -214,7 +213,7 @@ class RecomputedVisit:
         self._body = None
 
     def _value(self, index: int) -> Tensor:
-        if not self._is_due:
+        if not self._parts:
             raise gradient_through_units()
         # a Function that reads its saved tensors twice lets the unit run once more
         if self._values is None or self._values[index] is None:

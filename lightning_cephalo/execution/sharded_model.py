@@ -29,7 +29,7 @@ from lightning_cephalo.sharding.flat import Flat, divide_flat
 from lightning_cephalo.sharding.layout import Divider, GroupDivider
 from lightning_cephalo.sharding.materialise import initialise_members
 from lightning_cephalo.sharding.moving import Column
-from lightning_cephalo.sharding.padding import slot_numel
+from lightning_cephalo.sharding.padding import Padding, slot_numel
 from lightning_cephalo.sharding.placement import default_mesh, whole_of
 from lightning_cephalo.sharding.staging import HostStage
 from lightning_cephalo.sharding.unit import Unit
@@ -41,6 +41,22 @@ class UnitOptions:
 
     types: tuple[type[nn.Module] | str, ...] | None = None
     names: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Dtypes:
+    """Dtypes other than the parameters' own; None: their own.
+
+    Attributes:
+        compute: Of gathered floating-point parameters.
+        reduce: That gradients travel in.
+    """
+
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+
+
+OWN_DTYPES = Dtypes()
 
 
 @dataclass(frozen=True)
@@ -61,15 +77,12 @@ class ShardedModel:
     Args:
         module: The model; every rank gets rank 0's values. Parameters may be on the meta device.
         fractions: Each rank's share of the state; or a function that returns them, given the units.
-        compute_dtype: Dtype of gathered floating-point parameters (None: their own).
-        reduce_dtype: Dtype that gradients travel in (None: their own).
+        dtypes: Those that parameters compute in, and gradients travel in.
         state_groups: Hybrid sharding: the group of every rank; each holds the whole state. Empty:
             all ranks hold it together.
 
     Attributes:
         members: The ranks of each group; one group of all without hybrid sharding.
-        place: This rank's number among those that hold the state together.
-        stage: Moves device tensors over backends that run on the host; None: not needed.
         meet: Waits until all ranks have come to communicate outside of a step.
     """
 
@@ -80,18 +93,15 @@ class ShardedModel:
         accelerator: Accelerator,
         fractions: Sequence[float] | Callable[[Sequence[UnitMembers]], Sequence[float]],
         units: UnitOptions,
-        compute_dtype: torch.dtype | None,
-        recompute: bool,
-        reduce_dtype: torch.dtype | None = None,
+        dtypes: Dtypes = OWN_DTYPES,
         state_groups: Sequence[int] = (),
     ) -> None:
         self.module = module
         self.accelerator = accelerator
-        self.device = device = accelerator.device
+        device = accelerator.device
         self.control = groups.control
         self.backend = backend_of(groups.gather)
-        self.compute_dtype = compute_dtype
-        self.stage = self._stage()
+        self.compute_dtype = dtypes.compute
         self.state_groups = tuple(state_groups)
         self.members = members_of(self.state_groups, groups.control.world_size)
         rows, gather_group, reduce_group, across = None, groups.gather, groups.reduce, None
@@ -99,22 +109,20 @@ class ShardedModel:
             own = groups.of_state(self.members)
             rows, gather_group, reduce_group = own.rows, own.gather, own.reduce
             across = Across(self.members, groups.gather, groups.reduce)
-        context = ShardingContext(
+        self._context = context = ShardingContext(
             device,
             default_mesh(device.type, rows),
             gather_group,
             reduce_group,
-            compute_dtype,
-            stage=self.stage,
+            dtypes.compute,
+            stage=self._made_stage(),
             meet=groups.meeting.meet,
-            reduce_dtype=reduce_dtype,
+            reduce_dtype=dtypes.reduce,
             across=across,
         )
-        self.place = context.rank
-        self.padding = context.padding
         self.units: list[Unit] = []
         # code may read the dtype of what is away, which is that of the rows
-        with_ends = compute_dtype is None
+        with_ends = dtypes.compute is None
         members_of_units = find_units(module, units.types, units.names, with_ends=with_ends)
         self.fractions = tuple(fractions(members_of_units) if callable(fractions) else fractions)
         divider = self._divider(self.fractions)
@@ -127,13 +135,31 @@ class ShardedModel:
             members = initialise_members(module, members, materialise=is_source)
             self.units.append(Unit(members, divider, context))
         self._cast_buffers: list[tuple[nn.Module, str, torch.dtype]] = []
-        self._move_buffers(compute_dtype)
+        self._move_buffers(dtypes.compute)
         self.meet: Meet = groups.meeting.meet
-        self.executor = Executor(self.units, groups.control, accelerator, recompute, self.meet)
+        self.executor = Executor(self.units, groups.control, accelerator, meet=self.meet)
         self.executor.hooks.install()
         features.install(self.executor)
 
-    def _stage(self) -> HostStage | None:
+    @property
+    def device(self) -> torch.device:
+        return self.accelerator.device
+
+    @property
+    def place(self) -> int:
+        """This rank's number among those that hold the state together."""
+        return self._context.rank
+
+    @property
+    def padding(self) -> Padding:
+        return self._context.padding
+
+    @property
+    def stage(self) -> HostStage | None:
+        """Moves device tensors over backends that run on the host; None: not needed."""
+        return self._context.stage
+
+    def _made_stage(self) -> HostStage | None:
         is_host_memory = self.accelerator.holds(torch.empty(0))
         if self.backend.runs_on_device or is_host_memory:
             return None

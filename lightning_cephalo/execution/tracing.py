@@ -5,7 +5,7 @@ See docs/design/step.md. What ranks exchange and decide is in ``visits.py`` and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from lightning_cephalo.execution.step import Step
@@ -26,8 +26,17 @@ if TYPE_CHECKING:
 
 
 class Tracer:
+    """The orders of steps.
+
+    Attributes:
+        visits: The orders that are known.
+        places_of_all: Places where microbatches wait for those of all ranks, and what goes on
+            there; called with whether other microbatches have returned.
+    """
+
     def __init__(self) -> None:
         self.visits = Visits()
+        self.places_of_all: dict[Visit, Callable[[Executor, bool], None]] = {}
 
     def begin(self, step: Step) -> Sequence[Visit] | None:
         """Return the order that a step begins with; None: it is not known."""
@@ -84,7 +93,7 @@ class Tracer:
         """Yield visits as ranks reach them: before each gather all ranks exchange positions."""
         step, failure = executor.step, executor.failure
         choice = Choice(self.visits.known(step.trainable) or ())
-        waiting = {None, *executor.places_of_all}
+        waiting = {None, *self.places_of_all}
         while True:
             parked = [None if at in waiting else at for at in step.parked]
             place = where(failed=failure.error is not None, parked=parked, choice=choice)

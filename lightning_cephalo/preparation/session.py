@@ -56,7 +56,7 @@ from lightning_cephalo.data.reading import original_of
 from lightning_cephalo.execution.manual_step import ManualSteps
 from lightning_cephalo.execution.memory_errors import is_out_of_memory
 from lightning_cephalo.execution.offload import HostArena
-from lightning_cephalo.execution.sharded_model import ShardedModel
+from lightning_cephalo.execution.sharded_model import Dtypes, ShardedModel
 from lightning_cephalo.observe import report
 from lightning_cephalo.observe.memory import RankMemory, TrainingMemory
 from lightning_cephalo.observe.run_record import RankRecord, RunRecord
@@ -140,11 +140,10 @@ class Session:
             accelerator,
             fractions=partial(first_shares, job, compute_dtype=compute_dtype),
             units=options.units,
-            compute_dtype=compute_dtype,
-            recompute=options.recompute.default,
-            reduce_dtype=options.reduce_dtype,
+            dtypes=Dtypes(compute_dtype, options.reduce_dtype),
             state_groups=job.state_groups,
         )
+        self.model.executor.recompute = options.recompute.default
         self.model.executor.overlay.buffers.sum_up(options.summed_buffers)
         self._at_end.callback(ModuleCopies(self.model, self._ranks_run_one_step).remove)
         if job.trains:

@@ -26,7 +26,7 @@ from zoo import ZOO, build, hugging_face_loss
 
 from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.adapters.optimizer import clip_by_norm, local_update
-from lightning_cephalo.execution.sharded_model import ShardedModel, UnitOptions
+from lightning_cephalo.execution.sharded_model import Dtypes, ShardedModel, UnitOptions
 from lightning_cephalo.ranks.groups import Groups
 
 STEPS = 3
@@ -190,9 +190,7 @@ def _reduced(rank, dtype, reduce_dtype):
         accelerator_of(torch.device("cpu")),
         fractions=[0.5, 0.3, 0.2],
         units=UnitOptions(types=(nn.Linear,)),
-        compute_dtype=None,
-        recompute=False,
-        reduce_dtype=reduce_dtype,
+        dtypes=Dtypes(reduce=reduce_dtype),
     )
     (flat,) = model.flats
     generator = torch.Generator().manual_seed(1)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_cephalo.common.errors import UnitUseError
-from lightning_cephalo.execution.graph import Windows, now
+from lightning_cephalo.execution.graph import Windows
 from lightning_cephalo.execution.guards import (
     FIRST_STEPS,
     Finding,
@@ -90,9 +90,9 @@ def test_a_result_that_depends_on_another_microbatch_is_found_when_its_code_has_
     weight, windows = torch.ones(2, requires_grad=True), Windows()
     made = []
     for owner in (0, 1):
-        start = now()
+        windows.begin(owner)
         made.append(weight.sin())
-        windows.add(owner, start)
+        windows.end()
 
     def step(result: Any, *, finished: bool = True) -> Any:
         code = SimpleNamespace(finished=finished, result=result)

@@ -323,8 +323,6 @@ def _scale_steps(rank, overflowing, make):
         accelerator_of(torch.device("cpu")),
         fractions=[0.75, 0.25],
         units=UnitOptions(),
-        compute_dtype=None,
-        recompute=False,
     )
     optimizer = make(model.parameters())
     scaler = RanksGradScaler("cpu", init_scale=8.0, growth_interval=2)

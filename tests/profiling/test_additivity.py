@@ -150,8 +150,6 @@ def _warned(rank):
         accelerator_of(torch.device("cpu")),
         fractions=[0.7, 0.3],
         units=UnitOptions(types=(nn.Linear,)),
-        compute_dtype=None,
-        recompute=True,
     )
     x, rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(4)), torch.arange(4)
     parts = [((x[:2], rows[:2]), 2), ((x[2:], rows[2:]), 2)]

@@ -45,8 +45,6 @@ def sharded_model(vectors, numel, shares=(0.5, 0.5)):
         accelerator_of(torch.device("cpu")),
         fractions=list(shares),
         units=UnitOptions(),
-        compute_dtype=None,
-        recompute=False,
     )
     for unit in sharded.units:
         unit.arm()
