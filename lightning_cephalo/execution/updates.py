@@ -108,11 +108,11 @@ class Updates:
 
     # -- a step -------------------------------------------------------------------------------
 
-    def begin(self, *, sends: bool = True) -> None:
+    def begin(self) -> None:
         """Find out how the step that begins may update."""
         self._may = self._may_again or (self.updater is not None and self.updater.is_exact())
         self.is_on, self._may_again = self._may, False
-        self._sends, self.sends_gradients = self.sends_gradients and sends, False
+        self._sends, self.sends_gradients = self.sends_gradients, False
         self._is_late = False
 
     def passes(self) -> dict[str, Any]:
