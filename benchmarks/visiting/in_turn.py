@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import os
 import subprocess
 import sys
@@ -72,10 +73,10 @@ def _steps(root: Path, options: argparse.Namespace) -> None:
 
             context: Any = ShardingContext(device, mesh, groups[0], groups[1])
         except ModuleNotFoundError:  # a tree from before 28 November 2026
-            from lightning_cephalo.sharding import flat, routes
-
+            older = importlib.import_module("lightning_cephalo.sharding.flat")
+            routes = importlib.import_module("lightning_cephalo.sharding.routes")
             routing = routes.Routing([0] * ranks)
-            context = flat.ShardingContext(device, mesh, groups[0], groups[1], routing)
+            context = older.ShardingContext(device, mesh, groups[0], groups[1], routing)
         divider = Divider([1 / ranks] * ranks)
         units = [Unit(members, divider, context) for members in find_units(model)]
         executor = Executor(units, ControlGroup(groups[2]), accelerator_of(device), recompute)
