@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from typing import TYPE_CHECKING
 
 from lightning_cephalo.execution.step import ForwardOutcome
@@ -41,10 +41,11 @@ class Report:
     samples: float
 
 
-_LENGTH = 8
+_LENGTH = len(fields(Report))
+_DOING = "running training_step"
 
 
-def end_forward(executor: Executor, doing: str = "running training_step") -> None:
+def end_forward(executor: Executor) -> None:
     """Agree on what a forward has come to, or go on with it, or raise on all ranks; collective."""
     step, failure = executor.step, executor.failure
     failure.guarded(step.weights.read)
@@ -56,7 +57,7 @@ def end_forward(executor: Executor, doing: str = "running training_step") -> Non
     said = [Report(*row[:_LENGTH]) for row in rows]
     states = {each.state for each in said}
     if _FAILED in states:
-        executor.give_up(doing)
+        executor.give_up(_DOING)
     if _UNFINISHED in states:
         executor.run(executor.tracer.rest(executor))
         return
@@ -65,7 +66,7 @@ def end_forward(executor: Executor, doing: str = "running training_step") -> Non
             returned = any(e.state == _WELL and e.losses + e.skipped for e in said)
             go_on(executor, returned)
             return
-    _finish(executor, said, [row[_LENGTH:] for row in rows], doing)
+    _finish(executor, said, [row[_LENGTH:] for row in rows])
 
 
 def _report(executor: Executor) -> Report:
@@ -87,9 +88,7 @@ def _report(executor: Executor) -> Report:
     )
 
 
-def _finish(
-    executor: Executor, said: Sequence[Report], notes: Sequence[Sequence[float]], doing: str
-) -> None:
+def _finish(executor: Executor, said: Sequence[Report], notes: Sequence[Sequence[float]]) -> None:
     step = executor.step
     total = math.fsum(each.weight for each in said)
     step.outcome = ForwardOutcome(
@@ -105,8 +104,8 @@ def _finish(
             f"The weights of all microbatches of this step sum to {total}; expected more than"
             " 0. Does training_step return a wrong 'weight', or did no rank get a sample?"
         )
-        executor.give_up(doing)
-    combine_overlay(executor, [each.overlay for each in said], doing)
+        executor.give_up(_DOING)
+    combine_overlay(executor, [each.overlay for each in said], _DOING)
     if total:
         executor.weighing.learn(total, math.fsum(each.samples for each in said))
     executor.tracer.learn(

@@ -7,7 +7,7 @@ Operations that few steps have come from other files, which add their handlers: 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -98,7 +98,8 @@ class Executor:
         self.guards = guards_of(units, self.hooks.writes)
         overlay = Overlay(units[ROOT].module, control, accelerator)
         self._places = Places(accelerator, overlay, None, self.hooks.norms)
-        self.updates, self.tracer, self.backward_pass = Updates(units), Tracer(), BackwardPass()
+        self.updates, self.backward_pass = Updates(units), BackwardPass()
+        self.tracer = Tracer(_ends_of(units))
         self.throttle = Throttle(accelerator)
         self._mode = _Mode(recompute=recompute)
         self.step = self._new_step((), [])
@@ -112,10 +113,7 @@ class Executor:
     @property
     def ends(self) -> Ends:
         """The units that are embeddings and heads."""
-        kinds = (UnitKind.EMBEDDING, UnitKind.HEAD)
-        return Ends(
-            *(frozenset(n for n, u in enumerate(self.units) if u.kind is kind) for kind in kinds)
-        )
+        return self.tracer.ends
 
     @property
     def accelerator(self) -> Accelerator:
@@ -212,8 +210,8 @@ class Executor:
         self.updates.begin()
         step = self._new_step(calls, [])
         step.trainable = tuple(unit.trainable for unit in self.units)
-        self.guards.step_begins(step, is_timed=self.updates.drops)
-        visits = self.tracer.begin(step)
+        self.guards.begin_step(is_timed=self.updates.drops)
+        visits = self.tracer.visits.known(step.trainable)
         last = NONE
         if visits is not None:
             last = len(visits) - 1 - (with_loss(visits, self.ends) != NONE)
@@ -221,6 +219,7 @@ class Executor:
         options = MicrobatchOptions(self.recompute, last, meets=True, windows=windows)
         step.microbatches = self.microbatches_of(calls, options, Microbatch)
         self._start(step, "beginning of the root unit")
+        self.failure.guarded(self.guards.step_begins, step)
         if visits is not None:
             self.tracer.replay(self, visits)
         return visits
@@ -471,11 +470,9 @@ class Executor:
         """Let hooks of users find what a microbatch has stored, in a ``with`` block."""
         hooks = self.hooks
         hooks.runs_hooks = hooks.runs_hooks or self.step.microbatches[index].code.handles > 0
-        with self.overlay_of(index) if hooks.runs_hooks else nullcontext():
+        if not hooks.runs_hooks:
             yield
-
-    @contextmanager
-    def overlay_of(self, index: int) -> Iterator[None]:
+            return
         self.overlay.resume(index)
         try:
             yield
@@ -520,6 +517,11 @@ class Executor:
         for unit in self.units:
             unit.wait_reduce()
             unit.free()
+
+
+def _ends_of(units: Sequence[Unit]) -> Ends:
+    kinds = (UnitKind.EMBEDDING, UnitKind.HEAD)
+    return Ends(*(frozenset(n for n, u in enumerate(units) if u.kind is kind) for kind in kinds))
 
 
 # -- handlers ---------------------------------------------------------------------------------

@@ -76,8 +76,8 @@ class Guards:
         self._due = self._guards
         self._at_pauses: tuple[Guard, ...] = ()
 
-    def step_begins(self, step: Step, *, is_timed: bool = False) -> None:
-        """Begin a training step; each moment raises UnitUseError for an error.
+    def begin_step(self, *, is_timed: bool = False) -> None:
+        """Choose who looks at the training step that begins.
 
         Args:
             is_timed: Whether the step is measured: guards that take long leave it out.
@@ -88,6 +88,9 @@ class Guards:
         # asked at each visit: most guards have nothing to look at
         own = Guard.microbatch_pauses
         self._at_pauses = tuple(e for e in self._due if type(e).microbatch_pauses is not own)
+
+    def step_begins(self, step: Step) -> None:
+        """Let guards look; each moment raises UnitUseError for an error."""
         _report(lambda guard: guard.step_begins(step), self._due)
 
     def microbatch_pauses(self, step: Step, index: int) -> None:

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree  # private, but torch, Lightning and o
 
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.common.errors import UnitUseError
+from lightning_cephalo.execution.guards import FIRST_STEPS
 from lightning_cephalo.execution.overlay_buffers import Buffers, Found, show
 from lightning_cephalo.execution.overlay_merge import (
     Joined,
@@ -48,8 +49,6 @@ from lightning_cephalo.execution.overlay_slots import (
 )
 from lightning_cephalo.ranks.control import ControlGroup
 
-# steps that look for what the host must wait or walk for
-_FIRST_STEPS = 3
 _NO_CHANGE = nullcontext()
 
 
@@ -128,7 +127,7 @@ class Overlay:
         self._forward: _Pass | None = None
         self._backward: _Pass | None = None
         self._now: _Pass | None = None
-        self._first_steps = _FIRST_STEPS
+        self._first_steps = FIRST_STEPS  # that look for what the host must wait or walk for
         self._looks_everywhere = True
         self._told: set[str] = set()
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from lightning_cephalo.execution.step import Step
 from lightning_cephalo.execution.visits import Visits, agree, where, without_backward
 from lightning_cephalo.plan.orders import Choice
 from lightning_cephalo.plan.program import (
     NONE,
+    Ends,
     Instruction,
     Visit,
     layered_forward,
@@ -29,18 +29,15 @@ class Tracer:
     """The orders of steps.
 
     Attributes:
+        ends: The units that are embeddings and heads.
         visits: The orders that are known.
         places_of_all: Places where microbatches wait for those of all ranks, and what goes on
             there; called with whether other microbatches have returned.
     """
 
-    def __init__(self) -> None:
-        self.visits = Visits()
+    def __init__(self, ends: Ends) -> None:
+        self.ends, self.visits = ends, Visits()
         self.places_of_all: dict[Visit, Callable[[Executor, bool], None]] = {}
-
-    def begin(self, step: Step) -> Sequence[Visit] | None:
-        """Return the order that a step begins with; None: it is not known."""
-        return self.visits.known(step.trainable)
 
     def replay(self, executor: Executor, visits: Sequence[Visit]) -> None:
         """Give the step the program of an order."""
@@ -52,7 +49,7 @@ class Tracer:
             step.trainable,
             reshard_after_forward=executor.reshard_after_forward,
             offload_boundaries=executor.arena is not None,
-            ends=executor.ends,
+            ends=self.ends,
             **executor.updates.passes(),
         )
 
@@ -65,7 +62,7 @@ class Tracer:
             self._discovered(executor, visits),
             len(step.calls),
             step.has_returned,
-            executor.ends,
+            self.ends,
             step.trainable,
         )
         return _by_mode(executor, instructions, visits)
@@ -84,7 +81,7 @@ class Tracer:
             len(visits),
             len(step.calls),
             step.has_returned,
-            executor.ends,
+            self.ends,
             step.trainable,
         )
         return _by_mode(executor, instructions, visits)

@@ -13,15 +13,16 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from harness import full_gradients, make_executor, microbatches_of, relative_error
+from harness import full_gradients, make_executor, microbatches_of, relative_error, sharded_step
 from launch import SOON_S, run_ranks
 from shared_start import SharedStart
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from toys import UNEVEN, Base, Block, assert_idle, make_batch, mean_loss
 
-from lightning_cephalo.common.errors import RemoteRankError, UnitUseError
+from lightning_cephalo.common.errors import CephaloError, RemoteRankError, UnitUseError
 from lightning_cephalo.execution.executor import Executor
+from lightning_cephalo.execution.guards import Finding, Guard, Guards
 from lightning_cephalo.execution.step import MicrobatchCall
 
 IN_RANKS = SharedStart(run_ranks, 3)
@@ -382,3 +383,32 @@ def _stopped(rank: int) -> None:
 
 def test_a_step_that_is_stopped_may_clean_up_and_leaves_no_mode_behind():
     IN_RANKS.of(_stopped)
+
+
+class RefusesOnRank0(Guard):
+    """Finds something wrong on one rank before any code has run."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def step_begins(self, step):
+        return [Finding("this rank may not begin")] if self._rank == 0 else []
+
+
+def _refused_at_the_beginning(rank: int) -> str:
+    model = Base()
+    executor = make_executor(model, (0.5, 0.5), recompute=True)
+    executor.guards = Guards([RefusesOnRank0(rank)])
+    parts = [make_batch(2)]
+    with pytest.raises(CephaloError) as raised:
+        sharded_step(executor, model, mean_loss, parts)
+    assert_idle(executor)
+    executor.guards = Guards([])
+    sharded_step(executor, model, mean_loss, parts)
+    return str(raised.value)
+
+
+def test_a_finding_before_the_step_on_one_rank_ends_it_on_all():
+    own, other = run_ranks(2, _refused_at_the_beginning)
+    assert own == "this rank may not begin"
+    assert "Rank 0" in other and own in other

@@ -44,6 +44,7 @@ class Notes(Guard):
 
 
 def run(guards: Guards) -> None:
+    guards.begin_step()
     guards.step_begins(STEP)
     guards.microbatch_pauses(STEP, 0)
     guards.backward_begins(STEP)
@@ -63,9 +64,11 @@ def test_a_guard_sees_four_moments_and_a_costly_one_those_of_the_first_steps():
 def test_a_step_that_is_timed_is_none_of_the_first_ones():
     first = Notes(takes_long=True)
     guards = Guards([first])
-    guards.step_begins(STEP, is_timed=True)
+    guards.begin_step(is_timed=True)
+    guards.step_begins(STEP)
     assert first.seen == [] and not guards.all_look
     for _ in range(FIRST_STEPS + 1):
+        guards.begin_step()
         guards.step_begins(STEP)
     assert first.seen == ["begins"] * FIRST_STEPS
 
@@ -79,7 +82,7 @@ def test_an_error_is_raised_by_name_and_a_warning_is_given():
             return [Finding("this is wrong")]
 
     guards = Guards([Finds()])
-    guards.step_begins(STEP)
+    guards.begin_step()
     with pytest.warns(UserWarning, match="this is odd"):
         guards.backward_begins(STEP)
     with pytest.raises(UnitUseError, match="this is wrong"):
