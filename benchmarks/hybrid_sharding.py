@@ -57,6 +57,7 @@ from side_by_side.contenders import (  # noqa: E402
 
 from lightning_cephalo.accelerator import accelerator_of  # noqa: E402
 from lightning_cephalo.execution.sharded_model import ShardedModel, UnitOptions  # noqa: E402
+from lightning_cephalo.features.install import install  # noqa: E402
 from lightning_cephalo.plan import Plan, Problem, RankPlan, RankProfile  # noqa: E402
 from lightning_cephalo.plan.cost import predict  # noqa: E402
 from lightning_cephalo.plan.state_groups import even_shares  # noqa: E402
@@ -81,6 +82,7 @@ def own_contender(
         UnitOptions(),
         state_groups=state_groups,
     )
+    install(sharded.executor)
     sharded.executor.recompute = size.recompute
 
     def backward(parts: Sequence[Part], global_batch_size: int) -> None:

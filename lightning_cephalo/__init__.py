@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from lightning_cephalo import _autoload
 
 if TYPE_CHECKING:
-    from lightning_cephalo.execution.chunked_cross_entropy import chunked_cross_entropy
-    from lightning_cephalo.execution.over_batch import loss_over_batch
+    from lightning_cephalo.features.chunked_cross_entropy import chunked_cross_entropy
+    from lightning_cephalo.features.over_batch import loss_over_batch
     from lightning_cephalo.plan import Plan, Problem, RankPlan, RankProfile, solve
     from lightning_cephalo.ranks.slurm import UnevenSLURMEnvironment
     from lightning_cephalo.recovery.options import Recovery
@@ -47,8 +47,8 @@ _HOME_OF = {
     "RankProfile": "lightning_cephalo.plan",
     "Recovery": "lightning_cephalo.recovery.options",
     "UnevenSLURMEnvironment": "lightning_cephalo.ranks.slurm",
-    "chunked_cross_entropy": "lightning_cephalo.execution.chunked_cross_entropy",
-    "loss_over_batch": "lightning_cephalo.execution.over_batch",
+    "chunked_cross_entropy": "lightning_cephalo.features.chunked_cross_entropy",
+    "loss_over_batch": "lightning_cephalo.features.over_batch",
     "writable_parameters": "lightning_cephalo.sharding.writable_parameters",
     "solve": "lightning_cephalo.plan",
 }

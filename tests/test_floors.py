@@ -15,6 +15,7 @@ FLOORS = (
     {"plan", "accelerator"},
     {"sharding", "ranks", "data"},
     {"execution"},
+    {"features"},
     {"observe", "adapters"},
     {"profiling", "recovery"},
     {"preparation"},

@@ -34,6 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.execution.sharded_model import ShardedModel, UnitOptions
+from lightning_cephalo.features.install import install
 from lightning_cephalo.ranks.groups import Groups
 
 from .cases import CEPHALO, DDP, DDP_BY_SPEED, FSDP, MODEL_PARALLEL, TUNED
@@ -127,6 +128,7 @@ def cephalo(size: ModelSize, ranks: int) -> tuple[Contender, ShardedModel]:
     groups = Groups.create(datetime.timedelta(seconds=300))
     even = [1 / ranks] * ranks
     sharded = ShardedModel(model, groups, accelerator_of(CPU), even, UnitOptions())
+    install(sharded.executor)
     sharded.executor.recompute = size.recompute
 
     def backward(parts: Sequence[Part], global_batch_size: int) -> None:

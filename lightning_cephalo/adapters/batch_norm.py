@@ -1,6 +1,6 @@
 """Names batch normalisation, whose statistics are those of microbatches or of the global batch.
 
-``torch.nn.SyncBatchNorm`` takes those of the global batch: ``execution/normalisation.py``.
+``torch.nn.SyncBatchNorm`` takes those of the global batch: ``features/normalisation.py``.
 """
 
 from __future__ import annotations

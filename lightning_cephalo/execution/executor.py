@@ -1,7 +1,7 @@
 """Runs programs and issues every collective of a step, so that all ranks issue the same ones.
 
-Operations that few steps have come from other files, which add their handlers: ``meetings.py``,
-``over_batch.py``. For a rank that fails, see [Note: failures] in failure.py.
+What few steps need comes from ``features/``, which adds its handlers and places. For a rank that
+fails, see [Note: failures] in failure.py.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from lightning_cephalo.execution.link import Link
 from lightning_cephalo.execution.loss_weights import Weighing
 from lightning_cephalo.execution.microbatch import BEHIND_THE_LAST, Microbatch, MicrobatchOptions
 from lightning_cephalo.execution.offload import HostArena
-from lightning_cephalo.execution.over_batch import refuse_own_weight
 from lightning_cephalo.execution.overlay import Overlay
-from lightning_cephalo.execution.recomputed import Places
+from lightning_cephalo.execution.recomputed import Places, Recomputing
 from lightning_cephalo.execution.step import NO_OUTCOME, ForwardOutcome, MicrobatchCall, Step
 from lightning_cephalo.execution.tracing import Tracer
 from lightning_cephalo.execution.unit_hooks import Meet, UnitHooks
@@ -97,7 +96,7 @@ class Executor:
         self.hooks = UnitHooks(units, meet, UserWrites(units))
         self.guards = guards_of(units, self.hooks.writes)
         overlay = Overlay(units[ROOT].module, control, accelerator)
-        self._places = Places(accelerator, overlay, None, self.hooks.norms)
+        self._places = Places(accelerator, overlay, None)
         self.updates, self.backward_pass = Updates(units), BackwardPass()
         self.tracer = Tracer(_ends_of(units))
         self.throttle = Throttle(accelerator)
@@ -124,6 +123,11 @@ class Executor:
         overlay = self._places.overlay
         assert overlay is not None
         return overlay
+
+    @property
+    def recomputing(self) -> Recomputing:
+        """Holds the visit that is computed again."""
+        return self._places.recomputing
 
     @property
     def writes(self) -> UserWrites:
@@ -250,7 +254,7 @@ class Executor:
         microbatches: Sequence[Microbatch],
         visits: Sequence[Visit],
     ) -> Step:
-        """Begin a step that calls its backwards itself; see ``execution/manual_step.py``."""
+        """Begin a step that calls its backwards itself; see ``features/manual_step.py``."""
         self.throttle.begin_step()
         step = self._new_step(calls, [*microbatches])
         step.visits, step.is_traced, step.goes_on = visits, True, True
@@ -432,7 +436,7 @@ class Executor:
         microbatch, with_head = step.microbatches[index], instruction.unit != ROOT
         if index in step.with_loss:
             return
-        if microbatch.code.parked is BEHIND_THE_LAST or microbatch.code.asking.is_answered:
+        if microbatch.code.parked is BEHIND_THE_LAST or microbatch.is_answered:
             self.advance(index)
         if with_head and microbatch.code.parked == step.visits[instruction.visit]:
             self.advance(index)
@@ -458,8 +462,6 @@ class Executor:
         """Return a microbatch's loss with its weight; None if it has no loss, or no weight."""
         step, microbatch = self.step, self.step.microbatches[index]
         found = step.calls[index].weight_of(microbatch.code.result)
-        if microbatch.code.was_over_batch:
-            refuse_own_weight(None if found is None else found[1], step.calls[index].samples)
         if found is None:
             step.skipped += 1
             return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ from lightning_cephalo.execution.graph import (
     has_saved_tensor_hooks,
     refuse_saved_tensor_hooks,
 )
-from lightning_cephalo.execution.over_batch import Answer, Asking, Tensors
 from lightning_cephalo.execution.recomputed import Found, Places, RecomputedVisit
 from lightning_cephalo.execution.replay import ThreadState
 from lightning_cephalo.execution.waiting import UserCode
@@ -67,6 +66,14 @@ class MicrobatchOptions:
     hooks: Hooks = field(default_factory=Hooks)
 
 
+class Brought(Protocol):
+    """What a microbatch brings to a place where all of them wait for one another."""
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether it can go on."""
+
+
 class Microbatch:
     """A run of the user's step over some samples.
 
@@ -94,25 +101,22 @@ class Microbatch:
         self.last = options.last
         self._marks = Marks()
         types = places.accelerator.autocast_types
-        self.code = UserCode(step, types, self._ask, self._marks.__len__)
+        self.code = UserCode(step, types, self._marks.__len__)
         # of a head that it has visited last: the visit, and the number of marks before
         self._head = (NONE, 0)
         self._recomputed: dict[int, RecomputedVisit] = {}
         self.entered: Visit | None = None
         self.visiting: RecomputedVisit | None = None
-        self.meeting: Any = None
+        self.meeting: Brought | None = None
         # visits, also of other microbatches, and its own
         self._passed = 0
         self.made: list[int] = []
-
-    def _ask(self, asking: Asking) -> Callable[[Tensors], Answer] | None:
-        return asking.ask if self._options.meets else None
 
     def advance(self) -> None:
         """Run the step until it parks at a unit or returns."""
         begins = not self._passed and self.has_one_backward and torch.is_grad_enabled()
         try:
-            self.code.advance(partial(self._mark, NONE) if begins else None)
+            self.code.advance(self, partial(self._mark, NONE) if begins else None)
         finally:
             self._options.hooks.exist = self._options.hooks.exist or self.code.handles > 0
 
@@ -138,6 +142,14 @@ class Microbatch:
     def meets(self) -> bool:
         """Whether it can wait for all others in the middle of its code."""
         return self._options.meets
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether it can go on at a place where it has waited for all others."""
+        return self.meeting is not None and self.meeting.is_answered
+
+    def need_root(self) -> None:
+        """Wait for the root unit, which is gathered all step long."""
 
     @property
     def has_loss(self) -> bool:
@@ -256,15 +268,20 @@ class Microbatch:
             return None
         return partial(self._backwards.arrive, self._index, self._passed - 1, self.visiting)
 
-    def meet(self, place: Visit, meeting: Any) -> None:
+    def wait_for_all(self, place: Visit, meeting: Brought) -> None:
         """Wait until all microbatches of all ranks have come to a place."""
-        visiting, self.meeting = self.visiting, meeting
+        self.meeting = meeting
+        self.code.park(place)
+        self.meeting = None
+
+    def meet(self, place: Visit, meeting: Brought) -> None:
+        """Wait for all in a visit of its own, within the unit that this microbatch visits."""
+        visiting = self.visiting
         if visiting is not None:
             visiting.pause()
         if self.entered is not None and self._options.windows is not None:
             self._options.windows.end()
-        self.code.park(place)
-        self.meeting = None
+        self.wait_for_all(place, meeting)
         position = self._begin_visit()
         if self.entered is not None:
             self._begin_nodes()

@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.common.errors import UnitUseError
@@ -28,13 +28,9 @@ from lightning_cephalo.execution.graph import (
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
 )
-from lightning_cephalo.execution.normalisation import Meeting, update_running
 from lightning_cephalo.execution.offload import HostArena, OffloadedTensor
 from lightning_cephalo.execution.overlay import Overlay, View
 from lightning_cephalo.execution.replay import ThreadState
-
-if TYPE_CHECKING:
-    from lightning_cephalo.execution.meetings import SynchronisedNorms
 
 _CHANGED_INPUT = (
     "An input of a unit is changed in place, by the unit or by the code after it, so that the unit"
@@ -82,6 +78,13 @@ class Found:
     view: View | None
 
 
+@dataclass
+class Recomputing:
+    """The visit that is computed again; None: none is."""
+
+    visit: RecomputedVisit | None = None
+
+
 @dataclass(frozen=True)
 class Places:
     """Where a body finds its state, equal for all visits of a step."""
@@ -89,8 +92,8 @@ class Places:
     accelerator: Accelerator
     overlay: Overlay | None
     arena: HostArena | None
-    norms: SynchronisedNorms
     saved_again: SavedAgain = field(default_factory=SavedAgain)
+    recomputing: Recomputing = field(default_factory=Recomputing)
 
 
 class RecomputedVisit:
@@ -113,8 +116,8 @@ class RecomputedVisit:
         self._values: list[Any] | None = None
         self._body: Callable[..., Any] | None = None
         self._parts = 0  # of its backward that have begun
-        self._met: list[tuple[Meeting, tuple[Tensor, ...]]] = []
-        self._met_again: Iterator[tuple[Meeting, tuple[Tensor, ...]]] = iter(())
+        self._met: list[tuple[Any, tuple[Tensor, ...]]] = []
+        self._met_again: Iterator[tuple[Any, tuple[Tensor, ...]]] = iter(())
 
     # -- forward ------------------------------------------------------------------------------
 
@@ -150,22 +153,16 @@ class RecomputedVisit:
 
     # -- meetings in the middle of the unit ---------------------------------------------------
 
-    def met(self, meeting: Meeting) -> None:
+    def met(self, meeting: Any) -> None:
         """Note a meeting; other microbatches have drawn random numbers meanwhile."""
         self._met.append((meeting, self._places.accelerator.random_states()))
 
-    def normalise_again(self, norm: nn.SyncBatchNorm, value: Tensor) -> Tensor:
-        """Return the output of a layer while the unit is computed again."""
+    def meet_again(self) -> Any:
+        """Return the next meeting while the unit is computed again; None: there was no other."""
         meeting, random = next(self._met_again, (None, ()))
-        if meeting is None or meeting.norm is not norm or meeting.statistics is None:
-            raise UnitUseError(
-                "A unit calls its layers of torch.nn.SyncBatchNorm otherwise when it is computed"
-                " again for the backward. Use CephaloStrategy(recompute=False)."
-            )
-        self._places.accelerator.restore_random_states(random)
-        meeting.bring(value)  # its graph saves what that of the first run has saved
-        update_running(norm, meeting.statistics)
-        return meeting.normalised(value)
+        if meeting is not None:
+            self._places.accelerator.restore_random_states(random)
+        return meeting
 
     # -- the inputs on the host ---------------------------------------------------------------
 
@@ -236,7 +233,7 @@ class RecomputedVisit:
         accelerator, modes = places.accelerator, found.modes
         drawn, before = accelerator.random_states(), modes.now()
         self._met_again = iter(self._met)
-        places.norms.again = self
+        places.recomputing.visit = self
         try:
             if before is not modes:
                 modes.restore()
@@ -254,7 +251,7 @@ class RecomputedVisit:
                 pop_saved_tensor_hooks()
                 values = saved.take()
         finally:
-            places.norms.again = None
+            places.recomputing.visit = None
             accelerator.restore_random_states(drawn)
             before.restore()
         if len(values) != count:

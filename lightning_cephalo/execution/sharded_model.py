@@ -14,7 +14,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.backends import backend_of
-from lightning_cephalo.execution import features
 from lightning_cephalo.execution.executor import Executor
 from lightning_cephalo.execution.unit_hooks import Meet
 from lightning_cephalo.plan.program import ROOT
@@ -72,7 +71,7 @@ class PaddedBytes:
 
 
 class ShardedModel:
-    """Shards a model over the ranks and runs its steps.
+    """Shards a model over the ranks and runs its steps, once ``features.install`` has come.
 
     Args:
         module: The model; every rank gets rank 0's values. Parameters may be on the meta device.
@@ -138,8 +137,6 @@ class ShardedModel:
         self._move_buffers(dtypes.compute)
         self.meet: Meet = groups.meeting.meet
         self.executor = Executor(self.units, groups.control, accelerator, meet=self.meet)
-        self.executor.hooks.install()
-        features.install(self.executor)
 
     @property
     def device(self) -> torch.device:

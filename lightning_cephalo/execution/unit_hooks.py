@@ -17,8 +17,6 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.graph import refusing_freed, refusing_gradients
-from lightning_cephalo.execution.manual_microbatch import ManualMicrobatch
-from lightning_cephalo.execution.meetings import NormForward, SynchronisedNorms
 from lightning_cephalo.execution.microbatch import Microbatch
 from lightning_cephalo.execution.user_writes import UserWrites
 from lightning_cephalo.plan.program import ROOT
@@ -35,6 +33,18 @@ Meet = Callable[[str, str], None]
 """Waits until all ranks have come for the same purpose; takes it, and a remedy for messages."""
 
 
+class ReplacedForward:
+    """Stands on a module in place of its ``forward``."""
+
+    def leave(self, copied: nn.Module) -> None:
+        """Give a deep copy of the module its own forward."""
+        raise NotImplementedError
+
+    def remove(self) -> None:
+        """Give the module its own forward."""
+        raise NotImplementedError
+
+
 class UnitHooks:
     def __init__(self, units: Sequence[Unit], meet: Meet, writes: UserWrites) -> None:
         self._units = list(units)
@@ -46,13 +56,16 @@ class UnitHooks:
         self._keeps_all = False
         self.running: Microbatch | None = None
         self._outside_depth = 0
-        self.norms = SynchronisedNorms(units[ROOT].module, lambda: self.running)
         self._hooks: list[RemovableHandle] = []
         self._forwards: list[UnitForward] = []
+        self._inside: list[ReplacedForward] = []
+
+    def add(self, forward: ReplacedForward) -> None:
+        """Take the forward of a module in or outside of units; before :meth:`install`."""
+        self._inside.append(forward)
 
     def install(self) -> None:
         """Replace the units' forwards, and gather the root unit before its modules are called."""
-        self.norms.install()
         for index, unit in enumerate(self._units[1:], start=1):
             self._forwards.append(UnitForward(index, unit, self))
         root = self._units[ROOT]
@@ -63,25 +76,22 @@ class UnitHooks:
             self._hooks.append(module.register_forward_hook(self._after_root, always_call=True))
 
     def uninstall(self) -> None:
-        for forward in self._forwards:
+        for forward in (*self._forwards, *self._inside):
             forward.remove()
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._forwards = [], []
-        self.norms.uninstall()
+        self._hooks, self._forwards, self._inside = [], [], []
 
     @property
     def objects(self) -> list[object]:
         """The objects that the modules refer to; a copy of a module must not copy them."""
-        return [self, *self._forwards, *self.norms.forwards]
+        return [self, *self._forwards, *self._inside]
 
     def remove_from_copy(self, copied: nn.Module) -> None:
         """Undo :meth:`install` in a deep copy of a module, which refers to :attr:`objects`."""
         forward = copied.__dict__.get("forward")
-        if isinstance(forward, UnitForward):
+        if isinstance(forward, ReplacedForward):
             forward.leave(copied)
-        elif isinstance(forward, NormForward):
-            del copied.__dict__["forward"]
         before, after = copied._forward_pre_hooks, copied._forward_hooks
         for hooks, flags in ((before, None), (after, copied._forward_hooks_always_called)):
             for key in [k for k, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
@@ -135,7 +145,7 @@ class UnitHooks:
     def _before_root(self, module: nn.Module, args: Any) -> None:
         root = self._units[ROOT]
         if self._in_step:
-            if root.state is UnitState.SHARDED and isinstance(self.running, ManualMicrobatch):
+            if root.state is UnitState.SHARDED and self.running is not None:
                 self.running.need_root()
             root.wait_gather()
             return
@@ -178,7 +188,7 @@ class UnitHooks:
             self._after_root(unit.module, args, None)
 
 
-class UnitForward:
+class UnitForward(ReplacedForward):
     def __init__(self, index: int, unit: Unit, hooks: UnitHooks) -> None:
         self._index, self._unit, self._hooks = index, unit, hooks
         self.name, module = unit.name, unit.module

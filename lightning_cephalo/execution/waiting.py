@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import greenlet
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from lightning_cephalo.execution.over_batch import AT_BATCH, Asking, StepGreenlet
 from lightning_cephalo.execution.replay import ThreadState
 from lightning_cephalo.plan.program import Visit
 
+if TYPE_CHECKING:
+    from lightning_cephalo.execution.microbatch import Microbatch
+
 _MAX_PARKS_WHILE_STOPPING = 100
+
+
+class StepGreenlet(greenlet.greenlet):
+    """A greenlet whose code finds the microbatch that it computes, until it returns."""
+
+    microbatch: Microbatch | None = None
+
+
+def running_microbatch() -> Microbatch | None:
+    """Return the microbatch whose code calls this; None outside of a step."""
+    current = greenlet.getcurrent()
+    return current.microbatch if isinstance(current, StepGreenlet) else None
 
 
 class UserCode:
@@ -26,19 +39,16 @@ class UserCode:
         finished: Whether it has returned.
         result: What it has returned.
         handles: How many hooks it has registered.
-        asking: What it asks of all samples; see over_batch.py.
     """
 
     def __init__(
         self,
         step: Callable[[], Any],
         device_types: tuple[str, ...],
-        ask: Callable[[Asking], Any],
         own_handles: Callable[[], int],
     ) -> None:
         self._device_types, self._own_handles = device_types, own_handles
-        self.asking = Asking(partial(self.park, AT_BATCH))
-        self._greenlet = StepGreenlet(step, ask(self.asking))
+        self._greenlet = StepGreenlet(step)
         # a greenlet starts with no context variables of its own
         self._greenlet.gr_context = contextvars.copy_context()
         # the scheduler's are equal during a step
@@ -48,17 +58,19 @@ class UserCode:
         self.result: Any = None
         self.handles = self._first_handle = 0
 
-    def advance(self, before: Callable[[], None] | None = None) -> None:
+    def advance(self, microbatch: Microbatch, before: Callable[[], None] | None = None) -> None:
         """Run the step until it waits or returns; ``before`` runs in its place, before it."""
         if self._others is None:
             self._others = ThreadState.capture(self._device_types)
         step = self._greenlet
+        step.microbatch = microbatch
         self._first_handle = RemovableHandle.next_id - self._own_handles()
         try:
             if before is not None:
                 before()
             switched = step.switch()
         finally:
+            step.microbatch = None  # no cycle stays
             torch.clear_autocast_cache()  # casts of one microbatch are no part of another's graph
             self.handles += self.new_handles()
             if step.dead:  # else it has restored them when it parked
@@ -100,7 +112,3 @@ class UserCode:
                 self._greenlet.throw(greenlet.GreenletExit)
         finally:
             before.restore()
-
-    @property
-    def was_over_batch(self) -> bool:
-        return self._greenlet.was_asked

@@ -23,9 +23,9 @@ from lightning_cephalo.data.reading import (
     is_stream,
     original_of,
 )
-from lightning_cephalo.execution.manual_step import ManualSteps
 from lightning_cephalo.execution.sharded_model import ShardedModel
-from lightning_cephalo.execution.step_functions import warn_of_own_gradient
+from lightning_cephalo.features.manual_step import ManualSteps
+from lightning_cephalo.features.step_functions import warn_of_own_gradient
 from lightning_cephalo.plan import Problem
 from lightning_cephalo.preparation.prepare import Job
 from lightning_cephalo.profiling import additivity

@@ -28,8 +28,8 @@ from lightning_cephalo.data import BatchLayout, agreed_seed, global_batch_size, 
 from lightning_cephalo.data.loaders import share_generator_states
 from lightning_cephalo.data.reading import is_stream, refuse_one_pass, yields_ready_batches
 from lightning_cephalo.data.streams import Start, start_of
-from lightning_cephalo.execution.manual_step import ManualSteps
 from lightning_cephalo.execution.sharded_model import ShardedModel
+from lightning_cephalo.features.manual_step import ManualSteps
 from lightning_cephalo.plan import InfeasibleError, Plan, PlanError, Problem, solve
 from lightning_cephalo.plan.state_groups import groups_by_node
 from lightning_cephalo.preparation.limits import (

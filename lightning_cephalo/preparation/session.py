@@ -53,10 +53,11 @@ from lightning_cephalo.data.cutting import (
 )
 from lightning_cephalo.data.lockstep import lock_step
 from lightning_cephalo.data.reading import original_of
-from lightning_cephalo.execution.manual_step import ManualSteps
 from lightning_cephalo.execution.memory_errors import is_out_of_memory
 from lightning_cephalo.execution.offload import HostArena
 from lightning_cephalo.execution.sharded_model import Dtypes, ShardedModel
+from lightning_cephalo.features.install import install
+from lightning_cephalo.features.manual_step import ManualSteps
 from lightning_cephalo.observe import report
 from lightning_cephalo.observe.memory import RankMemory, TrainingMemory
 from lightning_cephalo.observe.run_record import RankRecord, RunRecord
@@ -143,6 +144,7 @@ class Session:
             dtypes=Dtypes(compute_dtype, options.reduce_dtype),
             state_groups=job.state_groups,
         )
+        install(self.model.executor)
         self.model.executor.recompute = options.recompute.default
         self.model.executor.overlay.buffers.sum_up(options.summed_buffers)
         self._at_end.callback(ModuleCopies(self.model, self._ranks_run_one_step).remove)

@@ -19,11 +19,11 @@ from torch import nn
 
 from lightning_cephalo.data.containers import own_copy
 from lightning_cephalo.data.cutting import loss_and_weight
-from lightning_cephalo.execution.manual_step import ManualSteps
-from lightning_cephalo.execution.over_batch import was_asked
 from lightning_cephalo.execution.overlay_slots import Start
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.execution.step import MicrobatchCall
+from lightning_cephalo.features.manual_step import ManualSteps
+from lightning_cephalo.features.over_batch import was_called
 from lightning_cephalo.profiling.isolation import forget_gradients, preserved_state, same_flags
 from lightning_cephalo.profiling.stored_values import StoredValues
 
@@ -298,7 +298,7 @@ def _loss_of(
         def loss_of_step() -> tuple[float, float]:
             found = loss_and_weight(step(batch), samples)
             # a batch that training_step skips, or a loss that is meant to be over all samples
-            if found is None or was_asked():
+            if found is None or was_called():
                 return math.nan, math.nan
             return float(found[0]), float(found[1])
 

@@ -16,9 +16,9 @@ from torch.utils import _pytree as pytree
 from lightning_cephalo.accelerator import Device
 from lightning_cephalo.data import BatchLayout, sample_batches
 from lightning_cephalo.data.containers import own_copy
-from lightning_cephalo.execution.chunked_cross_entropy import largest_call
-from lightning_cephalo.execution.manual_step import ManualSteps
 from lightning_cephalo.execution.sharded_model import ShardedModel
+from lightning_cephalo.features.chunked_cross_entropy import largest_call
+from lightning_cephalo.features.manual_step import ManualSteps
 from lightning_cephalo.plan import Problem, RankProfile
 from lightning_cephalo.plan.cost import fixed_time
 from lightning_cephalo.plan.program import Visit

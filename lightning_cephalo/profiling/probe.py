@@ -19,11 +19,11 @@ from lightning_cephalo.common.errors import (
 from lightning_cephalo.common.texts import printable
 from lightning_cephalo.data.cutting import loss_and_weight
 from lightning_cephalo.execution.loss_weights import checked_weight
-from lightning_cephalo.execution.manual_step import ManualSteps
 from lightning_cephalo.execution.memory_errors import is_out_of_memory
 from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.execution.step import MicrobatchCall
+from lightning_cephalo.features.manual_step import ManualSteps
 from lightning_cephalo.plan.program import COMPUTE, Instruction, Operation
 from lightning_cephalo.profiling.isolation import forget_gradients
 from lightning_cephalo.profiling.lost_rank import lost_rank_explained

@@ -14,7 +14,7 @@ from operator import attrgetter
 
 from lightning_cephalo.common.errors import TooLittleMemoryError
 from lightning_cephalo.common.quantities import format_bytes
-from lightning_cephalo.execution.chunked_cross_entropy import largest_call
+from lightning_cephalo.features.chunked_cross_entropy import largest_call
 from lightning_cephalo.profiling.memory_model import Held, RetainedBytes
 from lightning_cephalo.profiling.probe import Prober, Times, samples
 

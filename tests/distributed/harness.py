@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
 from lightning_cephalo.accelerator import accelerator_of
-from lightning_cephalo.execution import features
 from lightning_cephalo.execution.executor import Executor
 from lightning_cephalo.execution.step import MicrobatchCall
+from lightning_cephalo.features.install import install
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.context import ShardingContext
 from lightning_cephalo.sharding.discovery import find_units
@@ -89,8 +89,7 @@ def make_executor(
     units = [Unit(members, divider, context) for members in find_units(model, **discovery)]
     executor = Executor(units, ControlGroup(control_group), accelerator_of(device), recompute)
     executor.reshard_after_forward = reshard
-    executor.hooks.install()
-    features.install(executor)
+    install(executor)
     return executor
 
 

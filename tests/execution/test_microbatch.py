@@ -62,7 +62,7 @@ def microbatch_of(step: Callable[[Callable[..., Any]], Any], **options: Any) -> 
         )
         return microbatch.visit(index, trainable, forward, args, kwargs)
 
-    places = Places(Cpu(torch.device("cpu")), None, None, SimpleNamespace(again=None))
+    places = Places(Cpu(torch.device("cpu")), None, None)
     options = MicrobatchOptions(**{"recompute": True, **options})
     microbatch = Microbatch(0, lambda: step(visit), places, options, Passing())
     return microbatch

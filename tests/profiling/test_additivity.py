@@ -22,6 +22,7 @@ from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.common.errors import RemoteRankError
 from lightning_cephalo.data import BatchLayout
 from lightning_cephalo.execution.sharded_model import ShardedModel, UnitOptions
+from lightning_cephalo.features.install import install
 from lightning_cephalo.profiling.additivity import LossOfParts, compared, warn_if_any_differs
 from lightning_cephalo.profiling.stored_values import StoredValues
 from lightning_cephalo.ranks.groups import Groups
@@ -151,6 +152,7 @@ def _warned(rank):
         fractions=[0.7, 0.3],
         units=UnitOptions(types=(nn.Linear,)),
     )
+    install(model.executor)
     x, rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(4)), torch.arange(4)
     parts = [((x[:2], rows[:2]), 2), ((x[2:], rows[2:]), 2)]
     said = {}

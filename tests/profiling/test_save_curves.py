@@ -3,8 +3,8 @@
 import pytest
 from torch.distributed import DistBackendError
 
-from lightning_cephalo.execution.chunked_cross_entropy import largest_call
 from lightning_cephalo.execution.memory_errors import is_out_of_memory
+from lightning_cephalo.features.chunked_cross_entropy import largest_call
 from lightning_cephalo.plan import RankProfile
 from lightning_cephalo.profiling.measure import merge_equal_ranks
 from lightning_cephalo.profiling.memory_model import RetainedBytes, compute_curve

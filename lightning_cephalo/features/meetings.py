@@ -5,7 +5,7 @@ Their ``forward`` is replaced on the instance, like that of units.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from lightning_cephalo.common.errors import UnitUseError, UnsupportedError
 from lightning_cephalo.execution.graph import now, refuse_saved_tensor_hooks
-from lightning_cephalo.execution.normalisation import (
+from lightning_cephalo.execution.unit_hooks import ReplacedForward
+from lightning_cephalo.features.normalisation import (
     Joint,
     Meeting,
     Statistics,
@@ -34,45 +35,39 @@ if TYPE_CHECKING:
     from lightning_cephalo.execution.recomputed import RecomputedVisit
 
 
-class SynchronisedNorms:
-    """The layers of synchronised normalisation, whose calls come here."""
+class NormForward(ReplacedForward):
+    def __init__(self, executor: Executor, index: int, layer: nn.SyncBatchNorm) -> None:
+        self._hooks, self._recomputing = executor.hooks, executor.recomputing
+        self._index, self._layer = index, layer
+        vars(layer)["forward"] = self
 
-    def __init__(self, module: nn.Module, running: Callable[[], Microbatch | None]) -> None:
-        self.layers = [each for each in module.modules() if isinstance(each, nn.SyncBatchNorm)]
-        self.again: RecomputedVisit | None = None
-        self._running = running
-        self.forwards: list[NormForward] = []
-
-    def install(self) -> None:
-        self.forwards = [NormForward(self, index, each) for index, each in enumerate(self.layers)]
-
-    def uninstall(self) -> None:
-        for layer in self.layers[: len(self.forwards)]:
-            vars(layer).pop("forward", None)
-        self.forwards = []
-
-    def enter(self, index: int, value: Tensor) -> Tensor:
-        layer, running = self.layers[index], self._running()
+    def __call__(self, value: Tensor) -> Tensor:
+        layer, running, again = self._layer, self._hooks.running, self._recomputing.visit
         if not layer.training:
             return type(layer).forward(layer, value)  # which communicates in training mode only
         if running is not None:
-            return _normalise(running, index, layer, value)
-        if self.again is not None:
-            return self.again.normalise_again(layer, value)
+            return _normalise(running, self._index, layer, value)
+        if again is not None:
+            return _normalise_again(again, layer, value)
         raise UnitUseError(
             "A torch.nn.SyncBatchNorm in training mode is called outside of training_step, where"
             " not all ranks meet. Call it in training_step, or after eval()."
         )
 
+    def leave(self, copied: nn.Module) -> None:
+        del copied.__dict__["forward"]
 
-class NormForward:
-    def __init__(self, norms: SynchronisedNorms, index: int, layer: nn.Module) -> None:
-        self._norms = norms
-        self._index = index
-        layer.forward = self
+    def remove(self) -> None:
+        vars(self._layer).pop("forward", None)
 
-    def __call__(self, value: Tensor) -> Tensor:
-        return self._norms.enter(self._index, value)
+
+def install(executor: Executor) -> None:
+    """Let the layers of synchronised normalisation of a model meet."""
+    modules = executor.units[ROOT].module.modules()
+    layers = [each for each in modules if isinstance(each, nn.SyncBatchNorm)]
+    for index, layer in enumerate(layers):
+        executor.hooks.add(NormForward(executor, index, layer))
+    executor.handlers[Operation.MEET] = Meetings(layers, executor.accelerator.device).run
 
 
 def _normalise(microbatch: Microbatch, index: int, norm: nn.SyncBatchNorm, value: Tensor) -> Tensor:
@@ -105,11 +100,25 @@ def _normalise(microbatch: Microbatch, index: int, norm: nn.SyncBatchNorm, value
     return output
 
 
+def _normalise_again(visit: RecomputedVisit, norm: nn.SyncBatchNorm, value: Tensor) -> Tensor:
+    """Return the output of a layer while its unit is computed again."""
+    meeting = visit.meet_again()
+    if meeting is None or meeting.norm is not norm or meeting.statistics is None:
+        raise UnitUseError(
+            "A unit calls its layers of torch.nn.SyncBatchNorm otherwise when it is computed"
+            " again for the backward. Use CephaloStrategy(recompute=False)."
+        )
+    meeting.bring(value)  # its graph saves what that of the first run has saved
+    update_running(norm, meeting.statistics)
+    output: Tensor = meeting.normalised(value)
+    return output
+
+
 class Meetings:
     """Sums what microbatches of all ranks bring to a meeting; collective."""
 
-    def __init__(self, norms: SynchronisedNorms, device: torch.device) -> None:
-        self._norms = norms
+    def __init__(self, layers: Sequence[nn.SyncBatchNorm], device: torch.device) -> None:
+        self._layers = layers
         self._device = device
         self._brought: Tensor | None = None
         self._taken: Tensor | None = None
@@ -125,9 +134,9 @@ class Meetings:
     def _forward(self, executor: Executor, visit: Visit, position: int) -> None:
         """Give the microbatches that wait at this visit the statistics of the global batch."""
         step, failure = executor.step, executor.failure
-        moments = [no_moments(self._norms.layers[visit.meeting], self._device)]
+        moments = [no_moments(self._layers[visit.meeting], self._device)]
         found = [each.meeting for each in step.microbatches if each.code.parked == visit]
-        waiting = [meeting for meeting in found if meeting is not None]
+        waiting = [meeting for meeting in found if isinstance(meeting, Meeting)]
         rows = [meeting.row for meeting in waiting if meeting.row is not None]
 
         def collect() -> None:
@@ -163,7 +172,7 @@ class Meetings:
     def _backward(self, executor: Executor, visit: Visit) -> None:
         own, self._brought = self._brought, None
         if own is None:  # nothing here depends on them
-            own = no_moments(self._norms.layers[visit.meeting], self._device)[1:]
+            own = no_moments(self._layers[visit.meeting], self._device)[1:]
         with executor.link.waiting():
             self._taken = self._of_ranks(executor, own).sum(0)
 

@@ -12,17 +12,20 @@ Source: the gradient cache of Gao et al. 2021 (arXiv 2101.06983).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import greenlet
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cephalo.common.errors import UnitUseError, UnsupportedError
 from lightning_cephalo.execution.graph import leaves_behind
-from lightning_cephalo.execution.normalisation import at_least_float32
+from lightning_cephalo.execution.step import MicrobatchCall
+from lightning_cephalo.execution.waiting import running_microbatch
+from lightning_cephalo.features.normalisation import at_least_float32
 from lightning_cephalo.plan.program import NONE, ROOT, Instruction, Operation, Visit, with_loss
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.collectives import all_gather_rows
@@ -32,6 +35,9 @@ if TYPE_CHECKING:
 
 AT_BATCH = Visit(-6)
 """The place of a microbatch that waits for the rows of the whole batch."""
+
+# each step of a microbatch has a context of its own
+_was_called = ContextVar("was_called", default=False)
 
 
 def loss_over_batch(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
@@ -61,63 +67,43 @@ def loss_over_batch(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor
         UnitUseError: If the function calls a unit, or uses another tensor with a gradient.
         UnsupportedError: With manual optimization.
     """
-    current = greenlet.getcurrent()
-    if isinstance(current, StepGreenlet):
-        return current.loss_over_batch(function, tensors)
-    return function(*tensors)
+    microbatch = running_microbatch()
+    if microbatch is None:
+        return function(*tensors)
+    _was_called.set(True)
+    if not microbatch.has_one_backward:
+        raise UnsupportedError(
+            "loss_over_batch with manual optimization: ranks meet at backwards and updates only."
+            ' Use automatic optimization, or strategy="ddp".'
+        )
+    if not microbatch.meets:
+        return function(*tensors)
+    asking = Asking(tensors)
+    microbatch.wait_for_all(AT_BATCH, asking)
+    assert asking.answer is not None
+    asking.answer.share.compute(function)
+    return asking.answer.loss_of(tensors)
+
+
+def was_called() -> bool:
+    """Return whether the step that calls this has computed a loss over the batch."""
+    return _was_called.get()
 
 
 Tensors = tuple[Any, ...]
 """The rows of one microbatch."""
 
 
-class StepGreenlet(greenlet.greenlet):
-    def __init__(
-        self,
-        step: Callable[[], Any],
-        ask: Callable[[Tensors], Answer] | None,
-    ) -> None:
-        super().__init__(step)
-        self._ask = ask
-        self.was_asked = False
-
-    def loss_over_batch(self, function: Callable[..., Tensor], tensors: tuple[Any, ...]) -> Tensor:
-        self.was_asked = True
-        if self._ask is None:
-            return function(*tensors)
-        answer = self._ask(tensors)
-        answer.share.compute(function)
-        return answer.loss_of(tensors)
-
-
-def was_asked() -> bool:
-    current = greenlet.getcurrent()
-    return isinstance(current, StepGreenlet) and current.was_asked
-
-
+@dataclass
 class Asking:
-    """What one microbatch asks for a loss over the whole batch."""
+    """The rows of one microbatch that waits, and what it gets."""
 
-    def __init__(self, park: Callable[[], object]) -> None:
-        self._park = park
-        self.tensors: Tensors | None = None
-        self._answer: Answer | None = None
-
-    def ask(self, tensors: Tensors) -> Answer:
-        self.tensors = tensors
-        self._park()
-        answer, self._answer = self._answer, None
-        assert answer is not None
-        return answer
-
-    def answer(self, answer: Answer) -> None:
-        """Give the step the rows of the whole batch; it goes on when it is next advanced."""
-        self.tensors, self._answer = None, answer
+    tensors: Tensors
+    answer: Answer | None = None
 
     @property
     def is_answered(self) -> bool:
-        """Whether the step can go on after it has waited for the whole batch."""
-        return self._answer is not None
+        return self.answer is not None
 
 
 @dataclass
@@ -234,8 +220,10 @@ def exchange_rows(
     ]
 
 
-def refuse_own_weight(weight: float | Tensor | None, samples: int) -> None:
-    """Raise UnitUseError for a loss over the batch with a weight of its own."""
+def _weight_of(call: MicrobatchCall, result: Any) -> tuple[Tensor, float | Tensor] | None:
+    """Return the loss, and a weight that is the number of samples; else raise UnitUseError."""
+    found = call.weight_of(result)
+    weight, samples = None if found is None else found[1], call.samples
     if weight is None or float(weight) != samples:
         what = "None" if weight is None else f"the weight {float(weight):g}"
         raise UnitUseError(
@@ -243,14 +231,7 @@ def refuse_own_weight(weight: float | Tensor | None, samples: int) -> None:
             " loss has one value for the whole batch: return it without a weight, and multiply"
             " terms that have weights by them in the function of loss_over_batch."
         )
-
-
-def refuse_manual(tensors: Tensors) -> Answer:
-    """Raise UnsupportedError: the steps of manual optimization have no place to meet."""
-    raise UnsupportedError(
-        "loss_over_batch with manual optimization: ranks meet at backwards and updates only. Use"
-        ' automatic optimization, or strategy="ddp".'
-    )
+    return found
 
 
 def _kinds(tensors: Tensors) -> list[tuple[int, tuple[int, ...], torch.dtype, bool]]:
@@ -276,8 +257,9 @@ def _spelled_kinds(kinds: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> str:
 def go_on(executor: Executor, others_returned: bool) -> None:
     """Give all microbatches the rows of the whole batch, and go on with them; collective."""
     step, failure, doing = executor.step, executor.failure, "computing a loss over the batch"
-    asked = [microbatch.code.asking.tensors for microbatch in step.microbatches]
-    if others_returned or None in asked:
+    waiting = [each.meeting for each in step.microbatches if each.code.parked == AT_BATCH]
+    asked = [each for each in waiting if isinstance(each, Asking)]
+    if others_returned or len(asked) < len(step.microbatches):
         failure.note(
             UnitUseError(
                 "Some microbatches call loss_over_batch, and others return without it. Its rows"
@@ -289,7 +271,7 @@ def go_on(executor: Executor, others_returned: bool) -> None:
         executor.give_up(doing)
     try:
         answers = exchange_rows(
-            [each for each in asked if each is not None],
+            [each.tensors for each in asked],
             [call.samples for call in step.calls],
             executor.link.control,
             step.weights.scale_loss,
@@ -300,8 +282,9 @@ def go_on(executor: Executor, others_returned: bool) -> None:
         failure.note(error)
         executor.give_up(doing)
         raise
-    for microbatch, answer in zip(step.microbatches, answers, strict=True):
-        microbatch.code.asking.answer(answer)
+    for asking, answer in zip(asked, answers, strict=True):
+        asking.answer = answer
+    step.calls = [replace(each, weight_of=partial(_weight_of, each)) for each in step.calls]
     last, head = len(step.visits) - 1, with_loss(step.visits, executor.ends)
     unit = ROOT if head == NONE else step.visits[head].unit
     if unit != ROOT and step.trainable[unit]:

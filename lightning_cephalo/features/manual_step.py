@@ -25,12 +25,12 @@ from torch.optim import Optimizer
 from lightning_cephalo.common.errors import UnitUseError, UnsupportedError
 from lightning_cephalo.execution.agreement import combine_overlay
 from lightning_cephalo.execution.executor import Executor
-from lightning_cephalo.execution.manual_microbatch import AT_BACKWARD, AT_UPDATE, ManualMicrobatch
 from lightning_cephalo.execution.microbatch import MicrobatchOptions
 from lightning_cephalo.execution.step import ForwardOutcome, MicrobatchCall, Step
-from lightning_cephalo.execution.step_functions import StepFunctions, warn_of_own_gradient
 from lightning_cephalo.execution.visits import FAILED, FINISHED, NO_DATA, agree, where
 from lightning_cephalo.execution.written_rows import WrittenRows
+from lightning_cephalo.features.manual_microbatch import AT_BACKWARD, AT_UPDATE, ManualMicrobatch
+from lightning_cephalo.features.step_functions import StepFunctions, warn_of_own_gradient
 from lightning_cephalo.plan.orders import Choice
 from lightning_cephalo.plan.program import (
     NONE,

@@ -19,7 +19,7 @@ from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.sharding.write_guard import spelled
 
 if TYPE_CHECKING:
-    from lightning_cephalo.execution.manual_step import ManualSteps
+    from lightning_cephalo.features.manual_step import ManualSteps
 
 
 class StepFunctions(TorchFunctionMode):

@@ -13,7 +13,6 @@ from torch.autograd.graph import get_gradient_edge
 
 from lightning_cephalo.execution.graph import Root, nodes_between, nodes_of, now
 from lightning_cephalo.execution.microbatch import Microbatch, refuse_without_gradient
-from lightning_cephalo.execution.over_batch import Answer, Asking, Tensors, refuse_manual
 from lightning_cephalo.plan.program import ROOT, Visit
 
 AT_BACKWARD = Visit(-4)
@@ -38,9 +37,6 @@ class ManualMicrobatch(Microbatch):
         self.outside: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.retains = False
         self._spans: dict[int, tuple[int, int]] = {}  # per visit, the numbers of its nodes
-
-    def _ask(self, asking: Asking) -> Callable[[Tensors], Answer]:
-        return refuse_manual
 
     def need_root(self) -> None:
         """Park until the root unit is gathered."""

@@ -107,6 +107,10 @@ class Meeting:
         self.statistics: Statistics | None = None
         self.joint: Tensor | None = None
 
+    @property
+    def is_answered(self) -> bool:
+        return self.statistics is not None
+
     def bring(self, value: Tensor) -> None:
         """Compute the moments of a microbatch's values."""
         self.values_per_channel = value.numel() // value.shape[1]

@@ -1,0 +1,1 @@
+"""What few steps need, and the executor does not name: each brings its places and handlers."""
