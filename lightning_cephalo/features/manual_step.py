@@ -28,7 +28,6 @@ from lightning_cephalo.execution.executor import Executor
 from lightning_cephalo.execution.microbatch import MicrobatchOptions
 from lightning_cephalo.execution.step import ForwardOutcome, MicrobatchCall, Step
 from lightning_cephalo.execution.visits import FAILED, FINISHED, NO_DATA, agree, where
-from lightning_cephalo.execution.written_rows import WrittenRows
 from lightning_cephalo.features.manual_microbatch import AT_BACKWARD, AT_UPDATE, ManualMicrobatch
 from lightning_cephalo.features.step_functions import StepFunctions, warn_of_own_gradient
 from lightning_cephalo.plan.orders import Choice
@@ -70,7 +69,6 @@ class ManualSteps:
         self.is_measured = False
         self.calls_hooks = True
         self.losses: list[Tensor] = []
-        self.written = WrittenRows(executor.units, executor.accelerator)
         self._told_of_gradient = False
         self._expected: list[Visit] = []
         self._places: list[Visit] = []
@@ -130,13 +128,25 @@ class ManualSteps:
         self.is_measured, self.losses = True, []
         self.calls_hooks = calls_hooks
         try:
-            with warnings.catch_warnings():
+            with self._rows_put_back(), warnings.catch_warnings():
                 # no optimizer steps here, which schedules that step complain of
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
                 yield
         finally:
             self.is_measured, self.calls_hooks = False, True
-            self.written.put_back()
+
+    @contextmanager
+    def _rows_put_back(self) -> Iterator[None]:
+        """Undo writes to shards in a ``with`` block: clamped weights, or a target that moves."""
+        shards = [flat.shard for unit in self._executor.units for flat in unit.flats]
+        with self._executor.accelerator.on_host():
+            before = [(shard, shard._version, shard.to("cpu", copy=True)) for shard in shards]
+        try:
+            yield
+        finally:
+            for shard, version, rows in before:
+                if shard._version != version:
+                    shard.copy_(rows)
 
     def _watched(self, user: Callable[[], Any]) -> Callable[[], Any]:
         def step() -> Any:

@@ -42,8 +42,6 @@ class StepFunctions(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._is_suspended or self._steps.running is None:
             return func(*args, **kwargs)
-        if self._steps.is_measured:
-            self._steps.written.before(func, args, kwargs)
         if func is Tensor.backward:
             return self._steps.backward(*args, **kwargs)
         if func is torch.autograd.grad:

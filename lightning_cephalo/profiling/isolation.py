@@ -8,7 +8,7 @@ objects; random generators by state; optimizers and schedules that modules hold 
 Other objects are left alone (a module may hold the trainer,
 and through it everything): changes inside of them stay. torchmetrics are modules, so their states
 are put back like those of any other module. Parameters need nothing: no optimizer runs, gradients
-are dropped, and manual steps put back what their code has written (``execution/written_rows.py``).
+are dropped, and manual steps put back what their code has written (``features/manual_step.py``).
 """
 
 from __future__ import annotations
