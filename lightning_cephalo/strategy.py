@@ -130,10 +130,8 @@ class CephaloStrategy(ParallelStrategy):
             backward. False: they stay gathered in between. This communicates a third less, but
             needs memory for the whole model's parameters on every rank. "auto": the plan chooses.
             A given plan decides itself; one that does not say reshards, unless this is False.
-        collate_per_microbatch: Collate each microbatch separately; hooks then see a list of
-            batches. For batches that cannot be cut along their first dimension.
         split_batch: ``split_batch(batch, sizes)`` returns one batch per size. It replaces cutting
-            every tensor along its first dimension.
+            every tensor along its first dimension, for graphs and objects of your own.
         single_microbatch: In measured plans every rank runs all of its samples at once, so that
             code in ``training_step`` may use collectives of its own. With manual optimization it
             always does.
@@ -207,7 +205,6 @@ class CephaloStrategy(ParallelStrategy):
         unit_names: list[str] | None = None,
         recompute: bool | Literal["auto"] = True,
         reshard_after_forward: bool | Literal["auto"] = "auto",
-        collate_per_microbatch: bool = False,
         split_batch: Callable[[Any, Sequence[int]], list[Any]] | None = None,
         single_microbatch: bool = False,
         summed_buffers: Sequence[str] = (),
@@ -247,7 +244,6 @@ class CephaloStrategy(ParallelStrategy):
             ),
             recompute=Choice.parse("recompute", recompute),
             reshard_after_forward=Choice.parse("reshard_after_forward", reshard_after_forward),
-            collate_per_microbatch=collate_per_microbatch,
             split_batch=split_batch,
             single_microbatch=single_microbatch,
             summed_buffers=tuple(summed_buffers),

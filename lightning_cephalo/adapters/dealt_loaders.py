@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_cephalo.adapters.resuming import dealt_in, steps_ahead
 from lightning_cephalo.common.errors import UnsupportedError
-from lightning_cephalo.data.collate import collating_apart
 from lightning_cephalo.data.containers import known_length
 from lightning_cephalo.data.lockstep import LockStepLoader
 from lightning_cephalo.data.samplers import RankBatchSampler
@@ -48,33 +47,21 @@ class DealtLoaders:
 
     def refuse_other_sizes(self, old: Plan, new: Plan) -> None:
         """Raise if the loaders cannot deal the new plan's sizes."""
-        batches = not _same_batches(old, new)
-        for loader in self._loaders:
-            apart = collating_apart(loader) is not None
-            if not batches and (_same_parts(old, new) or not apart):
-                continue
-            why = self._fixed(loader, apart)
+        for loader in self._loaders if not deal_alike(old, new) else ():
+            why = self._fixed(loader)
             if why is not None:
-                sizes = "microbatch_sizes" if apart else "batches"
                 raise UnsupportedError(
-                    f"The new plan has other {sizes}, but {why}. A plan for this run may change"
-                    f" shares, recomputation, offloading and resharding; keep its {sizes}."
+                    f"The new plan has other batches, but {why}. A plan for this run may change"
+                    " shares, microbatches, recomputation, offloading and resharding; keep its"
+                    " batches."
                 )
 
-    def refuse_other_microbatches(self, old: Plan, new: Plan) -> None:
-        """Raise if batches that are loaded cannot be cut in the new plan's microbatches."""
-        if not _same_parts(old, new) and any(map(collating_apart, self._loaders)):
-            raise UnsupportedError(
-                "With collate_per_microbatch=True the microbatches of batches that are loaded stay"
-                " as they are."
-            )
-
-    def _fixed(self, loader: Any, apart: bool) -> str | None:
+    def _fixed(self, loader: Any) -> str | None:
         """Return why a loader cannot deal other sizes; None if it can."""
         is_stream = isinstance(loader, LockStepLoader)
         if is_stream and not isinstance(loader, DealtStream):
             return "each rank reads a stream of its own, in batches of fixed sizes"
-        if (is_stream or apart) and getattr(loader, "persistent_workers", False):
+        if is_stream and getattr(loader, "persistent_workers", False):
             return "persistent_workers=True keeps workers that hold the sizes of batches"
         if len(self._dealers) > 1 and self._combined._mode == "max_size_cycle":
             lengths = {known_length(dealer) for dealer in self._dealers}
@@ -110,29 +97,14 @@ class DealtLoaders:
             if dealer is None:
                 continue
             dealt = dealer.dealt_steps(trained, steps_ahead(loader))
-            # workers hold the sizes of microbatches until their pass is over
-            has_workers = bool(getattr(loader, "num_workers", 0))
-            is_held = has_workers and collating_apart(loader) is not None
-            own = max(own, float("inf") if dealt is None or is_held else float(dealt))
+            own = max(own, float("inf") if dealt is None else float(dealt))
         return control.max(own)
 
-    def deal_alike(self, old: Plan, new: Plan) -> bool:
-        """Return whether the loaders yield the same for two plans."""
-        apart = any(map(collating_apart, self._loaders))
-        return _same_batches(old, new) and (_same_parts(old, new) or not apart)
-
-    def deal(self, plan: Plan, rank: int, from_step: float) -> None:
+    def deal(self, plan: Plan, from_step: float) -> None:
         """Deal the sizes of a plan from a step on, and in all later epochs."""
-        sizes, own = [each.batch_size for each in plan.ranks], plan.ranks[rank].microbatch_sizes
-        for loader in self._loaders:
-            dealer, collate = dealt_in(loader), collating_apart(loader)
-            if isinstance(dealer, DealtStream):
-                apart = None if collate is None else own
-                dealer.change_batch_sizes(sizes, from_step=from_step, microbatch_sizes=apart)
-            elif dealer is not None:
-                dealer.change_batch_sizes(sizes, from_step=from_step)
-                if collate is not None:  # running workers hold copies
-                    collate.microbatch_sizes = own
+        sizes = [each.batch_size for each in plan.ranks]
+        for dealer in self._dealers:
+            dealer.change_batch_sizes(sizes, from_step=from_step)
 
 
 class SamplerTakeover:
@@ -161,9 +133,6 @@ class SamplerTakeover:
         self.deals = self._is_taken = False
 
 
-def _same_batches(one: Plan, other: Plan) -> bool:
+def deal_alike(one: Plan, other: Plan) -> bool:
+    """Return whether loaders yield the same for two plans."""
     return [rank.batch_size for rank in one.ranks] == [rank.batch_size for rank in other.ranks]
-
-
-def _same_parts(one: Plan, other: Plan) -> bool:
-    return [r.microbatch_sizes for r in one.ranks] == [r.microbatch_sizes for r in other.ranks]

@@ -4,7 +4,7 @@ Nothing here communicates: ranks agree through functions that the caller passes 
 """
 
 from lightning_cephalo.common.errors import BatchSplitError
-from lightning_cephalo.data.batch_layout import BatchLayout, MicrobatchList, zero_rows
+from lightning_cephalo.data.batch_layout import BatchLayout
 from lightning_cephalo.data.collate import RankCollate
 from lightning_cephalo.data.loaders import rebuild_eval_loader, rebuild_train_loader
 from lightning_cephalo.data.lockstep import LockStepLoader
@@ -25,7 +25,6 @@ __all__ = [
     "BatchSplitError",
     "GlobalOrder",
     "LockStepLoader",
-    "MicrobatchList",
     "RankBatchSampler",
     "RankCollate",
     "agreed_seed",
@@ -39,5 +38,4 @@ __all__ = [
     "rebuild_train_loader",
     "sample_batches",
     "split_sizes",
-    "zero_rows",
 ]

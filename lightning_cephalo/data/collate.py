@@ -1,4 +1,4 @@
-"""Collates a rank's samples into a batch, or a list of batches."""
+"""Collates a rank's samples into a batch, and shows one to hooks of a rank without any."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from lightning_cephalo.data.batch_layout import MicrobatchList, NoSamples
+from lightning_cephalo.data.batch_layout import NoSamples
 from lightning_cephalo.data.randomness import preserved_randomness
-from lightning_cephalo.data.shares import split_sizes
 
 # Samples that are tried for one that the collate function does not drop.
 _TRIED = 64
@@ -37,13 +36,13 @@ def _copy_of(sample: Any) -> Any:
         return sample
 
 
-def rank_collate(dataset: Any, microbatch_sizes: Sequence[int] | None) -> Callable[[Any], Any]:
+def rank_collate(dataset: Any) -> Callable[[Any], Any]:
     """Returns a function that wraps a collate function into a `RankCollate`, once."""
 
     def wrap(collate_fn: Any) -> Any:
-        if isinstance(collate_fn, RankCollate):
-            return collate_fn
-        return RankCollate(collate_fn, dataset, microbatch_sizes)
+        return (
+            collate_fn if isinstance(collate_fn, RankCollate) else RankCollate(collate_fn, dataset)
+        )
 
     return wrap
 
@@ -55,32 +54,15 @@ class RankCollate:
     does for None, which drops all samples: Lightning would skip the step on this rank alone.
     """
 
-    def __init__(
-        self,
-        collate_fn: Callable[[Any], Any],
-        dataset: Any,
-        microbatch_sizes: Sequence[int] | None = None,
-    ) -> None:
-        self.collate_fn = collate_fn
-        self.dataset = dataset
-        self.microbatch_sizes = None if microbatch_sizes is None else tuple(microbatch_sizes)
+    def __init__(self, collate_fn: Callable[[Any], Any], dataset: Any) -> None:
+        self.collate_fn, self.dataset = collate_fn, dataset
 
     def __call__(self, samples: Any) -> Any:
         # a dataset's __getitems__ may return something without a length
         if hasattr(samples, "__len__") and len(samples) == 0:
             return self._shown()
-        if self.microbatch_sizes is None:
-            batch = self.collate_fn(samples)
-            return self._shown() if batch is None else batch
-        batches, start = [], 0
-        sizes = split_sizes(len(samples), self.microbatch_sizes)
-        for size in sizes:
-            batches.append(self.collate_fn(samples[start : start + size]))
-            start += size
-        kept = [pair for pair in zip(batches, sizes, strict=True) if pair[0] is not None]
-        if not kept:
-            return self._shown()
-        return MicrobatchList([batch for batch, _ in kept], [size for _, size in kept])
+        batch = self.collate_fn(samples)
+        return self._shown() if batch is None else batch
 
     def _shown(self) -> NoSamples:
         """Returns the first sample that the user's function does not drop; it is read anew."""
@@ -89,8 +71,7 @@ class RankCollate:
                 for key in range(min(len(self.dataset), _TRIED)):
                     batch = self.collate_fn(copied(fetch(self.dataset, [key])))
                     if batch is not None:
-                        apart = self.microbatch_sizes is not None
-                        return NoSamples(MicrobatchList([batch], [1]) if apart else batch)
+                        return NoSamples(batch)
             except Exception as error:
                 raise RuntimeError(
                     "A rank has no samples in a step, and dataset[0], which hooks would see there,"
@@ -102,14 +83,6 @@ class RankCollate:
             " samples of the dataset, so that hooks have none to see. Leave out samples"
             " that cannot be used in the dataset, or give them a weight of 0."
         )
-
-
-def collating_apart(loader: Any) -> RankCollate | None:
-    """Returns what collates a loader's microbatches apart; None if nothing does."""
-    collate = getattr(loader, "collate_fn", None)
-    own = getattr(collate, "own", collate)  # a stream's collate holds one of its own
-    is_apart = isinstance(own, RankCollate) and own.microbatch_sizes is not None
-    return own if is_apart else None
 
 
 class EmptyFetchDataset(Dataset[Any]):

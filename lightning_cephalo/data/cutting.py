@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_cephalo.common.errors import BatchSplitError, CephaloError
-from lightning_cephalo.data import BatchLayout, MicrobatchList, deal, split_sizes, zero_rows
-from lightning_cephalo.data.batch_layout import NoSamples, not_splittable
+from lightning_cephalo.data import BatchLayout, deal, split_sizes
+from lightning_cephalo.data.batch_layout import NoSamples
 from lightning_cephalo.data.containers import children_of, rebuild
 
 
@@ -58,7 +58,7 @@ class BatchCutter:
         flags = lacks or [False] * len(self.layouts)
         found = zip(self.spec.flatten_up_to(batch), self.layouts, flags, strict=True)
         parts = [
-            None if part is None else (part, layout, 0 if lacking else _rows_of(part, layout))
+            None if part is None else (part, layout, 0 if lacking else layout.batch_size(part))
             for part, layout, lacking in found
         ]
         present = [part for part in parts if part is not None]
@@ -77,8 +77,6 @@ class BatchCutter:
         ]
 
     def _cut_one(self, batch: Any, layout: BatchLayout) -> list[tuple[Any, int]]:
-        if isinstance(batch, MicrobatchList):
-            return _collated_apart(batch, layout)
         count = layout.batch_size(batch)
         if count == 0:
             return []
@@ -88,29 +86,6 @@ class BatchCutter:
         if len(sizes) == 1:
             return [(batch, count)]
         return list(zip(layout.split(batch, sizes), sizes, strict=True))
-
-
-def refuse_plain_lists(batch: Any, spec: Any) -> None:
-    """Raise BatchSplitError if a hook has put a plain list in place of batches collated apart."""
-    parts = [batch] if spec is None else spec.flatten_up_to(batch)
-    if any(part is not None and not isinstance(part, MicrobatchList) for part in parts):
-        raise BatchSplitError(
-            "A hook that handles batches returned a list of its own, or something else, for the"
-            " list of batches that collate_per_microbatch=True makes. So the samples of each"
-            " microbatch are unknown. In training return batch.map(function), which calls the"
-            " function for each batch and keeps their samples, or change the batches in place."
-        )
-
-
-def _rows_of(batch: Any, layout: BatchLayout) -> int:
-    if isinstance(batch, MicrobatchList):
-        return sum(count for _, count in _collated_apart(batch, layout))
-    return layout.batch_size(batch)
-
-
-def _collated_apart(batch: MicrobatchList, layout: BatchLayout) -> list[tuple[Any, int]]:
-    counts = batch.sizes or [layout.batch_size(piece) for piece in batch]
-    return [(piece, n) for piece, n in zip(batch, counts, strict=True) if n > 0]
 
 
 def shown(batch: Any) -> tuple[Any, tuple[bool, ...]]:
@@ -130,19 +105,7 @@ def _cut_alike(
 ) -> list[tuple[Any, int]]:
     """Cut a loader's batch into one piece for each of ``shares``; pieces may have no rows."""
     if not rows:
-        first = next(iter(batch), batch) if isinstance(batch, MicrobatchList) else batch
-        return [(zero_rows(first, layout), 0)] * len(shares)
-    if isinstance(batch, MicrobatchList):
-        pieces = _collated_apart(batch, layout)
-        if len(pieces) > len(shares):
-            raise not_splittable(
-                f"a loader's batch was collated as {len(pieces)} microbatches, another's as"
-                f" {len(shares)}"
-            )
-        template = pieces[-1][0] if pieces else None
-        while len(pieces) < len(shares):
-            pieces.append((None if template is None else zero_rows(template), 0))
-        return pieces
+        return [(layout.take(batch, 0, 0), 0)] * len(shares)
     sizes = deal(rows, shares)
     if len(sizes) == 1:
         return [(batch, rows)]
@@ -205,7 +168,7 @@ def empty_like(result: Any, samples: int) -> Any:
     try:
         if layout.batch_size(result) != samples:
             return None
-        empty = zero_rows(result, layout)
+        empty = layout.take(result, 0, 0)
     except BatchSplitError:
         return None
     # a view would keep the whole result alive

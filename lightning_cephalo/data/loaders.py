@@ -56,7 +56,6 @@ def rebuild_train_loader(
     gather: Gather,
     global_batch_size: int | None = None,
     epoch: int = 0,
-    microbatch_sizes: Sequence[int] | None = None,
     layout: BatchLayout | None = None,
     every_rank: bool = False,
 ) -> Any:
@@ -72,7 +71,6 @@ def rebuild_train_loader(
         seed: the seed of the order (`agreed_seed`).
         global_batch_size: samples per step over all ranks; by default as in the module's table.
             For a custom batch sampler it must be a multiple of the length of its lists.
-        microbatch_sizes: this rank's; if given, these are collated apart (`MicrobatchList`).
         layout: the layout for cutting ready batches and empty ones, for streams.
         every_rank: give every rank a sample in each step; drop a step with too few for that, with
             a warning. For steps whose code every rank must run.
@@ -99,8 +97,6 @@ def rebuild_train_loader(
     # would only make the proportions coarser.
     if total is not None and total != sum(sizes) and not reading.has_custom_lists(loader):
         sizes = deal(total, sizes)
-    if microbatch_sizes is not None and sum(microbatch_sizes) != sizes[rank]:
-        microbatch_sizes = deal(sizes[rank], microbatch_sizes)
     if reading.is_stream(loader):
         return deal_stream(
             loader,
@@ -111,12 +107,9 @@ def rebuild_train_loader(
             gather=gather,
             all_have_next=all_have_next,
             layout=layout,
-            microbatch_sizes=microbatch_sizes,
             every_rank=every_rank,
         )
-    return _rebuild_map_style(
-        loader, rank, sizes, seed, epoch, microbatch_sizes, global_batch_size, every_rank
-    )
+    return _rebuild_map_style(loader, rank, sizes, seed, epoch, global_batch_size, every_rank)
 
 
 def rebuild_eval_loader(
@@ -158,7 +151,7 @@ def rebuild_eval_loader(
             layout=layout,
             training=False,
         )
-    return _rebuild_map_style(loader, rank, sizes, seed, epoch, None)
+    return _rebuild_map_style(loader, rank, sizes, seed, epoch)
 
 
 def _rebuild_map_style(
@@ -167,14 +160,13 @@ def _rebuild_map_style(
     sizes: tuple[int, ...],
     seed: int,
     epoch: int,
-    microbatch_sizes: Sequence[int] | None,
     total: int | None = None,
     every_rank: bool = False,
 ) -> DataLoader[Any]:
     batch_sampler = reading.unwrapped_batch_sampler(loader)
     bulk = batch_sampler is None
     if bulk:
-        _reject_ready_batches(loader, microbatch_sizes)
+        _reject_ready_batches(loader)
         batch_sampler = loader.sampler
     drop_last = False
     lists_per_step: int | None = None
@@ -205,9 +197,7 @@ def _rebuild_map_style(
         # Lightning's predict loop reads the indices from its own wrapper, around our sampler.
         batch_sampler=mine if recorder is None else type(recorder)(mine),  # type: ignore[call-arg]
         # a single rank is never without samples
-        wrap_collate=rank_collate(loader.dataset, microbatch_sizes)
-        if len(sizes) > 1 or microbatch_sizes is not None
-        else None,
+        wrap_collate=rank_collate(loader.dataset) if len(sizes) > 1 else None,
     )
     # Not earlier: Lightning's wrapper copies attributes, and would pickle the loader.
     mine.original = loader
@@ -229,19 +219,13 @@ def _show_options(
         object.__setattr__(rebuilt, name, value)
 
 
-def _reject_ready_batches(loader: DataLoader[Any], microbatch_sizes: Sequence[int] | None) -> None:
+def _reject_ready_batches(loader: DataLoader[Any]) -> None:
     if not reading.is_bulk(loader):
         raise ValueError(
             "DataLoader(batch_size=None) with a map-style dataset yields ready batches, which "
             "cephalo cannot deal out by sample. Let the dataset return single samples and give "
             "DataLoader(batch_size=...), or let it take a list of indices and give "
             "DataLoader(batch_size=None, sampler=BatchSampler(...))."
-        )
-    if microbatch_sizes is not None:
-        raise ValueError(
-            "collate_per_microbatch=True needs single samples, but DataLoader(batch_size=None, "
-            "sampler=BatchSampler(...)) lets the dataset make the batch. Give the BatchSampler as "
-            "batch_sampler=..., or leave collate_per_microbatch off."
         )
 
 

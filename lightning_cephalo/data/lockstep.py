@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from lightning_cephalo.common.errors import BatchSplitError
-from lightning_cephalo.data.batch_layout import BatchLayout, MicrobatchList, NoSamples
+from lightning_cephalo.data.batch_layout import BatchLayout, NoSamples
 from lightning_cephalo.data.containers import known_length, own_copy
 from lightning_cephalo.data.randomness import preserved_randomness
 
@@ -118,19 +118,16 @@ class LockStepLoader:
             with preserved_randomness():
                 first = next(iter(self.loader), None)
             # nothing can be shown of a part of a stream that has nothing at all
-            self._sample = MicrobatchList((), ()) if first is None else self._first_of(first)
+            self._sample = () if first is None else self._first_of(first)
         # a hook may change the containers that it gets
         return NoSamples(own_copy(self._sample, with_arrays=True))
 
     def _first_of(self, batch: Any) -> Any:
         """Returns the first sample of a batch, or a batch that cannot be cut as it is."""
-        if isinstance(batch, MicrobatchList):
-            first: Any = MicrobatchList(batch[:1], batch.sizes and batch.sizes[:1])
-        else:
-            try:
-                first = (self._layout or BatchLayout()).take(batch, 0, 1)
-            except BatchSplitError:
-                first = batch
+        try:
+            first = (self._layout or BatchLayout()).take(batch, 0, 1)
+        except BatchSplitError:
+            first = batch
         return own_copy(first, with_arrays=True)
 
     def _agree_on_length(self) -> int | None:

@@ -271,8 +271,4 @@ def _cut_ready_batch(loader: Any, sizes: Sequence[int], layout: BatchLayout) -> 
             f"Expects batches of at least {max(sizes)} samples to profile with, but the first that "
             f"{type(loader).__name__} yields has {rows}."
         )
-    if layout.splitter is None:
-        return [layout.take(batch, 0, size) for size in sizes]
-    return [
-        batch if size == rows else layout.split(batch, (size, rows - size))[0] for size in sizes
-    ]
+    return [layout.take(batch, 0, size) for size in sizes]

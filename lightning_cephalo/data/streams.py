@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from lightning_cephalo.common.errors import BatchSplitError, UnsupportedError
 from lightning_cephalo.data import reading
 from lightning_cephalo.data.batch_layout import BatchLayout, NoSamples
-from lightning_cephalo.data.collate import RankCollate, rank_collate
+from lightning_cephalo.data.collate import RankCollate
 from lightning_cephalo.data.fingerprints import fingerprint
 from lightning_cephalo.data.lockstep import (
     AllHaveNext,
@@ -125,11 +125,10 @@ class StreamCollate:
         collate_fn: Callable[[Any], Any],
         rank: int,
         sizes: Sequence[int],
-        microbatch_sizes: Sequence[int] | None = None,
         every_rank: bool = False,
     ) -> None:
         self.rank, self.sizes, self.every_rank = rank, tuple(sizes), every_rank
-        self.own = RankCollate(collate_fn, None, microbatch_sizes)
+        self.own = RankCollate(collate_fn, None)
         self._randomness: SwappedRandomness | None = None
 
     def __call__(self, samples: Any) -> GlobalStep:
@@ -222,7 +221,7 @@ class DealtStream(LockStepLoader):
         self._gather, self._cut, self._items = gather, cut, items
         self._seed, self._epoch, self._passes = seed % 2**64, epoch, 0
         self._drawn = 0
-        self._changes: list[tuple[float, tuple[int, ...], tuple[int, ...] | None]] = []
+        self._changes: list[tuple[float, tuple[int, ...]]] = []
         self._start: list[Any] | None = None
         self._resumed: tuple[Position, Continue] | None = None
         super().__init__(loader, **options)
@@ -252,38 +251,26 @@ class DealtStream(LockStepLoader):
         known = self._deals_here and trained <= self._drawn <= trained + ahead
         return self._drawn if known else None
 
-    def change_batch_sizes(
-        self,
-        batch_sizes: Sequence[int],
-        *,
-        from_step: float,
-        microbatch_sizes: Sequence[int] | None = None,
-    ) -> None:
+    def change_batch_sizes(self, batch_sizes: Sequence[int], *, from_step: float) -> None:
         """Deals other sizes (or proportions) from a step on; infinite: from the next pass on."""
         sizes = tuple(batch_sizes)
         if self._items and sum(sizes) != self._items:
             sizes = deal(self._items, sizes)
-        change = from_step, sizes, None if microbatch_sizes is None else tuple(microbatch_sizes)
         if self._deals_here:
-            self._changes = [each for each in self._changes if each[0] < from_step] + [change]
+            self._changes = [each for each in self._changes if each[0] < from_step]
+            self._changes.append((from_step, sizes))
         else:  # workers of this pass hold copies
-            self._change(change)
+            self._change(sizes)
 
-    def _change(self, change: tuple[float, tuple[int, ...], tuple[int, ...] | None]) -> None:
-        _, sizes, microbatch_sizes = change
+    def _change(self, sizes: tuple[int, ...]) -> None:
         loader: Any = self.loader
         dealer: Any = loader.collate_fn if self._cut is None else self._cut
         dealer.sizes = sizes
-        if microbatch_sizes is not None and self._cut is None:
-            own = sizes[dealer.rank]
-            if sum(microbatch_sizes) != own:
-                microbatch_sizes = deal(own, microbatch_sizes) if microbatch_sizes else ()
-            dealer.own.microbatch_sizes = microbatch_sizes
 
     def _change_until(self, step: float) -> None:
         """Follow the changes up to a step of the running pass."""
         while self._changes and self._changes[0][0] <= step:
-            self._change(self._changes.pop(0))
+            self._change(self._changes.pop(0)[1])
 
     def continue_at(self, position: Position, way: Continue) -> None:
         """Makes the next pass begin where another run has stopped; ValueError: other generators."""
@@ -410,7 +397,6 @@ def deal_stream(
     gather: Gather,
     all_have_next: AllHaveNext,
     layout: BatchLayout | None,
-    microbatch_sizes: Sequence[int] | None = None,
     training: bool = True,
     every_rank: bool = False,
 ) -> LockStepLoader:
@@ -430,7 +416,7 @@ def deal_stream(
             )
             warnings.warn(said, stacklevel=2)
         return lock_step(
-            loader if ready else _rebuilt(loader, max(sizes[rank], 1), microbatch_sizes),
+            loader if ready else reinstantiate(loader, batch_size=max(sizes[rank], 1)),
             idle=not sizes[rank],
             every_rank=every_rank,
             **common,
@@ -443,7 +429,7 @@ def deal_stream(
         def collate(function: Any) -> Any:
             if isinstance(function, StreamCollate):
                 return function
-            return StreamCollate(function, rank, sizes, microbatch_sizes, every_rank)
+            return StreamCollate(function, rank, sizes, every_rank)
 
         source = reinstantiate(
             loader, batch_size=sum(sizes), wrap_collate=collate, **_equal_seeds(loader)
@@ -459,11 +445,6 @@ def deal_stream(
         warns=rank == 0,
         **common,
     )
-
-
-def _rebuilt(loader: Any, size: int, microbatch_sizes: Sequence[int] | None) -> Any:
-    apart = None if microbatch_sizes is None else rank_collate(None, microbatch_sizes)
-    return reinstantiate(loader, batch_size=size, wrap_collate=apart)
 
 
 def _equally_seeded(loader: Any) -> Any:
@@ -501,13 +482,8 @@ def _part_of(
         return GlobalStep(None, checksum, count)
     if dealt[rank] == count:
         return GlobalStep(batch, checksum, count)
-    if layout.splitter is None:
-        start = min(sum(dealt[:rank]), count - 1)
-        own = layout.take(batch, start, start + max(dealt[rank], 1))
-    else:
-        before = sum(size > 0 for size in dealt[:rank])
-        parts = layout.split(batch, [size for size in dealt if size])
-        own = parts[min(before, len(parts) - 1)]
+    start = min(sum(dealt[:rank]), count - 1)
+    own = layout.take(batch, start, start + max(dealt[rank], 1))
     return GlobalStep(own if dealt[rank] else NoSamples(own), checksum, count)
 
 

@@ -131,4 +131,4 @@ def _deal(session: Session, trainer: Trainer, plan: Plan) -> None:
     # they exist if configure_optimizers() has asked for the number of steps
     loaders = DealtLoaders(trainer)
     loaders.refuse_other_sizes(session.dealt_plan, plan)
-    loaders.deal(plan, session.control.rank, 0)
+    loaders.deal(plan, 0)

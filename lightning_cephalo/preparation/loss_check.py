@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
 _UNKNOWN = "The loss of a batch was not compared with that of its parts"
-_APART = f"{_UNKNOWN}: collate_per_microbatch=True never collates a batch as a whole."
 
 Parted = tuple[Any, list[tuple[Any, int]]]
 """A batch, and its parts with their numbers of samples."""
@@ -85,10 +84,6 @@ class LossCheck:
         if not self._is_due:
             return
         self._is_due = False
-        progress = Progress(self._job.options.verbose and self._model.control.rank == 0)
-        if self._job.options.collate_per_microbatch:
-            progress.warn(_APART)
-            return
         if self._manual is None:
             halves = partial(self._halves, batch, pieces)
             _compare(self._job, self._model, self._trainer, step, halves, self._gathers)
@@ -134,9 +129,6 @@ def check_measured(
     half = additivity.SAMPLES // 2
     progress = Progress(job.options.verbose and model.control.rank == 0)
     have_room = all(rank.largest_microbatch_size >= 2 * half for rank in problem.ranks)
-    if job.options.collate_per_microbatch:
-        progress.warn(_APART)
-        return
     if not have_room or problem.minimum_microbatch_size > half:
         progress.warn(f"{_UNKNOWN}: that takes microbatches of {half} and {2 * half} samples.")
         return

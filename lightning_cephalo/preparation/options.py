@@ -15,6 +15,10 @@ from lightning_cephalo.plan.replan import Replan
 from lightning_cephalo.preparation.limits import Cap
 
 REMOVED_OPTIONS: dict[str, str] = {
+    "collate_per_microbatch": (
+        "Give CephaloStrategy(split_batch=function): function(batch, sizes) returns one batch for"
+        " each size, such as graphs of a collated batch."
+    ),
     "equal_microbatches": (
         "Use lightning_cephalo.loss_over_batch() for a loss over the samples of all ranks, or"
         " CephaloStrategy(single_microbatch=True), with which training_step may use collectives."
@@ -129,7 +133,6 @@ class Options:
     units: UnitOptions = field(default_factory=UnitOptions)
     recompute: Choice = Choice(True)
     reshard_after_forward: Choice = Choice(True, is_planned=True)
-    collate_per_microbatch: bool = False
     split_batch: Callable[[Any, Sequence[int]], list[Any]] | None = None
     single_microbatch: bool = False
     summed_buffers: tuple[str, ...] = ()
@@ -166,7 +169,6 @@ class Options:
             **single,
             **rounded,
             "global_batch_size": self.global_batch_size,
-            "collate_per_microbatch": self.collate_per_microbatch,
             "split_batch": self.split_batch,
             "profile_budget_s": self.profile_budget_s,
             "host_memory_cap": self.host_memory_cap.everyone,

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_cephalo.adapters import batch_norm
-from lightning_cephalo.adapters.dealt_loaders import DealtLoaders, Mark
+from lightning_cephalo.adapters.dealt_loaders import DealtLoaders, Mark, deal_alike
 from lightning_cephalo.common.errors import (
     HostMemoryError,
     PlanError,
@@ -101,7 +101,7 @@ class PlanChanges:
         arena = control.together("allocating host memory", partial(session.host_memory_of, checked))
         first = float(self._trainer.fit_loop.epoch_loop.batch_progress.current.ready)
         dealt = session.dealt_plan
-        if not loaders.deal_alike(dealt, checked):
+        if not deal_alike(dealt, checked):
             first = loaders.first_free_step(int(first), control)
         elif self._pending:  # the batches before it have the present plan's sizes
             first = self._pending[-1].from_batch
@@ -113,8 +113,8 @@ class PlanChanges:
             _Pending(checked, tuple(memory), arena, first, loaders.mark(), by_user)
         )
         session.dealt_plan = checked
-        if not loaders.deal_alike(dealt, checked):
-            loaders.deal(checked, control.rank, first)
+        if not deal_alike(dealt, checked):
+            loaders.deal(checked, first)
         return True
 
     def _read(self, plan: Plan | str | PathLike[str], loaders: DealtLoaders) -> Plan:
@@ -165,13 +165,7 @@ class PlanChanges:
     def follow_now(self, plan: Plan, memory: Sequence[RankMemory]) -> None:
         """Follow a plan from the middle of a step that has failed on all ranks; collective."""
         session, control = self._session, self._session.control
-        loaders = DealtLoaders(self._trainer)
-
-        def check() -> None:
-            session.check(plan)
-            loaders.refuse_other_microbatches(session.plan, plan)
-
-        control.together("checking the new plan", check)
+        control.together("checking the new plan", partial(session.check, plan))
         session.check_move(plan, keeps_gradients=True)
         arena = control.together("allocating host memory", partial(session.host_memory_of, plan))
         self._follow(plan, memory, arena, True, in_step=True)

@@ -215,7 +215,7 @@ def _state_groups(options: Options, plan: Plan | None, nodes: Sequence[int]) -> 
 
 
 def _leaves_batches_whole(options: Options, world_size: int) -> bool:
-    if world_size > 1 or options.plan is None or options.collate_per_microbatch:
+    if world_size > 1 or options.plan is None:
         return False
     plan = options.plan if isinstance(options.plan, Plan) else Plan.load(options.plan)
     return [len(rank.microbatch_sizes) for rank in plan.ranks] == [1]
@@ -315,8 +315,6 @@ def _plan_and_batch_size(
 
 def read_layouts(loaders: Loaders, options: Options) -> tuple[BatchLayout, ...]:
     """Return how each dataloader's batches can be cut, learned from its first samples."""
-    if options.collate_per_microbatch:
-        return tuple(BatchLayout() for _ in loaders.flat)
     return tuple(learn_layout(loader, splitter=options.split_batch) for loader in loaders.flat)
 
 

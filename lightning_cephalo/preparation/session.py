@@ -44,11 +44,9 @@ from lightning_cephalo.data import (
     rebuild_eval_loader,
     rebuild_train_loader,
 )
-from lightning_cephalo.data.collate import collating_apart
 from lightning_cephalo.data.cutting import (
     BatchCutter,
     EmptyPredictions,
-    refuse_plain_lists,
     shown,
 )
 from lightning_cephalo.data.lockstep import lock_step
@@ -152,7 +150,6 @@ class Session:
             self._at_end.callback(SwitchedOffCaches(module).restore)
         self.plan = self.dealt_plan = _plan_before(job, self.model.fractions)
         self.cutter = BatchCutter((), None, ())
-        self._all_apart = options.collate_per_microbatch
         self._layouts = itertools.cycle(job.layouts)
         self.logs = StepLogs(module, groups, accelerator)
         if groups.control.world_size > 1:
@@ -473,8 +470,6 @@ class Session:
     def cut(self, batch: Any) -> tuple[list[tuple[Any, int]], Exception | None]:
         """Return the microbatches of a batch with their samples, or none and the error."""
         try:
-            if self._all_apart:
-                refuse_plain_lists(batch, self.cutter.spec)
             return self.cutter.cut(batch, self.lacks), None
         except Exception as failure:
             return [], failure
@@ -589,22 +584,17 @@ class Session:
         # Lightning passes all training dataloaders each time, in the order of their tree
         layout = next(self._layouts, BatchLayout(splitter=options.split_batch))
         plan = self.dealt_plan
-        own_sizes = plan.ranks[self.control.rank].microbatch_sizes
-        rebuilt = rebuild_train_loader(
+        return rebuild_train_loader(
             loader,
             batch_sizes=[rank.batch_size for rank in plan.ranks],
             global_batch_size=options.global_batch_size,
-            microbatch_sizes=own_sizes if options.collate_per_microbatch else None,
             layout=layout,
             every_rank=self.manual is not None,
             **common,
         )
-        self._all_apart = self._all_apart and collating_apart(rebuilt) is not None
-        return rebuilt
 
     def in_step(self, loader: Any, before_reading: Callable[[], None]) -> Any:
         """Return a loader that the user deals, so that its ranks end together; collective."""
-        self._all_apart = False
         if self.control.world_size == 1:
             return loader
         return lock_step(loader, all_have_next=_behind(before_reading, self.control.all))

@@ -1,8 +1,6 @@
 """Cutting a collated batch gives what collating the parts would, or says why it cannot."""
 
-import copy
 import dataclasses
-import pickle
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 
 import numpy as np
@@ -10,12 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lightning.fabric.utilities import move_data_to_device
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import default_collate
 
 from lightning_cephalo.common.errors import BatchSplitError
-from lightning_cephalo.data import BatchLayout, MicrobatchList, zero_rows
+from lightning_cephalo.data import BatchLayout
 from lightning_cephalo.data.containers import children_of, is_array
 
 Pair = namedtuple("Pair", "inputs targets")
@@ -184,14 +181,13 @@ def test_objects_that_slice_like_lists_are_cut():
         (lambda n: object(), "no tensor or list"),
         (lambda n: torch.tensor(1.0), "no tensor or list"),
         (lambda n: {"x": rows(n) if n == 3 else [1.0] * n}, "for 2"),
-        (lambda n: torch.zeros(n, *(1,) * n), "has shape"),
+        (lambda n: torch.zeros(n, *(1,) * n), "of shape"),
     ],
 )
-def test_what_cannot_be_cut_says_why_and_names_the_ways_out(make, reason):
+def test_what_cannot_be_cut_says_why_and_names_the_remedy(make, reason):
     with pytest.raises(BatchSplitError, match=reason) as caught:
         learned(make)
 
-    assert "collate_per_microbatch=True" in str(caught.value)
     assert "split_batch=" in str(caught.value)
 
 
@@ -220,8 +216,25 @@ def test_the_users_function_replaces_cutting_and_its_mistakes_are_named():
     layout = BatchLayout.learn(TensorBox(3), TensorBox(2), splitter=halves)
 
     assert layout.split(TensorBox(5), (4, 1)) == [("part", 4), ("part", 1)]
+    assert BatchLayout(splitter=halves).take(rows(5), 3, 5) == ("part", 2)
     with pytest.raises(BatchSplitError, match="returned 0 parts for the 1 sizes"):
         BatchLayout(splitter=lambda batch, sizes: []).split(rows(2), (2,))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: {"nodes": rows(3 * n + 1), "labels": rows(n)},
+        lambda n: (torch.zeros(1, n), torch.zeros(6, n)),
+        lambda n: {"nodes": rows(3 * n), "names": [str(i) for i in range(n)]},
+    ],
+)
+def test_samples_are_counted_where_only_the_users_function_can_cut(make):
+    layout = BatchLayout.learn(make(3), make(2), splitter=lambda batch, sizes: list(sizes))
+
+    assert layout.batch_size(make(7)) == 7
+    with pytest.raises(BatchSplitError, match="showed the number of samples, but is missing"):
+        layout.batch_size(5)
 
 
 def test_an_unknown_batch_is_guessed_from_its_first_tensor():
@@ -273,47 +286,16 @@ def test_nothing_to_cut_is_an_error():
         BatchLayout().batch_size(3.0)
 
 
-def test_zero_rows_keep_everything_but_the_samples():
+def test_a_part_without_rows_keeps_everything_but_the_samples():
     layout = learned(nested)
-    empty = zero_rows(nested(1), layout)
+    empty = layout.take(nested(1), 0, 0)
 
     assert layout.batch_size(empty) == 0
     assert empty["pair"].inputs.shape == (0, 4)
     assert empty["ragged"] == []
     assert empty["per_sample"] == ()
-    assert zero_rows({"x": rows(3, 2)})["x"].shape == (0, 2)
+    assert BatchLayout().take({"x": rows(3, 2)}, 0, 0)["x"].shape == (0, 2)
     assert layout.split(empty, ()) == []
-
-
-def test_a_list_of_microbatches_is_its_own_split():
-    batch = MicrobatchList([rows(3), rows(2)], (3, 2))
-    layout = BatchLayout()
-
-    assert layout.batch_size(batch) == 5
-    assert layout.batch_size(MicrobatchList(list(batch))) == 5
-    assert layout.batch_size(MicrobatchList()) == 0
-    assert [part.tolist() for part in layout.split(batch, (3, 2))] == [[0, 1, 2], [0, 1]]
-    assert batch.map(lambda part: part + 1).sizes == (3, 2)
-    assert zero_rows(batch) == []
-    with pytest.raises(BatchSplitError, match="collated as 2 microbatches, but 3"):
-        layout.split(batch, (2, 2, 1))
-
-
-def test_copies_of_a_list_of_microbatches_keep_its_sizes():
-    batch = MicrobatchList([rows(9), rows(4)], (3, 2))
-    moved = move_data_to_device(batch, torch.device("cpu"))
-
-    for copied in (
-        moved,
-        type(moved)(part + 1 for part in moved),
-        copy.copy(batch),
-        copy.deepcopy(batch),
-        pickle.loads(pickle.dumps(moved)),
-    ):
-        assert isinstance(copied, MicrobatchList)
-        assert copied.sizes == (3, 2)
-        assert BatchLayout().batch_size(copied) == 5
-    assert type(moved)([], ()).sizes == ()
 
 
 def test_graph_batches_tell_their_size():

@@ -1,4 +1,4 @@
-"""A rank without samples shows a repeated one; microbatches can be collated apart."""
+"""A rank without samples shows a repeated one, for every dataset and collate function."""
 
 import pickle
 import random
@@ -9,7 +9,7 @@ import torch
 from simulated_ranks import Numbers, rebuilt_for_ranks
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from lightning_cephalo.data import MicrobatchList, RankCollate
+from lightning_cephalo.data import RankCollate
 from lightning_cephalo.data.batch_layout import NoSamples
 from lightning_cephalo.data.collate import EmptyFetchDataset, tolerates_empty_fetch
 
@@ -94,23 +94,6 @@ def test_samples_that_are_all_dropped_count_as_none_and_a_kept_one_is_shown():
 def test_a_dataset_that_cannot_show_a_sample_is_named():
     with pytest.raises(RuntimeError, match=r"dataset\[0\].*drop_last=True"):
         RankCollate(default_collate, {"a": 1})([])
-
-
-def test_samples_are_collated_per_microbatch_by_the_planned_sizes():
-    collate = RankCollate(default_collate, Numbers(9), (4, 4, 3))
-
-    batch = collate([torch.tensor(i) for i in range(7)])
-
-    assert isinstance(batch, MicrobatchList)
-    assert batch.sizes == (4, 3)
-    assert [part.tolist() for part in batch] == [[0, 1, 2, 3], [4, 5, 6]]
-    assert collate([]).shown == [torch.tensor([0])] and collate([]).shown.sizes == (1,)
-
-
-def test_the_collate_pickles():
-    collate = pickle.loads(pickle.dumps(RankCollate(default_collate, Numbers(3), (2, 1))))
-
-    assert collate([torch.tensor(i) for i in range(3)]).sizes == (2, 1)
 
 
 @pytest.mark.processes

@@ -32,7 +32,6 @@ from torch.utils.data import (
 )
 
 from lightning_cephalo.data import (
-    MicrobatchList,
     agreed_seed,
     global_batch_size,
     learn_layout,
@@ -156,53 +155,9 @@ def test_predict_records_the_indices_that_each_rank_saw(workers, custom):
 
 
 def test_a_second_loader_is_dealt_by_the_same_shares():
-    loaders = rebuilt_for_ranks(
-        lambda: DataLoader(Numbers(16), batch_size=2), (9, 3), microbatch_sizes=None
-    )
+    loaders = rebuilt_for_ranks(lambda: DataLoader(Numbers(16), batch_size=2), (9, 3))
 
     assert [tuple(map(len, step)) for step in steps_of(loaders)] == [(3, 1)] * 4
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("workers", [0, 1])
-def test_collating_per_microbatch_yields_lists_by_the_planned_sizes(workers):
-    def make():
-        return DataLoader(Numbers(13), batch_size=4, collate_fn=negated, num_workers=workers)
-
-    first, second = (
-        rebuild_train_loader(
-            make(),
-            rank=rank,
-            batch_sizes=(6, 2),
-            seed=0,
-            broadcast=same,
-            all_have_next=alone,
-            gather=gathered_alone,
-            microbatch_sizes=sizes,
-        )
-        for rank, sizes in enumerate([(4, 2), (2,)])
-    )
-    found = [[part.tolist() for part in batch] for batch in first]
-
-    assert found == [[[0, -1, -2, -3], [-4, -5]], [[-8, -9, -10, -11]]]
-    batches = list(second)
-    assert all(isinstance(batch, MicrobatchList) for batch in batches)
-    assert [batch.sizes for batch in batches] == [(2,), (1,)]
-
-
-def test_microbatch_sizes_of_a_second_loader_keep_their_number():
-    loader = rebuild_train_loader(
-        DataLoader(Numbers(16), batch_size=4),
-        rank=0,
-        batch_sizes=(12, 4),
-        seed=0,
-        broadcast=same,
-        all_have_next=alone,
-        gather=gathered_alone,
-        microbatch_sizes=(4, 4, 4),
-    )
-
-    assert [batch.sizes for batch in loader] == [(2, 2, 2), (2, 2, 2)]
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -231,9 +186,6 @@ def test_ready_batches_of_a_map_style_dataset_are_refused_with_the_remedy():
         rebuild_train_loader(loader, batch_sizes=(2,), **options)
     with pytest.raises(ValueError, match=r"sampler=BatchSampler"):
         rebuild_eval_loader(loader, world_size=1, **options)
-    bulk = DataLoader(Bulk(), sampler=BatchSampler(range(4), 2, False), batch_size=None)
-    with pytest.raises(ValueError, match="collate_per_microbatch=True needs single samples"):
-        rebuild_train_loader(bulk, batch_sizes=(2,), microbatch_sizes=(1, 1), **options)
 
 
 @pytest.mark.parametrize("inside", [False, True])

@@ -128,18 +128,6 @@ def test_ready_batches_of_a_divided_stream_are_each_ranks_own():
     assert batches == [[[[0], [0, 1], [0, 1, 2]]], [[[0, 1], [0, 1, 2], []]]]
 
 
-def test_streams_can_be_collated_per_microbatch():
-    _, batches = run(
-        lambda rank: DataLoader(Stream(0, 7), batch_size=5),
-        1,
-        batch_sizes=(5,),
-        microbatch_sizes=(3, 2),
-    )
-
-    (passes,) = batches
-    assert [batch.sizes for batch in passes[0]] == [(3, 2), (2,)]
-
-
 @pytest.mark.filterwarnings(DIVIDED)
 def test_what_is_no_dataloader_is_kept_in_step():
     lists = [[torch.ones(2), torch.ones(2), torch.ones(2)], [torch.ones(1)]]

@@ -30,7 +30,6 @@ from lightning_cephalo.common.errors import (
     TooLittleMemoryError,
     UnsupportedError,
 )
-from lightning_cephalo.data import MicrobatchList
 
 TOLERANCE = 1e-6
 
@@ -58,11 +57,9 @@ class Records(Net):
 
     def on_train_batch_start(self, batch, batch_idx) -> None:
         super().on_train_batch_start(batch, batch_idx)
-        parts = batch if isinstance(batch, MicrobatchList) else [batch]
         strategy = self.trainer.strategy
-        if isinstance(strategy, CephaloStrategy) and strategy.session.lacks_samples:
-            parts = []  # a repeated sample
-        self.samples.append([number for part in parts for number in part[2].tolist()])
+        lacks = isinstance(strategy, CephaloStrategy) and strategy.session.lacks_samples
+        self.samples.append([] if lacks else batch[2].tolist())  # a repeated sample
 
 
 class Changes(Callback):
@@ -117,12 +114,7 @@ def _fit(
     }
     strategy = "auto"
     if plan is not None:
-        strategy = CephaloStrategy(
-            plan=plan,
-            global_batch_size=GLOBAL_BATCH,
-            verbose=False,
-            collate_per_microbatch="apart" in kind,
-        )
+        strategy = CephaloStrategy(plan=plan, global_batch_size=GLOBAL_BATCH, verbose=False)
     devices = 1 if plan is None else len(plan.ranks)
     run = Trainer(strategy=strategy, devices=devices, **options, **common)
     data = _loader(num_workers=workers)
@@ -142,11 +134,10 @@ CASES: dict[str, dict[str, Any]] = {
     "AdamW": {},
     "SGD with workers": {"optimizer": "sgd", "workers": 2},
     "accumulation": {"accumulate": 2},
-    "stream, collated apart": {"kind": "stream, apart"},
+    "stream": {"kind": "stream"},
     "ready batches": {"kind": "ready"},
 }
 AT_EPOCHS: dict[str, dict[str, Any]] = {  # workers hold sizes until their pass is over
-    "collated apart, with workers": {"kind": "apart", "workers": 1},
     "stream with workers": {"kind": "stream", "workers": 1},
 }
 
@@ -237,7 +228,7 @@ def _joined(samples_of_ranks):
 
 
 MOST = CASES | AT_EPOCHS
-FEW = {name: MOST[name] for name in ("accumulation", "stream, collated apart", *AT_EPOCHS)}
+FEW = {name: MOST[name] for name in ("accumulation", "stream", *AT_EPOCHS)}
 
 
 @pytest.mark.parametrize("cases", [FEW, pytest.param(MOST, marks=pytest.mark.slow)])

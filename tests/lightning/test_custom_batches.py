@@ -6,6 +6,7 @@ import copy
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,6 +48,10 @@ class Graphs:
         moved = copy.copy(self)
         moved.x, moved.y = self.x.to(device), self.y.to(device)
         return moved
+
+    def split(self, sizes: list[int]) -> list[Graphs]:
+        rows = iter(list(zip(self.index, self.x, self.y, strict=True)))
+        return [Graphs(list(islice(rows, size))) for size in sizes]
 
 
 class Sealed:
@@ -94,6 +99,12 @@ def as_nodes(rows: Rows) -> dict[str, Any]:
     return {"nodes": x[owner], "owner": owner, "index": index, "y": y}
 
 
+def split_nodes(batch: dict[str, Any], sizes: list[int]) -> list[dict[str, Any]]:
+    ends = batch["owner"].bincount().cumsum(0)
+    rows = iter(list(zip(batch["index"], batch["nodes"][ends - 1], batch["y"], strict=True)))
+    return [as_nodes(list(islice(rows, size))) for size in sizes]
+
+
 def without_damaged(rows: Rows) -> Any:
     """Drops samples, here all of rank 1 in the first step of 3:1; None if nothing is left."""
     rows = [row for row in rows if int(row[0]) not in (6, 7, 11)]
@@ -104,11 +115,10 @@ KINDS: dict[str, tuple[Callable[[Rows], Any], dict[str, Any]]] = {
     "dataclass": (record, {}),
     "named tuple": (named, {}),
     "ragged": (ragged, {}),
-    "graphs": (Graphs, {"collate_per_microbatch": True}),
-    "nodes": (as_nodes, {"collate_per_microbatch": True}),
+    "graphs": (Graphs, {"split_batch": Graphs.split}),
+    "nodes": (as_nodes, {"split_batch": split_nodes}),
     "sealed": (Sealed, {"split_batch": split}),
     "dropped": (without_damaged, {}),
-    "dropped per microbatch": (without_damaged, {"collate_per_microbatch": True}),
 }
 
 
@@ -163,8 +173,6 @@ def test_batches_of_all_kinds_train_as_on_one_device(plan: str, ranks: int, tmp_
             for parts in zip(*(own[kind][0] for own in found), strict=True)
         ]
         assert joined == steps, kind
-        if kind == "dropped per microbatch":
-            continue  # it weights microbatches by the samples that they were made of
         for name, value in weights.items():
             torch.testing.assert_close(
                 found[0][kind][1][name], value, rtol=1e-6, atol=1e-6, msg=f"{kind}: {name}"
@@ -178,39 +186,9 @@ def refused(folder: Path) -> str:
     return str(raised.value)
 
 
-def test_what_hides_its_rows_is_refused_with_the_remedies(tmp_path: Path) -> None:
+def test_what_hides_its_rows_is_refused_with_the_remedy(tmp_path: Path) -> None:
     for message in in_ranks(2, refused, tmp_path):
-        assert re.search("Sealed.*collate_per_microbatch.*split_batch", message, re.DOTALL)
-
-
-class OwnLists(Custom):
-    """Makes a list of its own in a hook, or the same by ``map``."""
-
-    maps = False
-
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return batch.map(dict) if self.maps else [dict(part) for part in batch]
-
-
-def train_with_lists(folder: Path, plan: str) -> tuple[str, bool]:
-    options = {"start_method": "popen", "collate_per_microbatch": True}
-    messages = []
-    for module in (OwnLists(folder), OwnLists(folder)):
-        module.maps = bool(messages)
-        data = DataLoader(samples(16), batch_size=4, collate_fn=as_nodes)
-        try:
-            make_trainer(plan, options, max_epochs=1).fit(module, data)
-            messages.append("")
-        except BatchSplitError as error:
-            messages.append(str(error))
-    return messages[0], messages[1] == ""
-
-
-def test_a_hook_that_makes_a_list_of_its_own_is_refused_on_every_rank(tmp_path: Path) -> None:
-    for message, maps in in_ranks(2, train_with_lists, tmp_path, "3:1"):
-        assert "collate_per_microbatch=True" in message
-        assert "batch.map(function)" in message
-        assert maps
+        assert re.search("Sealed.*split_batch", message, re.DOTALL)
 
 
 class Evaluated(Custom):
@@ -219,7 +197,7 @@ class Evaluated(Custom):
 
 
 def evaluate_graphs(folder: Path, plan: str) -> float:
-    options = {"start_method": "popen", "collate_per_microbatch": True}
+    options = {"start_method": "popen", "split_batch": split_nodes}
     train, val = (DataLoader(samples(24), batch_size=4, collate_fn=as_nodes) for _ in range(2))
     fit = make_trainer(plan, options, max_epochs=1)
     fit.fit(Evaluated(folder), train, val)

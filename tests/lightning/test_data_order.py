@@ -314,24 +314,10 @@ class OfNested(Recorder):
         return batch["deep"]["index"], *batch["pair"]
 
 
-class Microbatches(OfNested):
-    def indices(self, batch: Any) -> list[int]:
-        if isinstance(batch, list):  # what hooks see when each microbatch is collated alone
-            return list(chain(*(super(Microbatches, self).indices(part) for part in batch)))
-        return super().indices(batch)
-
-
-@pytest.mark.parametrize("per_microbatch", [False, True])
-def test_nested_batches_with_strings_are_cut_alike(per_microbatch: bool, tmp_path: Path) -> None:
-    alone, together = OfNested(tmp_path), Microbatches(tmp_path)
+def test_nested_batches_with_strings_are_cut_alike(tmp_path: Path) -> None:
+    alone, together = OfNested(tmp_path), OfNested(tmp_path)
     wanted = joined(run("fit", None, alone, DataLoader(Nested(), batch_size=8)))
-    ranks = run(
-        "fit",
-        "3:1",
-        together,
-        DataLoader(Nested(), batch_size=4),
-        strategy_options={"collate_per_microbatch": per_microbatch},
-    )
+    ranks = run("fit", "3:1", together, DataLoader(Nested(), batch_size=4))
     assert joined(ranks) == wanted
     assert hook_indices(ranks, "on_train_batch_end") == wanted
     assert_same_weights(together, alone)
@@ -353,10 +339,6 @@ class Padded(Recorder):
         assert batch["tokens"][:, 0].tolist() == (batch["index"] + 1.0).tolist()
         return batch["index"], batch["x"], batch["y"]
 
-    def indices(self, batch: Any) -> list[int]:
-        parts = batch if isinstance(batch, list) else [batch]
-        return [i for part in parts for i in super(Padded, self).indices(part)]
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.record.note("width", batch["tokens"].shape[1])
         return super().training_step(batch, batch_idx)
@@ -366,14 +348,12 @@ def of_padded(size: int) -> DataLoader[Any]:
     return DataLoader(samples(21), batch_size=size, collate_fn=padded)
 
 
-@pytest.mark.parametrize("per_microbatch", [False, True])
-def test_padded_batches_are_cut_or_collated_again(per_microbatch: bool, tmp_path: Path) -> None:
+def test_padded_batches_keep_the_padding_of_the_ranks_batch(tmp_path: Path) -> None:
     wanted = joined(run("fit", None, Padded(tmp_path), of_padded(8)))
-    options = {"collate_per_microbatch": per_microbatch}
-    ranks = run("fit", "3:1", Padded(tmp_path), of_padded(4), strategy_options=options)
+    ranks = run("fit", "3:1", Padded(tmp_path), of_padded(4))
     assert joined(ranks) == wanted
     # samples 0 to 2 are up to 3 long, 3 to 5 up to 5
-    assert ranks[0].notes["width"][:2] == ([3, 5] if per_microbatch else [5, 5])
+    assert ranks[0].notes["width"][:2] == [5, 5]
 
 
 def encode(rows: list[Any]) -> Any:
@@ -412,10 +392,13 @@ def of_time_major(size: int) -> DataLoader[Any]:
 
 
 def test_batches_cut_by_the_users_own_function(tmp_path: Path) -> None:
-    wanted = joined(run("fit", None, TimeMajor(tmp_path), of_time_major(8)))
+    alone = TimeMajor(tmp_path)
+    wanted = joined(run("fit", None, alone, of_time_major(8)))
     options = {"split_batch": split}
-    ranks = run("fit", "even", TimeMajor(tmp_path), of_time_major(4), strategy_options=options)
+    together = TimeMajor(tmp_path)
+    ranks = run("fit", "3:1", together, of_time_major(4), strategy_options=options)
     assert joined(ranks) == wanted
+    assert_same_weights(together, alone)
 
 
 class OwnShare(Recorder):

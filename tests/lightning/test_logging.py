@@ -395,18 +395,9 @@ class Tokens(Logger):
 
 
 @pytest.mark.parametrize(
-    ("plan", "per_microbatch"),
-    [
-        ("3:1", False),
-        ("three", True),
-        pytest.param("even", True, marks=EVEN),
-        ("idle first", False),
-        ("idle last", True),
-    ],
+    "plan", ["3:1", "three", pytest.param("even", marks=EVEN), "idle first", "idle last"]
 )
-def test_token_means_are_those_of_one_device(
-    plan: str, per_microbatch: bool, tmp_path: Path
-) -> None:
+def test_token_means_are_those_of_one_device(plan: str, tmp_path: Path) -> None:
     def data(count: int, size: int) -> DataLoader[Any]:
         return DataLoader(sentences(count), batch_size=size, collate_fn=pad)  # type: ignore[arg-type]
 
@@ -421,13 +412,11 @@ def test_token_means_are_those_of_one_device(
         data(22, size),
         data(13, size),
         max_epochs=2,
-        strategy_options={"collate_per_microbatch": per_microbatch},
     )
     assert joined(ranks) == joined([wanted])
     assert_same_weights(together, alone, tolerance=1e-5)
     assert_same_notes(ranks, wanted, ("step", "end"))
-    if not per_microbatch:
-        assert_same_outputs(ranks, wanted)
+    assert_same_outputs(ranks, wanted)
 
 
 def assert_same_outputs(ranks: list[Record], wanted: Record) -> None:

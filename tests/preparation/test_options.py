@@ -68,7 +68,6 @@ def test_the_key_of_a_cached_job_has_the_names_that_it_always_had():
     """Other names or values would make every job measure again."""
     assert Options().of_measuring() == {
         "global_batch_size": None,
-        "collate_per_microbatch": False,
         "split_batch": None,
         "profile_budget_s": 20.0,
         "host_memory_cap": None,

@@ -15,7 +15,6 @@ from lightning_cephalo.preparation.prepare import Job
 @pytest.mark.parametrize(
     ("options", "largest", "smallest", "wanted"),
     [
-        ({"collate_per_microbatch": True}, 8, 1, "collate_per_microbatch=True never collates"),
         ({}, 3, 1, "takes microbatches of 2 and 4 samples"),
         ({}, 8, 3, "takes microbatches of 2 and 4 samples"),
         ({"verbose": False}, 3, 1, ""),
