@@ -134,7 +134,6 @@ def end_backward(executor: Executor) -> None:
     step, failure = executor.step, executor.failure
     executor.await_reduce()
     executor.hooks.in_backward = False
-    failure.guarded(executor.overlay.end_backward)
     if not step.goes_on:
         step.forget_microbatches()
         executor.throttle.end_step()

@@ -30,9 +30,7 @@ class BackwardPass:
         self._rest: Iterator[Instruction] = iter(())
         self._due: set[tuple[int, int]] = set()
         self._passing: Instruction | None = None
-        self._count = 0
         self._has_broken = False
-        self._shown: int | None = None
         self._record: RecomputedVisit | None = None
         self._retains = False
 
@@ -52,9 +50,9 @@ class BackwardPass:
         step = executor.step
         self._running, self._rest = executor, iter(instructions)
         self._passing, self._has_broken = None, False
-        self._count, self._retains = len(step.microbatches), retain
+        self._retains = retain
         try:
-            if executor.failure.error is None and self._count:
+            if executor.failure.error is None and step.microbatches:
                 backward = (each for each in instructions if each.operation is Operation.BACKWARD)
                 self._due = {(each.microbatch, each.visit) for each in backward}
                 self._run_engine(step, retain=retain)
@@ -67,14 +65,15 @@ class BackwardPass:
 
     def _run_engine(self, step: Step, *, retain: bool) -> None:
         executor = self._executor
-        self._show(self._count - 1)
         roots: list[Root] = [*step.roots]
         step.roots.clear()
         try:
             for microbatch in step.microbatches:
                 roots += microbatch.marks(step.reached)
             if roots:
-                run(roots, retain=retain)
+                has_hooks = any(microbatch.has_hooks for microbatch in step.microbatches)
+                with executor.overlay.backward(has_hooks=has_hooks):
+                    run(roots, retain=retain)
         except _Stopped:
             pass
         except Exception as error:
@@ -84,7 +83,6 @@ class BackwardPass:
         finally:
             roots.clear()  # an error's traceback refers to this frame, and they to all graphs
             self._end_record()
-            self._show(None)
 
     def arrive(
         self,
@@ -108,14 +106,6 @@ class BackwardPass:
         if record is not None:
             record.arrive()
             self._record = record
-        if self._executor.hooks.runs_hooks:
-            self._show(index)
-
-    def leave(self, index: int, gradients: Any = None) -> None:
-        """Go on with what the microbatch before has computed."""
-        running = self._running  # none in a loss's backward
-        if running is not None and running.hooks.runs_hooks:
-            self._show((index - 1) % self._count)
 
     def run_to(self, operation: Operation, position: int) -> None:
         """Run instructions up to the one of an operation at a visit."""
@@ -149,13 +139,3 @@ class BackwardPass:
         if self._passing is not None:
             passed, self._passing = self._passing, None
             self._executor.end_visit(passed)
-
-    def _show(self, index: int | None) -> None:
-        """Let hooks of users find what a microbatch has stored."""
-        executor, before = self._executor, self._shown
-        self._shown = index
-        if executor.hooks.runs_hooks and before != index:
-            if before is not None:
-                executor.overlay.pause(before)
-            if index is not None:
-                executor.overlay.resume(index)

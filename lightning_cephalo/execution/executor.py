@@ -286,7 +286,6 @@ class Executor:
         step, self.failure.gave_up = self.step, False
         step.gradient_scale = factor / (step.weights.scale * self.weighing.total * divisor)
         self._hide_held_gradients()
-        self.overlay.begin_backward(self.hooks.runs_hooks)
         self.updates.begin_backward()
         self.hooks.in_backward = True
         # hooks may have freed units that the forward left gathered (checkpoints, samples)
@@ -451,12 +450,14 @@ class Executor:
         if weighed is None:
             return
         try:
-            with self.hooks.backward(), self._showing_stored(index):
+            self.overlay.resume(index)  # for hooks of users
+            with self.hooks.backward():
                 step.roots += microbatch.backward_of_loss(*weighed)
         except RuntimeError as error:
             self.writes.check("training_step")  # a write may be the cause
             self._explain_embeddings(error)
             raise
+        self.overlay.pause(index)
 
     def _weighed(self, index: int) -> tuple[Tensor, Tensor | None] | None:
         """Return a microbatch's loss with its weight; None if it has no loss, or no weight."""
@@ -466,20 +467,6 @@ class Executor:
             step.skipped += 1
             return None
         return step.weights.weigh(index, *found)
-
-    @contextmanager
-    def _showing_stored(self, index: int) -> Iterator[None]:
-        """Let hooks of users find what a microbatch has stored, in a ``with`` block."""
-        hooks = self.hooks
-        hooks.runs_hooks = hooks.runs_hooks or self.step.microbatches[index].code.handles > 0
-        if not hooks.runs_hooks:
-            yield
-            return
-        self.overlay.resume(index)
-        try:
-            yield
-        finally:
-            self.overlay.pause(index)
 
     # -- failures -----------------------------------------------------------------------------
 

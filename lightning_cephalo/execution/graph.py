@@ -10,7 +10,6 @@ One behind each visit tells the executor that the backward comes to it::
                                 ^                        ^        ^
     marks                    arrive                   arrive     stop
 
-Where code has registered hooks, marks in front of visits tell whose code is passed (``leave``).
 Every mark is a root of the engine's call, so it comes in its turn whatever the loss depends on.
 What stands behind a microbatch's last visit runs at once, when its loss is there, down to the last
 mark, which stops that call. The step's call goes on from there. See docs/design/step.md.

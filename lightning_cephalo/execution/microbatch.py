@@ -6,7 +6,7 @@ Its graph stays whole: see [Note: marks] in graph.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -40,13 +40,6 @@ BEHIND_THE_LAST = Visit(NONE)
 """The place of a microbatch that has passed the last unit; only its loss is left."""
 
 
-@dataclass
-class Hooks:
-    """Whether code of a step has registered hooks, which may store something in the backward."""
-
-    exist: bool = False
-
-
 @dataclass(frozen=True)
 class MicrobatchOptions:
     """What the microbatches of a step have in common.
@@ -56,14 +49,12 @@ class MicrobatchOptions:
         last: Position of the last visit, if the order is known.
         meets: Whether microbatches can wait for one another in the middle of their code.
         windows: Notes the visits of all of them; None: nobody looks.
-        hooks: Whether their code has registered hooks.
     """
 
     recompute: bool
     last: int = NONE
     meets: bool = False
     windows: Windows | None = None
-    hooks: Hooks = field(default_factory=Hooks)
 
 
 class Brought(Protocol):
@@ -114,11 +105,9 @@ class Microbatch:
 
     def advance(self) -> None:
         """Run the step until it parks at a unit or returns."""
-        begins = not self._passed and self.has_one_backward and torch.is_grad_enabled()
-        try:
-            self.code.advance(self, partial(self._mark, NONE) if begins else None)
-        finally:
-            self._options.hooks.exist = self._options.hooks.exist or self.code.handles > 0
+        if not self._passed and self.has_one_backward and torch.is_grad_enabled():
+            self._marks.add(NONE, _ignore)  # for code that makes no visits
+        self.code.advance(self)
 
     def let_pass(self, position: int) -> None:
         """Wait, or have returned, while other microbatches make a visit."""
@@ -150,6 +139,11 @@ class Microbatch:
 
     def need_root(self) -> None:
         """Wait for the root unit, which is gathered all step long."""
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether its code has registered hooks, of tensors or of the backward of modules."""
+        return self.code.handles > 0
 
     @property
     def has_loss(self) -> bool:
@@ -201,9 +195,6 @@ class Microbatch:
                 result = forward.body(*args, **kwargs)
                 self.behind_visit()
                 return result
-            if self._options.hooks.exist or self.code.new_handles():
-                self._options.hooks.exist = True
-                self._mark(position)
             nodes = forward.renew_accumulators()
             if again:
                 self.visiting = record = RecomputedVisit(
@@ -231,10 +222,6 @@ class Microbatch:
         """Let the backward tell when it comes to a visit."""
         record, end = self._recomputed.get(position), self._passed - 1
         self._marks.add(position, partial(self._backwards.arrive, self._index, end, record))
-
-    def _mark(self, position: int) -> None:
-        """Let the backward tell when it has passed all that follows here."""
-        self._marks.add(position, partial(self._backwards.leave, self._index))
 
     def _begin_visit(self) -> int:
         position = self._passed
@@ -291,9 +278,9 @@ class Microbatch:
             visiting.met(meeting)
 
     def mark_behind_meeting(self, *, differentiable: bool) -> None:
-        """Let the backward tell when it has passed what follows a meeting between units."""
+        """End the backward of a loss behind a meeting between units, if it comes last."""
         if differentiable:
-            self._mark(self._passed)
+            self._marks.add(self._passed, _ignore)
 
     # -- between forward and backward, in the scheduler ---------------------------------------
 
@@ -324,7 +311,7 @@ class Microbatch:
     def backward_of_loss(self, loss: Tensor, without_weight: Tensor | None) -> list[Root]:
         """Run the backward of what stands behind the last visit; return where the rest begins."""
         refuse_without_gradient(loss)
-        return self._marks.run_behind(loss, without_weight, has_hooks=self.code.handles > 0)
+        return self._marks.run_behind(loss, without_weight, has_hooks=self.has_hooks)
 
 
 def refuse_without_gradient(loss: Tensor) -> None:

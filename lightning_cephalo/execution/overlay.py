@@ -4,7 +4,8 @@ Every microbatch starts from what the step has found. When one pauses, its attri
 buffers go into its overlay; when it goes on they are shown again. A recomputed unit sees those of
 its visit, and what it writes is dropped. At the end of the step the table of ``overlay_merge.py``
 makes one value of all. Flags, other objects and what code changes in place are shared; a warning
-names what microbatches leave different there.
+names what microbatches leave different there. In the backward modules hold the values of all
+samples, and what a hook stores then is refused, as it sees the gradient of one microbatch.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from lightning_cephalo.execution.overlay_slots import (
     Start,
     TrainingModes,
     are_same,
+    is_metric,
     items_of,
     may_store,
 )
@@ -63,8 +65,8 @@ class View:
 
 
 @dataclass(eq=False)
-class _Pass:
-    """A forward or a backward: what it finds on modules, and what its microbatches leave."""
+class _Step:
+    """What a step finds on modules, and what its microbatches leave."""
 
     sizes: tuple[int, ...]
     start: Start
@@ -75,7 +77,6 @@ class _Pass:
     looked_at: Sequence[Look] = field(init=False)
     views: list[View] = field(init=False)
     walks: bool = field(default=False, init=False)
-    leaves: list[list[Any]] | None = field(default=None, init=False)
     running: int = field(default=0, init=False)
     others: dict[tuple[int, str], Any] = field(default_factory=dict, init=False)
     last: set[str] = field(default_factory=set, init=False)
@@ -91,13 +92,6 @@ class _Pass:
         """Return a view's values, with those of slots that were found later."""
         later = self.firsts[len(view.values) :]
         return [*view.values, *(firsts[view.microbatch] for firsts in later)]
-
-    def is_unchanged(self, index: int, column: Sequence[Any]) -> bool:
-        """Whether microbatches leave what they have found; hooks may fill containers in place."""
-        if self.leaves is None or index >= len(self.leaves):
-            return are_same(column, self.firsts[index])
-        leaves = pytree.tree_leaves(column)
-        return len(leaves) == len(self.leaves[index]) and are_same(leaves, self.leaves[index])
 
 
 class Overlay:
@@ -118,15 +112,20 @@ class Overlay:
             for path, inner in module.named_modules()
             if inner is module or may_store(inner)
         }
+        self._others = {
+            path: vars(inner)
+            for path, inner in module.named_modules()
+            if path not in self.places and not is_metric(inner)
+        }
         self.keeps_start, self.code = False, 0.0
         self._slots = Slots()
         self.buffers = Buffers(module)
         self._modes = TrainingModes([*module.modules()])
         self.merge = Merge(self.buffers, control, accelerator)
         self._joined: dict[Slot, Joined] = {}
-        self._forward: _Pass | None = None
-        self._backward: _Pass | None = None
-        self._now: _Pass | None = None
+        self._step: _Step | None = None
+        self._now: _Step | None = None  # until its forward ends
+        self._before_backward: Start | None = None
         self._first_steps = FIRST_STEPS  # that look for what the host must wait or walk for
         self._looks_everywhere = True
         self._told: set[str] = set()
@@ -136,25 +135,24 @@ class Overlay:
     def begin(self, sizes: Sequence[int], walks: bool = True) -> None:
         """Begin a step; ``walks``: look into containers for what microbatches share."""
         self._joined = {slot: left for slot, left in self._joined.items() if left.has_rows}
-        self._forward = self._backward = self._now = None
+        self._step = self._now = self._before_backward = None
         empty = self.buffers.begin(tuple(sizes))
         if sizes:  # else this rank's values stay as they are
             for slot in empty:
                 self._slots.add(slot)
             walks = walks and self._first_steps > 0 and (len(sizes) > 1 or not self.merge.is_alone)
             start = Start(self.places, with_items=walks or self.keeps_start)
-            self._forward = self._open(tuple(sizes), start, in_backward=False)
-            self._forward.looked_at = start.looks if self._looks_everywhere else start.looks[:1]
-            self._forward.walks = walks
-            self._now = self._forward
+            self._step = self._now = self._open(tuple(sizes), start)
+            self._now.looked_at = start.looks if self._looks_everywhere else start.looks[:1]
+            self._now.walks = walks
 
-    def _open(self, sizes: tuple[int, ...], start: Start, *, in_backward: bool) -> _Pass:
+    def _open(self, sizes: tuple[int, ...], start: Start) -> _Step:
         begun = self._slots.read()
         firsts = [
-            first_values(value, sizes, self._joined.get(slot), in_backward=in_backward)
+            first_values(value, sizes, self._joined.get(slot))
             for slot, value in zip(self._slots, begun, strict=True)
         ]
-        return _Pass(sizes, start, self._modes.now(), begun, firsts, dict(self._joined))
+        return _Step(sizes, start, self._modes.now(), begun, firsts, dict(self._joined))
 
     def resume(self, microbatch: int) -> None:
         """Show a microbatch's values; outside of a training step, nothing changes."""
@@ -188,7 +186,7 @@ class Overlay:
         if self.buffers.rows:
             self.buffers.pause(microbatch)
 
-    def _find(self, now: _Pass, look: Look) -> None:
+    def _find(self, now: _Step, look: Look) -> None:
         for key, value in [*look.names.items()]:
             first = look.values.get(key, MISSING)
             if value is first or key in OF_TORCH or self._slots.find(look.names, key) is not None:
@@ -199,14 +197,14 @@ class Overlay:
                 other = now.others.setdefault((id(look.names), key), value)
                 now.last |= set() if is_equal(other, value, compares=False) else {look.name(key)}
 
-    def _learn(self, now: _Pass, slot: Slot, first: Any) -> None:
+    def _learn(self, now: _Step, slot: Slot, first: Any) -> None:
         self._slots.add(slot)
         now.begun.append(first)
-        now.firsts.append(first_values(first, now.sizes, None, in_backward=False))
+        now.firsts.append(first_values(first, now.sizes, None))
 
     def finish(self) -> None:
         """Show one value of all microbatches, and set what other ranks need to learn."""
-        now, new = self._forward, list[Slot]()
+        now, new = self._step, list[Slot]()
         left = self.buffers.finish()
         if now is not None:
             before = len(self._slots.keys)
@@ -222,7 +220,7 @@ class Overlay:
         values, sizes = {slot.name: slot.read() for slot in new}, () if now is None else now.sizes
         self.code = self.merge.finish(values, sizes)
 
-    def _columns(self, now: _Pass) -> list[Sequence[Any]]:
+    def _columns(self, now: _Step) -> list[Sequence[Any]]:
         """Return what all microbatches leave in each slot."""
         known = len(self._slots.keys)
         for look in now.start.looks:
@@ -233,11 +231,11 @@ class Overlay:
         found = [[value] * len(rows) for value in self._slots.read()[known:]]
         return [*zip(*rows, strict=True), *found]
 
-    def _close(self, now: _Pass, columns: list[Sequence[Any]]) -> list[Slot]:
+    def _close(self, now: _Step, columns: list[Sequence[Any]]) -> list[Slot]:
         """Show one value in each slot; return the attributes that are new."""
         new = []
         for index, (slot, column) in enumerate(zip(self._slots, columns, strict=True)):
-            if now.is_unchanged(index, column):
+            if are_same(column, now.firsts[index]):
                 slot.write(now.begun[index])
                 continue
             refuse_different(slot.name, column)
@@ -262,22 +260,26 @@ class Overlay:
             )
         return new
 
-    def begin_backward(self, has_hooks: bool) -> None:
-        """Let hooks that run in the backward find what is of their microbatch."""
-        self._modes.now()
-        if has_hooks and self._forward is not None:
-            start = Start(self.places, with_items=False)
-            now = self._now = self._backward = self._open(
-                self._forward.sizes, start, in_backward=True
-            )
-            now.leaves = [pytree.tree_leaves(column) for column in now.firsts]
-
-    def end_backward(self) -> None:
-        """Show the values of all samples, with what hooks have stored."""
-        now, self._backward, self._now = self._backward, None, None
-        if now is not None:
-            self._close(now, self._columns(now))
-        self._joined = {slot: left for slot, left in self._joined.items() if left.has_rows}
+    @contextmanager
+    def backward(self, *, has_hooks: bool) -> Iterator[None]:
+        """Refuse what hooks in a ``with`` block store, if there are several microbatches."""
+        self._modes.now()  # hooks before it may have switched some
+        step = self._step
+        if step is None or not has_hooks:
+            yield
+            return
+        start = self._before_backward = Start(self.places)
+        looks = [*start.looks, *(Look(*each, with_items=False) for each in self._others.items())]
+        apart = [(slot.name, left.values) for slot, left in self._joined.items() if left.is_apart]
+        before = [pytree.tree_leaves(values) for _, values in apart]
+        yield
+        if len(step.sizes) > 1:
+            names = [name for look in looks for name in _stored(look)]
+            for (name, values), leaves in zip(apart, before, strict=True):
+                now = pytree.tree_leaves(values)
+                names += [] if len(now) == len(leaves) and are_same(now, leaves) else [name]
+            if names:
+                raise _stored_in_backward(names[0], len(step.sizes))
 
     def abandon(self) -> None:
         """Show the module's own buffers again after a failure."""
@@ -288,21 +290,21 @@ class Overlay:
         """Undo what the last step has stored, unless code behind its forward stored it."""
         self.merge.drop()
         self.buffers.put_back()
-        forward, backward = self._forward, self._backward
-        self._backward = self._now = None
-        if backward is not None:
-            self._slots.write(backward.begun)
-        if forward is None:
+        step, before = self._step, self._before_backward
+        self._now = self._before_backward = None
+        if before is not None:
+            before.put_back()
+        if step is None:
             return
-        self._modes.show(forward.modes)
-        self._joined = forward.joined
-        for slot, begun in zip(self._slots, forward.begun, strict=False):
+        self._modes.show(step.modes)
+        self._joined = step.joined
+        for slot, begun in zip(self._slots, step.begun, strict=False):
             if not slot.name:  # a buffer
                 slot.write(begun)
-        forward.start.put_back()
+        step.start.put_back()
 
     def forget_start(self) -> None:
-        self._forward = None
+        self._step = self._before_backward = None
 
     # -- recomputation ------------------------------------------------------------------------
 
@@ -326,9 +328,9 @@ class Overlay:
 
     @contextmanager
     def _replayed(self, view: View) -> Iterator[None]:
-        assert self._forward is not None
+        assert self._step is not None
         before, modes = self._slots.read(), self._modes.shown
-        self._slots.write(self._forward.values_of(view))
+        self._slots.write(self._step.values_of(view))
         self._modes.show(view.modes)
         buffers, tensors = show(view.buffers)
         try:
@@ -348,10 +350,10 @@ class Overlay:
             if names is not None:  # else a module of another rank
                 names[key] = value
         self.buffers.forget_values()
-        if self._forward is not None and self.keeps_start:
-            self._forward.start.finish()
+        if self._step is not None and self.keeps_start:
+            self._step.start.finish()
 
-    def _warn_of_shared(self, now: _Pass) -> None:
+    def _warn_of_shared(self, now: _Step) -> None:
         """Name containers that have got values of samples in place: microbatches share them."""
         for look in now.start.looks if now.walks else ():
             for key, (held, before) in look.items.items():
@@ -373,9 +375,44 @@ class Overlay:
                     )
 
 
+def _stored(look: Look) -> Iterator[str]:
+    """Yield the names of attributes, and of containers, that have got what is of a microbatch."""
+    for key, value in look.names.items():
+        if key not in OF_TORCH and value is not look.values.get(key) and is_own(value):
+            yield look.name(key)
+    for key, (held, before) in look.items.items():
+        known = set(map(id, before))
+        new = [item for item in items_of(held) if id(item) not in known]
+        if any(map(is_own, new)) and not _has_grown(held, before):
+            yield look.name(key)
+
+
+def _has_grown(container: Any, before: Sequence[Any]) -> bool:
+    """Whether a container keeps all that it is given, and has not lost anything."""
+    if isinstance(container, dict) or getattr(container, "maxlen", None) is not None:
+        return False
+    items = items_of(container)
+    return isinstance(container, set) or (len(items) >= len(before) and are_same(items, before))
+
+
+_INSTEAD = (
+    "Append it to a list: h.register_hook(self.gradients.append) gives one gradient for each"
+    " microbatch. Join them in on_after_backward(), and clear the list."
+)
+
+
+def _stored_in_backward(name: str, microbatches: int) -> UnitUseError:
+    return UnitUseError(
+        f"A hook stores {name!r} on a module during the backward. It sees the gradient of one"
+        f" microbatch, of which this rank has {microbatches}, so that only the last one's would"
+        f" stay. {_INSTEAD} CephaloStrategy(single_microbatch=True), or a plan with one microbatch"
+        " per rank, allows the hook as it is. For gradients of parameters read p.grad in"
+        " on_after_backward()."
+    )
+
+
 def _retained(name: str) -> UnitUseError:
     return UnitUseError(
         f"training_step stores a tensor in {name!r} whose gradient it retains (retain_grad()). Each"
-        " microbatch has another one. Store the gradient in a hook instead, such as"
-        " h.register_hook(lambda gradient: setattr(self, 'gradient', gradient))."
+        f" microbatch has another one. {_INSTEAD}"
     )

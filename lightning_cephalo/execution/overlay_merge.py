@@ -56,6 +56,11 @@ class Joined:
     def is_shown_by(self, value: Any) -> bool:
         return value is self.shown and _versions(value) == self.versions
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether microbatches hold other objects than the one that is shown."""
+        return all(value is not self.shown for value in self.values)
+
 
 def joined(values: Sequence[Any], sizes: tuple[int, ...], *, compares: bool) -> Joined:
     """Join values along their samples; tensors are only compared on request: the host waits."""
@@ -169,15 +174,13 @@ def _dimensions(tensors: Sequence[Any], sizes: Sequence[int]) -> list[int]:
     ]
 
 
-def first_values(
-    value: Any, sizes: tuple[int, ...], left: Joined | None, *, in_backward: bool
-) -> list[Any]:
+def first_values(value: Any, sizes: tuple[int, ...], left: Joined | None) -> list[Any]:
     """Return what each microbatch finds first in a slot that shows a value."""
     rows = sum(sizes)
-    if left is not None and left.is_shown_by(value):
-        if left.sizes == sizes and (left.has_rows or in_backward):
+    if left is not None and left.has_rows and left.is_shown_by(value):
+        if left.sizes == sizes:
             return [*left.values]
-        if left.has_rows and sum(left.sizes) != rows:
+        if sum(left.sizes) != rows:
             # as on one device, the rows of a batch of other size fit no microbatch
             before = sum(left.sizes)
             copies = next(n for n in range(1, len(sizes) + 2) if n * before not in sizes)

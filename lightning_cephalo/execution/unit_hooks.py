@@ -51,8 +51,7 @@ class UnitHooks:
         self._meet = meet
         self.writes = writes
         self.watch: Callable[[], AbstractContextManager[None]] = nullcontext
-        # in a backward, and whether code runs there that users have registered
-        self.in_backward = self.runs_hooks = False
+        self.in_backward = False
         self._keeps_all = False
         self.running: Microbatch | None = None
         self._outside_depth = 0

@@ -56,33 +56,27 @@ class UserCode:
         self.parked: Visit | None = None
         self.finished = False
         self.result: Any = None
-        self.handles = self._first_handle = 0
+        self.handles = 0
 
-    def advance(self, microbatch: Microbatch, before: Callable[[], None] | None = None) -> None:
-        """Run the step until it waits or returns; ``before`` runs in its place, before it."""
+    def advance(self, microbatch: Microbatch) -> None:
+        """Run the step until it waits or returns."""
         if self._others is None:
             self._others = ThreadState.capture(self._device_types)
         step = self._greenlet
         step.microbatch = microbatch
-        self._first_handle = RemovableHandle.next_id - self._own_handles()
+        first_handle = RemovableHandle.next_id - self._own_handles()
         try:
-            if before is not None:
-                before()
             switched = step.switch()
         finally:
             step.microbatch = None  # no cycle stays
             torch.clear_autocast_cache()  # casts of one microbatch are no part of another's graph
-            self.handles += self.new_handles()
+            self.handles += RemovableHandle.next_id - first_handle - self._own_handles()
             if step.dead:  # else it has restored them when it parked
                 self._others.restore()
         if step.dead:
             self.finished, self.result, self.parked = True, switched, None
         else:
             self.parked = switched
-
-    def new_handles(self) -> int:
-        """Return how many hooks it has registered since it goes on."""
-        return RemovableHandle.next_id - self._first_handle - self._own_handles()
 
     def park(self, place: Visit) -> ThreadState:
         """Switch to the scheduler until it resumes this greenlet; return this greenlet's modes."""

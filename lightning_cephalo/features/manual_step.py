@@ -245,7 +245,6 @@ class ManualSteps:
         executor = self._executor
         executor.failure.guarded(executor.writes.check, "training_step")
         executor.failure.guarded(executor.overlay.finish)
-        executor.failure.guarded(executor.overlay.end_backward)
         failed = executor.failure.error is not None
         samples = math.fsum(call.samples for call in step.calls)
         own = [float(failed), samples, executor.overlay.code]

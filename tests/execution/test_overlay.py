@@ -164,24 +164,80 @@ def test_a_gradient_that_the_step_retains_is_refused_by_name():
     stores = [torch.ones(size, 2, requires_grad=True) * 2 for size in (3, 2)]
     for each in stores:
         each.retain_grad()
-    with pytest.raises(UnitUseError, match=r"a tensor in 'kept' whose gradient.*register_hook"):
+    with pytest.raises(UnitUseError, match=r"a tensor in 'kept' whose gradient.*gradients.append"):
         _step(_overlay(module), module, (3, 2), stores)
 
 
-def test_hooks_of_the_backward_find_and_store_what_is_of_their_microbatch():
+def _store(module):
+    module.gradient = torch.ones(2)
+
+
+def _store_on_a_layer(module):
+    module.inner[0].gradient = torch.ones(2)
+
+
+def _average(module):
+    module.mean = 0.9 * module.mean + 0.1
+
+
+def _fill(module):
+    module.held["h"] = torch.ones(2)
+
+
+def _fill_own(module):
+    module.local[1]["h"] = torch.ones(2)
+
+
+def _replace_item(module):
+    module.items[0] = torch.ones(2)
+
+
+def _append_to_the_last(module):
+    module.last.append(1.0)
+
+
+@pytest.mark.parametrize(
+    ("store", "name"),
+    [
+        (_store, "gradient"),
+        (_store_on_a_layer, "inner.0.gradient"),
+        (_average, "mean"),
+        (_fill, "held"),
+        (_fill_own, "kept"),
+        (_replace_item, "items"),
+        (_append_to_the_last, "last"),
+    ],
+)
+def test_what_hooks_of_a_backward_store_is_refused_by_name_with_several_microbatches(store, name):
     module = _Top()
+    module.mean, module.held, module.items = 1.0, {}, [0.0]
+    module.last = deque(maxlen=1)
+    overlay = _overlay(module)
+    stores: list[Any] = [{}, {}]
+    _step(overlay, module, (3, 2), stores)
+    module.local = (None, stores[0])  # of a closure
+    with (
+        pytest.raises(UnitUseError, match=f"A hook stores '{name}'.* this rank has 2"),
+        overlay.backward(has_hooks=True),
+    ):
+        store(module)
+    _step(overlay, module, (3,), stores[:1])
+    with overlay.backward(has_hooks=True):  # one microbatch
+        store(module)
+
+
+def test_hooks_of_a_backward_find_all_samples_and_may_fill_lists_and_set_flags():
+    module = _Top()
+    module.gradients, module.is_ready = [], False
     overlay = _overlay(module)
     stores = [torch.ones(3, 4), torch.zeros(2, 4)]
     _step(overlay, module, (3, 2), stores)
-    overlay.begin_backward(True)
-    for index in (0, 1):
-        overlay.resume(index)
-        assert torch.equal(module.kept, stores[index])
-        module.gradient = module.kept + 1
-        overlay.pause(index)
-    overlay.end_backward()
-    assert torch.equal(module.kept, torch.cat(stores))
-    assert torch.equal(module.gradient, torch.cat(stores) + 1)
+    with overlay.backward(has_hooks=True):
+        for index in (1, 0):
+            module.gradients.append(stores[index])
+            module.is_ready = True
+        assert torch.equal(module.kept, torch.cat(stores))
+    assert len(module.gradients) == 2
 
 
 def test_a_step_without_gradients_stores_as_without_this_package():
@@ -377,6 +433,7 @@ def test_what_is_stored_behind_the_forward_stays():
 def test_a_step_that_is_put_back_shows_its_start_to_every_microbatch(is_finished):
     module = _Top()
     module.register_buffer("mean", torch.zeros(1))
+    module.held = []
     overlay = _overlay(module)
     overlay.keeps_start = True
     stores = [torch.ones(5, 3, 4), torch.zeros(5, 2, 4)]  # rows along the second dimension
@@ -394,14 +451,17 @@ def test_a_step_that_is_put_back_shows_its_start_to_every_microbatch(is_finished
     if is_finished:
         _run(overlay, (3, 2), write)
         module.note = "of a hook"
-        overlay.begin_backward(True)
-        overlay.resume(0)
+        with pytest.raises(RuntimeError), overlay.backward(has_hooks=True):
+            module.kept, module.of_a_hook = stores[0], 3.0
+            module.held.append(3.0)
+            raise RuntimeError("out of memory")
     else:
         with pytest.raises(RuntimeError):
             _run(overlay, (3, 2), write)
     overlay.put_back()
     assert torch.equal(module.kept, torch.cat(stores, 1)) and module.mean == 1.0
     assert module.inner.training and hasattr(module, "note") == is_finished
+    assert not module.held and not hasattr(module, "of_a_hook")
     if is_finished:
         _run(overlay, (3, 2), write)
     assert all(torch.equal(kept, stores[at % 2]) for at, (kept, _) in enumerate(found) if at > 1)

@@ -12,6 +12,8 @@ from common import Net, assert_same_tensors, loader, trainer, values_of
 from torch import Tensor, nn
 from warm_ranks import in_ranks
 
+from lightning_cephalo.common.errors import RemoteRankError, UnitUseError
+
 _TOLERANCE = 1e-5
 _LIMIT = 2e-3
 """Hooks clip gradients to it, which one device divides by the batches between updates."""
@@ -122,7 +124,7 @@ class _HooksOfAttention(_Activations):
 
 
 class _StoresGradients(_Activations):
-    """Grad-CAM of a layer in a block, and gradients behind blocks by their names."""
+    """Grad-CAM of a layer in a block."""
 
     def setup(self, stage: str) -> None:
         self.blocks[1].up.register_forward_hook(self.take)
@@ -134,19 +136,22 @@ class _StoresGradients(_Activations):
     def take_gradient(self, module: nn.Module, inputs: Any, outputs: tuple[Tensor]) -> None:
         self.gradient = outputs[0].detach().clone()
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.by_name: dict[str, Tensor] = {}
-        return super().training_step(batch, batch_idx)
-
-    def behind(self, x: Tensor, name: str) -> Tensor:
-        if x.requires_grad:
-            x.register_hook(lambda gradient: self.by_name.update({name: gradient.clone()}))
-        return x
-
     def on_after_backward(self) -> None:
         self.see("map", self.activation * self.gradient)
-        for name, gradient in self.by_name.items():
-            self.see(name, gradient)
+
+
+class _ListsGradients(_StoresGradients):
+    """The same for several microbatches, whose backwards come in another order."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.gradients: list[Tensor] = []
+        return super().training_step(batch, batch_idx)
+
+    def take_gradient(self, module: nn.Module, inputs: Any, outputs: tuple[Tensor]) -> None:
+        self.gradients.append(outputs[0].detach().clone())
+
+    def on_after_backward(self) -> None:
+        self.see("map", self.activation * torch.cat(self.gradients[::-1]))
 
 
 class _ResidualsOutside(_Activations):
@@ -211,6 +216,7 @@ _EQUAL = {
     "hooks of nodes": (_HooksOfNodes, {}),
     "hooks of what leaves a unit": (_HooksOfTaken, {}),
     "gradients that hooks store": (_StoresGradients, {}),
+    "gradients that hooks append to a list": (_ListsGradients, {}),
     "late hooks of what leaves a unit": (_HooksOfAttention, {}),
     "hooks of residuals": (_HooksOfResiduals, {}),
     "manual optimization": (_Manual, {}),
@@ -241,7 +247,8 @@ def _rows(seen: list[tuple[int, str, Tensor]]) -> dict[tuple[int, str], list[Ten
 def test_gradients_of_activations_are_those_of_one_device(case, recompute):
     kind, options = _EQUAL[case]
     wanted, wanted_seen, _ = _fit(None, kind, options)
-    plan = "whole" if kind is _Manual else "3:1"
+    # one microbatch per rank: hooks store, and the code calls its backwards
+    plan = "whole" if kind in (_StoresGradients, _Manual) else "3:1"
     ranks = in_ranks(2, _fit, plan, kind, options, recompute)
     for values, _, _ in ranks:
         assert_same_tensors(values, wanted, _TOLERANCE)
@@ -262,3 +269,18 @@ def test_a_function_that_clips_residuals_sees_their_whole_gradient(recompute):
     wanted, _, _ = _fit(None, _ClipsResiduals, {})
     for values, _, _ in in_ranks(2, _fit, "3:1", _ClipsResiduals, {}, recompute):
         assert_same_tensors(values, wanted, _TOLERANCE)
+
+
+def _refused(recompute: bool) -> tuple[str, bool]:
+    try:
+        _fit("3:1", _StoresGradients, {}, recompute)
+    except (UnitUseError, RemoteRankError) as error:
+        return str(error), bool(_seen)
+    return "", True
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_a_gradient_that_a_hook_stores_is_refused_on_all_ranks_with_several_microbatches(recompute):
+    for message, has_trained in in_ranks(2, _refused, recompute):
+        assert "A hook stores 'gradient'" in message and "self.gradients.append" in message
+        assert not has_trained
