@@ -131,10 +131,11 @@ def items_of(container: Any) -> list[Any]:
     return list(container)
 
 
-def _refill(container: Any, items: Sequence[Any]) -> None:
+def refill(container: Any, items: Sequence[Any]) -> None:
     container.clear()
     if isinstance(container, dict):
-        container.update(zip(items[::2], items[1::2], strict=True))
+        for key, value in zip(items[::2], items[1::2], strict=True):  # a Counter's update() adds
+            container[key] = value
     elif isinstance(container, set):
         container.update(items)
     else:
@@ -182,7 +183,7 @@ class Start:
                 now = items_of(held)
                 then = items.get(name, now)
                 if len(now) == len(then) and are_same(now, then):
-                    _refill(held, before)
+                    refill(held, before)
             for name in {*look.names, *look.values} - OF_TORCH:
                 present, old = look.names.get(name, MISSING), look.values.get(name, MISSING)
                 if present is not old and values.get(name, MISSING) is present:

@@ -19,7 +19,6 @@ from torch import nn
 
 from lightning_cephalo.data.containers import own_copy
 from lightning_cephalo.data.cutting import loss_and_weight
-from lightning_cephalo.execution.overlay_slots import Start
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.execution.step import MicrobatchCall
 from lightning_cephalo.features.manual_step import ManualSteps
@@ -112,12 +111,10 @@ def compared(
     count = sum(size for _, size in parts)
     whole, *pieces = [(batch, count), *parts] if parts else [None] * 3
     with _comparing(model, context) as put_back, torch.no_grad():
-        stored = Start(model.executor.overlay.places)
 
         def loss_of(piece: tuple[Any, int] | None, is_copy: bool = False) -> tuple[float, float]:
             # each finds buffers and numbers as the first one has found them
             put_back()
-            stored.put_back()
             kept.begin()
             loss = _loss_of(model, watched, piece)
             if piece is not None and not is_copy:

@@ -42,6 +42,7 @@ from lightning_cephalo.data.randomness import (
     read_states,
     write_states,
 )
+from lightning_cephalo.execution.overlay_slots import are_same, items_of, refill
 from lightning_cephalo.sharding.placement import local_part
 
 if TYPE_CHECKING:
@@ -158,13 +159,8 @@ class _Snapshot:
             self._restores.append(lambda: write_states([value], states))
         elif isinstance(value, (Optimizer, LRScheduler)):
             self._attributes(value)
-        elif isinstance(value, dict):
-            self._mapping(value)
-        elif isinstance(value, (list, deque)):
-            self._sequence(value)
-        elif isinstance(value, set):
-            saved = set(value)
-            self._restores.append(lambda: _refill_set(value, saved))
+        elif isinstance(value, (dict, list, deque, set)):
+            self._container(value)
         elif isinstance(value, tuple):
             self._walk(list(value))
         elif hasattr(value, "__dict__") and (dataclasses.is_dataclass(value) or _is_plain(value)):
@@ -188,34 +184,16 @@ class _Snapshot:
         self._restores.append(put_back)
         self._walk(list(saved.values()))
 
-    def _mapping(self, mapping: dict[Any, Any]) -> None:
-        saved = list(mapping.items())
+    def _container(self, container: Any) -> None:
+        saved = items_of(container)
 
         def put_back() -> None:
-            now = list(mapping.items())
-            if len(now) == len(saved) and all(
-                a is c and b is d for (a, b), (c, d) in zip(now, saved, strict=True)
-            ):
-                return
-            mapping.clear()
-            for key, value in saved:
-                mapping[key] = value
+            now = items_of(container)
+            if len(now) != len(saved) or not are_same(now, saved):
+                refill(container, saved)
 
         self._restores.append(put_back)
-        self._walk([value for _, value in saved])
-
-    def _sequence(self, sequence: list[Any] | deque[Any]) -> None:
-        saved = list(sequence)
-
-        def put_back() -> None:
-            if len(sequence) != len(saved) or any(
-                a is not b for a, b in zip(sequence, saved, strict=True)
-            ):
-                sequence.clear()
-                sequence.extend(saved)
-
-        self._restores.append(put_back)
-        self._walk(saved)
+        self._walk([*container.values()] if isinstance(container, dict) else saved)
 
     def _tensor(self, tensor: Tensor) -> None:
         if isinstance(tensor, (nn.Parameter, DTensor)) or tensor.is_meta:
@@ -251,12 +229,6 @@ def _is_plain(value: Any) -> bool:
     own, *parents = [kind.__module__.split(".")[0] for kind in type(value).__mro__]
     is_users = own not in _OF_PYTHON and _FRAMEWORKS.isdisjoint([own, *parents])
     return is_users and not isinstance(value, (FunctionType, BuiltinFunctionType, MethodType))
-
-
-def _refill_set(value: set[Any], saved: set[Any]) -> None:
-    if value != saved:
-        value.clear()
-        value.update(saved)
 
 
 # -- Lightning ------------------------------------------------------------------------------------
