@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_cephalo.common.errors import PlanError, UnitUseError
 from lightning_cephalo.execution.graph import is_plain
-from lightning_cephalo.execution.overlay_merge import Part
+from lightning_cephalo.execution.overlay_packed import Part
 from lightning_cephalo.execution.overlay_slots import Slot, Slots, is_metric
 
 # a larger buffer has a copy in the first step only, if that step does not write it
