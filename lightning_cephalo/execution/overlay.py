@@ -77,7 +77,7 @@ class _Step:
     looked_at: Sequence[Look] = field(init=False)
     views: list[View] = field(init=False)
     walks: bool = field(default=False, init=False)
-    running: int = field(default=0, init=False)
+    shown: int | None = field(default=None, init=False)
     others: dict[tuple[int, str], Any] = field(default_factory=dict, init=False)
     last: set[str] = field(default_factory=set, init=False)
 
@@ -157,9 +157,9 @@ class Overlay:
     def resume(self, microbatch: int) -> None:
         """Show a microbatch's values; outside of a training step, nothing changes."""
         now = self._now
-        if now is None:
+        if now is None or now.shown == microbatch:  # hooks may have stored something meanwhile
             return
-        view, now.running = now.views[microbatch], microbatch
+        view, now.shown = now.views[microbatch], microbatch
         if self._slots.keys:
             self._slots.write(now.values_of(view))
         if view.modes is not self._modes.shown:
@@ -311,9 +311,9 @@ class Overlay:
     def now(self, modules: Sequence[nn.Module]) -> View | None:
         """Return what the running microbatch finds since it was resumed; buffers of ``modules``."""
         now = self._now
-        if now is None:
+        if now is None or now.shown is None:
             return None
-        view = now.views[now.running]
+        view = now.views[now.shown]
         found = self.buffers.now(modules) if modules else ()
         return replace(view, buffers=found) if found else view
 

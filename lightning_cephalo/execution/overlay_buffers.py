@@ -169,9 +169,8 @@ class Buffers:
         return empty
 
     def resume(self, microbatch: int) -> None:
-        if microbatch != self._shown:
-            self._shown = microbatch
-            self._slots.write(self.rows[microbatch])
+        self._shown = microbatch
+        self._slots.write(self.rows[microbatch])
 
     def pause(self, microbatch: int) -> None:
         """Keep a microbatch's buffers, and find those that it is the first to write."""

@@ -211,6 +211,21 @@ class _Manual(_Hooks):
         optimizer.step()
 
 
+class _ManualStores(_Manual):
+    """A hook stores a gradient, which the step finds behind its backward."""
+
+    def behind(self, x: Tensor, name: str) -> Tensor:
+        x.register_hook(self.take)
+        return x
+
+    def take(self, gradient: Tensor) -> None:
+        self.gradient = gradient.detach().clone()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        super().training_step(batch, batch_idx)
+        self.see("x0", self.gradient)
+
+
 _EQUAL = {
     "several batches per update": (_Hooks, {"accumulate_grad_batches": 3}),
     "hooks of nodes": (_HooksOfNodes, {}),
@@ -220,6 +235,7 @@ _EQUAL = {
     "late hooks of what leaves a unit": (_HooksOfAttention, {}),
     "hooks of residuals": (_HooksOfResiduals, {}),
     "manual optimization": (_Manual, {}),
+    "manual optimization with a gradient that a hook stores": (_ManualStores, {}),
     "a hook of what enters a unit": (_HookOfLeaf, {}),
 }
 
@@ -248,7 +264,7 @@ def test_gradients_of_activations_are_those_of_one_device(case, recompute):
     kind, options = _EQUAL[case]
     wanted, wanted_seen, _ = _fit(None, kind, options)
     # one microbatch per rank: hooks store, and the code calls its backwards
-    plan = "whole" if kind in (_StoresGradients, _Manual) else "3:1"
+    plan = "whole" if kind in (_StoresGradients, _Manual, _ManualStores) else "3:1"
     ranks = in_ranks(2, _fit, plan, kind, options, recompute)
     for values, _, _ in ranks:
         assert_same_tensors(values, wanted, _TOLERANCE)
