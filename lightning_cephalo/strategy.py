@@ -572,7 +572,9 @@ class CephaloStrategy(ParallelStrategy):
         options = self._options.recovering(size, kept_bytes)
         if batch_norm.synchronised(self._module):
             options = options.without_recompute()
-        job = read_job(trainer, control, options, self._connection.groups.nodes)
+        job = read_job(
+            trainer, control, options, self._connection.groups.nodes, self._samplers.deals
+        )
         session = self._shard(job)
         session.enforce_limits()
         plan = job.plan
@@ -644,16 +646,16 @@ class CephaloStrategy(ParallelStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         if self._session is None:
             return dataloader  # outside of a run its batches are only counted
-        if not self._samplers.deals:
-            return self.session.in_step(dataloader, self._ending.begin_reading)
-        self._ending.stop_together()
         trainer = self._module.trainer
         training = trainer.state.stage == RunningStage.TRAINING
+        begin = self._ending.begin_reading
+        deal = partial(self.session.dealt, dataloader, before_reading=begin)
+        if not self._samplers.deals:
+            return deal(training=training, epoch=trainer.current_epoch, is_divided=True)
+        self._ending.stop_together()
         if training:
             self._recovering.before_pass(accelerator_of(self.root_device))
         resumption, epoch = self._resumption, trainer.current_epoch
-        begin = self._ending.begin_reading
-        deal = partial(self.session.dealt, dataloader, before_reading=begin)
         if not training or resumption is None:
             return deal(training=training, epoch=epoch)
         epoch = resumption.epoch_of(epoch)

@@ -12,26 +12,23 @@ IterableDataset, batch_size=None  the next ready batch of any size, cut by the p
 not a DataLoader                  the same
 ================================  ==================================================================
 
-All of them give the same samples, in the same order, as one device with the global batch size. The
-last three do so if every rank reads the same stream. A stream that divides itself between ranks
-gives each rank ``batch_sizes[rank]`` samples, or one ready batch, of its own.
+All of them give the same samples, in the same order, as one device with the global batch size.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_cephalo.data import reading
-from lightning_cephalo.data.batch_layout import BatchLayout
 from lightning_cephalo.data.collate import EmptyFetchDataset, rank_collate, tolerates_empty_fetch
-from lightning_cephalo.data.lockstep import AllHaveNext, Gather
+from lightning_cephalo.data.dealing import Broadcast, Dealing
 from lightning_cephalo.data.randomness import read_states, samplers_within, write_states
-from lightning_cephalo.data.reading import Broadcast, original_of
+from lightning_cephalo.data.reading import original_of
 from lightning_cephalo.data.reinstantiate import reinstantiate
 from lightning_cephalo.data.samplers import GlobalOrder, RankBatchSampler
 from lightning_cephalo.data.shares import deal
@@ -45,20 +42,7 @@ _OTHER_ORDER = (
 )
 
 
-def rebuild_train_loader(
-    loader: Any,
-    *,
-    rank: int,
-    batch_sizes: Sequence[int],
-    seed: int,
-    broadcast: Broadcast,
-    all_have_next: AllHaveNext,
-    gather: Gather,
-    global_batch_size: int | None = None,
-    epoch: int = 0,
-    layout: BatchLayout | None = None,
-    every_rank: bool = False,
-) -> Any:
+def dealt_loader(loader: Any, dealing: Dealing) -> Any:
     """Returns a loader of the user's own class that yields this rank's part of each global batch.
 
     This is a collective: every rank calls it for every loader, in the same order. The result shows
@@ -66,103 +50,34 @@ def rebuild_train_loader(
 
     Args:
         loader: the user's, before Lightning has put a DistributedSampler into it, or a rebuilt one.
-        batch_sizes: samples per step of every rank. They are exact if they sum to this loader's
-            global batch, else proportions (for a second loader).
-        seed: the seed of the order (`agreed_seed`).
-        global_batch_size: samples per step over all ranks; by default as in the module's table.
-            For a custom batch sampler it must be a multiple of the length of its lists.
-        layout: the layout for cutting ready batches and empty ones, for streams.
-        every_rank: give every rank a sample in each step; drop a step with too few for that, with
-            a warning. For steps whose code every rank must run.
+        dealing: sizes of evaluation are proportions; each sample is on exactly one rank.
 
     Raises:
         ValueError: a DistributedSampler for several ranks, ``batch_size=None`` with a map-style
-            dataset (except with a BatchSampler as its sampler), a global batch size that does not
-            fit the batch sampler, or ``batch_sizes`` that are negative or all 0.
+            dataset (except with a BatchSampler as its sampler), or a global batch size that does
+            not fit the batch sampler.
         BatchSplitError: a ready batch that cannot be cut.
         UnsupportedError: a loader that can be read only once.
         TypeError: a DataLoader subclass that cannot be created again.
     """
-    sizes = tuple(batch_sizes)
-    if min(sizes) < 0 or sum(sizes) == 0:
-        raise ValueError(f"Expects batch sizes of 0 or more, not all 0, but got {sizes}.")
-    loader = original_of(loader)
+    loader, ranks = original_of(loader), len(dealing.sizes)
     # A collective: called unconditionally, before anything can differ between ranks.
-    share_generator_states(loader, broadcast)
-    if len(sizes) > 1:
+    _share_generator_states(loader, dealing.broadcast)
+    if ranks > 1 or not dealing.trains:
         reading.refuse_one_pass(loader)
-    _reject_distributed_sampler(loader, len(sizes))
-    total = global_batch_size or reading.global_batch_size(loader, len(sizes))
+    _reject_distributed_sampler(loader, ranks)
+    total = dealing.global_batch_size or reading.global_batch_size(loader, ranks)
     # A custom batch sampler's lists may have any lengths. Dealing the length of the first list here
     # would only make the proportions coarser.
-    if total is not None and total != sum(sizes) and not reading.has_custom_lists(loader):
-        sizes = deal(total, sizes)
+    if total is not None and total != sum(dealing.sizes) and not reading.has_custom_lists(loader):
+        dealing = replace(dealing, sizes=deal(total, dealing.sizes))
     if reading.is_stream(loader):
-        return deal_stream(
-            loader,
-            rank=rank,
-            sizes=sizes,
-            seed=seed,
-            epoch=epoch,
-            gather=gather,
-            all_have_next=all_have_next,
-            layout=layout,
-            every_rank=every_rank,
-        )
-    return _rebuild_map_style(loader, rank, sizes, seed, epoch, global_batch_size, every_rank)
+        return deal_stream(loader, dealing)
+    return _rebuild_map_style(loader, dealing)
 
 
-def rebuild_eval_loader(
-    loader: Any,
-    *,
-    rank: int,
-    world_size: int,
-    seed: int,
-    broadcast: Broadcast,
-    all_have_next: AllHaveNext,
-    gather: Gather,
-    shares: Sequence[int] | None = None,
-    epoch: int = 0,
-    layout: BatchLayout | None = None,
-) -> Any:
-    """Returns a validation, test or predict loader that yields each sample on exactly one rank.
-
-    This is a collective. A step is ``batch_size * world_size`` consecutive samples of the user's
-    order, of which each rank gets a contiguous slice, perhaps of zero rows. Streams are dealt as in
-    training, but evenly (None for ``shares``). Ready batches that cannot be cut go to one rank
-    each, in turn. Other arguments and errors are those of `rebuild_train_loader`.
-    """
-    loader = original_of(loader)
-    share_generator_states(loader, broadcast)
-    reading.refuse_one_pass(loader)
-    _reject_distributed_sampler(loader, world_size)
-    weights = (1,) * world_size if shares is None else tuple(shares)
-    size = reading.loader_batch_size(loader)
-    sizes = weights if size is None else deal(size * world_size, weights)
-    if reading.is_stream(loader):
-        return deal_stream(
-            loader,
-            rank=rank,
-            sizes=sizes,
-            seed=seed,
-            epoch=epoch,
-            gather=gather,
-            all_have_next=all_have_next,
-            layout=layout,
-            training=False,
-        )
-    return _rebuild_map_style(loader, rank, sizes, seed, epoch)
-
-
-def _rebuild_map_style(
-    loader: DataLoader[Any],
-    rank: int,
-    sizes: tuple[int, ...],
-    seed: int,
-    epoch: int,
-    total: int | None = None,
-    every_rank: bool = False,
-) -> DataLoader[Any]:
+def _rebuild_map_style(loader: DataLoader[Any], dealing: Dealing) -> DataLoader[Any]:
+    rank, ranks = dealing.rank, len(dealing.sizes)
     batch_sampler = reading.unwrapped_batch_sampler(loader)
     bulk = batch_sampler is None
     if bulk:
@@ -174,18 +89,18 @@ def _rebuild_map_style(
         # Reads the sampler directly: same samples, but drop_last must refer to the global batch.
         source: Any = batch_sampler.sampler
         drop_last = batch_sampler.drop_last
-        if rank == 0 and len(sizes) > 1 and reading.draws_order_before_seed(loader):
+        if rank == 0 and ranks > 1 and reading.draws_order_before_seed(loader):
             warnings.warn(_OTHER_ORDER.format(type(loader).__name__), stacklevel=2)
     else:
         source = batch_sampler
-        lists_per_step = _lists_per_step(loader, len(sizes), total)
+        lists_per_step = _lists_per_step(loader, ranks, dealing.global_batch_size)
     mine = RankBatchSampler(
-        GlobalOrder(source, seed=seed, epoch=epoch),
+        GlobalOrder(source, seed=dealing.seed, epoch=dealing.epoch),
         rank=rank,
-        batch_sizes=sizes,
+        batch_sizes=dealing.sizes,
         drop_last=drop_last,
         lists_per_step=lists_per_step,
-        every_rank=every_rank,
+        every_rank=dealing.every_rank,
     )
     mine.warn_of_samples_left_out()
     if bulk:
@@ -197,12 +112,12 @@ def _rebuild_map_style(
         # Lightning's predict loop reads the indices from its own wrapper, around our sampler.
         batch_sampler=mine if recorder is None else type(recorder)(mine),  # type: ignore[call-arg]
         # a single rank is never without samples
-        wrap_collate=rank_collate(loader.dataset) if len(sizes) > 1 else None,
+        wrap_collate=rank_collate(loader.dataset) if ranks > 1 else None,
     )
     # Not earlier: Lightning's wrapper copies attributes, and would pickle the loader.
     mine.original = loader
     _show_options(rebuilt, loader, mine)
-    if len(sizes) > 1 and not tolerates_empty_fetch(rebuilt.dataset):
+    if ranks > 1 and not tolerates_empty_fetch(rebuilt.dataset):
         # A built DataLoader forbids this, because its sampler was made for the dataset. Ours was
         # not. The subclass may build the dataset itself, so it cannot be replaced earlier.
         object.__setattr__(rebuilt, "dataset", EmptyFetchDataset(rebuilt.dataset))
@@ -254,15 +169,10 @@ def _lists_per_step(loader: DataLoader[Any], world_size: int, total: int | None)
     return total // size
 
 
-def share_generator_states(loader: Any, broadcast: Broadcast) -> None:
-    """Sets the generators of a loader's samplers, or its stream, to rank 0's states; collective.
+def _share_generator_states(loader: Any, broadcast: Broadcast) -> None:
+    """Sets the generators of a loader and of its samplers to rank 0's states; collective.
 
-    Raises ValueError if samplers hold different generators on different ranks. A stream that does
-    so keeps its own: it differs between ranks anyway.
+    Raises ValueError if samplers hold different generators on different ranks.
     """
-    drawn, streamed = reading.generators_of_loader(loader)
-    kinds = [type(generator).__name__ for generator in streamed]
-    states = broadcast((read_states(drawn), kinds, read_states(streamed)))
-    write_states(drawn, states[0])
-    if states[1] == kinds:
-        write_states(streamed, states[2])
+    generators = reading.generators_of_loader(loader)
+    write_states(generators, broadcast(read_states(generators)))

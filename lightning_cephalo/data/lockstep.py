@@ -5,19 +5,14 @@ Ranks may run out at different steps; one that continued alone would wait for th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from lightning_cephalo.common.errors import BatchSplitError
-from lightning_cephalo.data.batch_layout import BatchLayout, NoSamples
+from lightning_cephalo.data.batch_layout import NoSamples
 from lightning_cephalo.data.containers import known_length, own_copy
+from lightning_cephalo.data.dealing import Dealing
 from lightning_cephalo.data.randomness import preserved_randomness
-
-AllHaveNext = Callable[[bool], bool]
-"""A collective that returns True if every rank passed True; called in the main process."""
-
-Gather = Callable[[list[float]], list[list[float]]]
-"""A collective that returns every rank's numbers, in rank order; called in the main process."""
 
 
 class LockStepLoader:
@@ -25,45 +20,16 @@ class LockStepLoader:
 
     Ranks that have run out continue with `NoSamples`, so that every sample counts once. With
     ``every_rank`` all end with the first. Attributes and the class are those of the wrapped loader,
-    as Lightning, callbacks and users look for them.
-
-    Args:
-        all_have_next: lets the ranks agree. It is called once per step, once more at the end, and
-            at least once on construction: more often if every rank's ``loader`` has a length.
-        idle: this rank takes no samples. It shows one of the loader's first batch, the only one
-            that it loads.
+    as Lightning, callbacks and users look for them. Creating and iterating it is collective.
     """
 
-    _own = frozenset(
-        (
-            "loader",
-            "original",
-            "_all_have_next",
-            "_every_rank",
-            "_idle",
-            "_layout",
-            "_length",
-            "_sample",
-        )
-    )
-
-    def __init__(
-        self,
-        loader: Iterable[Any],
-        *,
-        all_have_next: AllHaveNext,
-        idle: bool = False,
-        layout: BatchLayout | None = None,
-        every_rank: bool = False,
-        original: object | None = None,
-    ) -> None:
-        self.loader = loader
-        self.original = loader if original is None else original
-        self._all_have_next = all_have_next
-        self._idle = idle
-        self._every_rank = every_rank
-        self._layout = layout
+    def __init__(self, loader: Iterable[Any], dealing: Dealing, original: object) -> None:
+        self.loader, self.original = loader, original
+        self._dealing = dealing
         self._sample: Any = None
+        if is_stateful(loader):  # as Lightning looks for
+            for name in ("state_dict", "load_state_dict"):
+                object.__setattr__(self, name, getattr(loader, name))
         self._length = self._agree_on_length()
 
     @property  # type: ignore[misc]
@@ -78,7 +44,7 @@ class LockStepLoader:
         return getattr(self.loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in self._own:
+        if name.startswith("_") or name in ("loader", "original"):
             object.__setattr__(self, name, value)
         else:
             setattr(self.loader, name, value)
@@ -89,29 +55,21 @@ class LockStepLoader:
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self.loader) if not self._idle else None
-        have = True
+        batches, have = iter(self.loader), True
         while True:
             batch = None
-            if batches is not None and have:
+            if have:
                 try:
                     batch = next(batches)
                 except StopIteration:
                     have = False
-                else:
-                    if self._sample is None and batch is not None:
-                        self._sample = self._first_of(batch)
-            if not self._some_go_on(have and batches is not None):
+            if self._sample is None and batch is not None:
+                self._sample = self._first_of(batch)
+            everyones = [row[0] for row in self._dealing.gather([float(have)])]
+            if not (all(everyones) if self._dealing.every_rank else any(everyones)):
                 return
             # Lightning skips a step whose batch is None, and the other ranks would wait for it
             yield self._shown() if batch is None else batch
-
-    def _some_go_on(self, have: bool) -> bool:
-        """Returns whether enough ranks have what only this rank knows of itself; collective."""
-        if self._every_rank:
-            return self._all_have_next(have)
-        # some rank has <=> not all ranks have not
-        return not self._all_have_next(not have)
 
     def _shown(self) -> NoSamples:
         if self._sample is None:
@@ -125,50 +83,22 @@ class LockStepLoader:
     def _first_of(self, batch: Any) -> Any:
         """Returns the first sample of a batch, or a batch that cannot be cut as it is."""
         try:
-            first = (self._layout or BatchLayout()).take(batch, 0, 1)
+            first = self._dealing.layout.take(batch, 0, 1)
         except BatchSplitError:
             first = batch
         return own_copy(first, with_arrays=True)
 
     def _agree_on_length(self) -> int | None:
-        """Returns the number of steps of all ranks, found by asking "at least this many?"."""
-        local = None if self._idle else self._own_length()
-        if not self._all_have_next(self._idle or local is not None):
+        own = self._own_length()
+        everyones = [row[0] for row in self._dealing.gather([-1.0 if own is None else float(own)])]
+        if min(everyones) < 0:
             return None
-
-        def reached(steps: int) -> bool:
-            return self._some_go_on(local is not None and local >= steps)
-
-        high = 1
-        while reached(high):
-            high *= 2
-        low = high // 2
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if reached(middle) else (low, middle)
-        return low
+        return int(min(everyones) if self._dealing.every_rank else max(everyones))
 
     def _own_length(self) -> int | None:
         return known_length(self.loader)
 
 
-class StatefulLockStepLoader(LockStepLoader):
-    """A `LockStepLoader` around a loader that Lightning can save and restore mid-epoch."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the wrapped loader's state."""
-        return self.loader.state_dict()  # type: ignore[attr-defined]
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores the wrapped loader's state."""
-        self.loader.load_state_dict(state_dict)  # type: ignore[attr-defined]
-
-
 def is_stateful(loader: Any) -> bool:
     """Returns whether Lightning can save and restore ``loader`` mid-epoch."""
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
-
-
-def lock_step(loader: Any, **options: Any) -> LockStepLoader:
-    """Returns a `LockStepLoader`, stateful if ``loader`` is; ``options`` are its arguments."""
-    return (StatefulLockStepLoader if is_stateful(loader) else LockStepLoader)(loader, **options)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -24,21 +23,6 @@ from torch.utils.data import (
 )
 
 GENERATOR_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-# training draws from these, which are swapped instead
-_DRAWS: tuple[Any, ...] = (np.random.get_state, random.random)
-_GLOBAL = (torch.default_generator, *(method.__self__ for method in _DRAWS))
-_OPAQUE = (
-    type,
-    ModuleType,
-    FunctionType,
-    MethodType,
-    torch.nn.Module,
-    torch.Tensor,
-    np.ndarray,
-    str,
-)
-# Objects and items that a search for generators looks at; larger containers are data.
-_LOOKED_AT, _LOOKED_AT_ITEMS = 1000, 64
 _SAMPLER_ATTRIBUTES = ("sampler", "_sampler", "batch_sampler", "base_sampler")
 
 
@@ -132,36 +116,6 @@ def generators_of(source: object) -> list[Any]:
                 and not any(value is seen for seen in found)
             ):
                 found.append(value)
-    return found
-
-
-def generators_within(stream: object) -> list[Any]:
-    """Returns the generators that a stream's objects hold, in an order that ranks agree on."""
-    found: list[Any] = []
-    seen: dict[int, object] = {}
-
-    def visit(value: object) -> None:
-        if id(value) in seen or len(seen) >= _LOOKED_AT or any(value is one for one in _GLOBAL):
-            return
-        if isinstance(value, _OPAQUE):
-            return
-        seen[id(value)] = value
-        if isinstance(value, GENERATOR_TYPES):
-            found.append(value)
-            return
-        inside: list[object] = []
-        if isinstance(value, dict):
-            inside = list(value.values())
-        elif isinstance(value, list | tuple):
-            inside = list(value)
-        if len(inside) <= _LOOKED_AT_ITEMS:
-            for item in inside:
-                visit(item)
-        attributes = getattr(value, "__dict__", {})
-        for name in sorted(attributes):
-            visit(attributes[name])
-
-    visit(stream)
     return found
 
 

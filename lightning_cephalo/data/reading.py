@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import cycle, islice
 from typing import Any
@@ -20,18 +20,15 @@ from torch.utils.data import (
 from lightning_cephalo.common.errors import BatchSplitError, UnsupportedError
 from lightning_cephalo.data.batch_layout import BatchLayout, Splitter
 from lightning_cephalo.data.collate import copied, fetch
+from lightning_cephalo.data.dealing import Broadcast
 from lightning_cephalo.data.lockstep import LockStepLoader
 from lightning_cephalo.data.randomness import (
     generators_of,
-    generators_within,
     preserved_randomness,
     read_states,
     write_states,
 )
 from lightning_cephalo.data.samplers import RankBatchSampler
-
-Broadcast = Callable[[Any], Any]
-"""A collective that returns rank 0's object on every rank."""
 
 
 def agreed_seed(broadcast: Broadcast) -> int:
@@ -81,38 +78,33 @@ def rank_batch_sampler(loader: Any) -> RankBatchSampler | None:
     return None
 
 
-def generators_of_loader(loader: Any) -> tuple[list[Any], list[Any]]:
-    """Returns the generators that its samplers hold and itself, and those within its stream."""
+def generators_of_loader(loader: Any) -> list[Any]:
+    """Returns the generators that a loader and its samplers hold."""
     roots = (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
-    drawn = [generator for root in roots for generator in generators_of(root)]
+    found = [generator for root in roots for generator in generators_of(root)]
     # a stream's workers are seeded from the loader's own generator
     own = getattr(loader, "generator", None)
     if isinstance(own, torch.Generator) and own is not torch.default_generator:
-        drawn.append(own)
-    stream: list[Any] = []
-    if is_stream(loader):
-        stream = generators_within(getattr(loader, "dataset", loader))
-    return _each_once(drawn, ()), _each_once(stream, drawn)
-
-
-def _each_once(generators: list[Any], others: Sequence[Any]) -> list[Any]:
-    found = list(others)
-    for generator in generators:
-        if not any(generator is seen for seen in found):
-            found.append(generator)
-    return found[len(others) :]
+        found.append(own)
+    return list({id(generator): generator for generator in found}.values())
 
 
 @contextmanager
 def generators_kept(loader: Any) -> Generator[None, None, None]:
-    """Restores afterwards the generators that a loader and its stream hold."""
-    drawn, streamed = generators_of_loader(loader)
-    held = [*drawn, *streamed]
+    """Restores afterwards the generators that a loader and its dataset hold."""
+    held = [*generators_of_loader(loader), *generators_of(getattr(loader, "dataset", loader))]
     states = read_states(held)
     try:
         yield
     finally:
         write_states(held, states)
+
+
+def first_rows(loader: Any, layout: BatchLayout) -> int:
+    """Returns the samples of the first ready batch; 0 if there is none."""
+    with preserved_randomness(), generators_kept(loader):
+        batch = next(iter(loader), None)
+    return 0 if batch is None else layout.batch_size(batch)
 
 
 def sample_batches(

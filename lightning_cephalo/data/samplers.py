@@ -6,17 +6,16 @@ step t over all ranks are those of one device with the global batch size, in the
 
 from __future__ import annotations
 
-import math
 import warnings
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from itertools import chain, islice
+from itertools import chain, count, islice
 from typing import Any
 
 from torch.utils.data import Sampler
 
 from lightning_cephalo.data.containers import known_length
+from lightning_cephalo.data.dealing import Pass, check_sizes
 from lightning_cephalo.data.positions import Continue, Position, restore_states, states_of
 from lightning_cephalo.data.randomness import (
     SwappedRandomness,
@@ -50,7 +49,6 @@ class GlobalOrder(Sampler[Any]):
         # order, as a torch sampler does; DistributedSampler would repeat the last order.
         self.passes = 0
         self.epochs_ahead = 0
-        self.first_step = 0
         self._begun: tuple[int, int, list[Any]] | None = None
         self._resumed: tuple[Position, Continue] | None = None
         self._undoes_draws = False
@@ -82,8 +80,8 @@ class GlobalOrder(Sampler[Any]):
             if callable(set_epoch):
                 set_epoch(epoch)
 
-    def steps(self, size: int) -> Iterator[list[Any]]:
-        """Yields the order in lists of ``size`` items; the last may be shorter."""
+    def steps(self, size: int) -> Iterator[tuple[int, list[Any]]]:
+        """Yields the steps of a pass and their ``size`` items; the last may have fewer."""
         skipped = 0
         if self._resumed is not None:
             position, way = self._resumed
@@ -96,7 +94,6 @@ class GlobalOrder(Sampler[Any]):
                 restore_states(self.source, position.start)
             elif self._undoes_draws:
                 restore_states(self.source, position.now)
-        self.first_step = skipped
         self._begun = (self.epoch, self.passes, states_of(self.source))
         entropy = (self.seed, self.epoch, self.passes)
         self.passes += 1
@@ -109,12 +106,12 @@ class GlobalOrder(Sampler[Any]):
             items = iter(self.source)
             for _ in islice(items, skipped * size):
                 pass
-        while True:
+        for number in count(skipped):
             with randomness:
                 step = list(islice(items, size))
             if not step:
                 return
-            yield step
+            yield number, step
 
     def continue_at(self, position: Position, way: Continue, *, undoes_draws: bool = False) -> None:
         """Makes the next pass begin where another run has stopped."""
@@ -141,7 +138,7 @@ class GlobalOrder(Sampler[Any]):
         return Position(epoch, number, step, items, start, now)
 
     def __iter__(self) -> Iterator[Any]:
-        return chain.from_iterable(self.steps(1))
+        return chain.from_iterable(step for _, step in self.steps(1))
 
     def __len__(self) -> int:
         return len(self.source)  # type: ignore[arg-type]
@@ -161,7 +158,6 @@ class RankBatchSampler(Sampler[list[Any]]):
 
     Attributes:
         sampler: the `GlobalOrder`; Lightning calls its ``set_epoch``.
-        counts: this rank's samples in the steps of the pass so far, prefetched ones included.
         original: the user's loader that was rebuilt with this sampler, or None; not pickled.
     """
 
@@ -183,32 +179,11 @@ class RankBatchSampler(Sampler[list[Any]]):
         self.lists_per_step = lists_per_step
         self.every_rank = every_rank
         self._has_warned = False
-        self.counts = array("q")
         self.passes = 0
         self.original: object | None = None
-        # earlier sizes, each up to a step of a pass
-        self._before: list[tuple[tuple[int, float], tuple[int, ...]]] = []
-        self._batch_sizes: tuple[int, ...] = tuple(batch_sizes)
-        self.batch_sizes = tuple(batch_sizes)
-
-    @property
-    def batch_sizes(self) -> tuple[int, ...]:
-        """Samples per step of every rank. Settable; a running pass keeps its old sizes."""
-        return self._batch_sizes
-
-    @batch_sizes.setter
-    def batch_sizes(self, batch_sizes: Sequence[int]) -> None:
-        sizes = tuple(batch_sizes)
-        _check_sizes(sizes, self.rank, len(self._batch_sizes))
-        self._change(sizes, math.inf)
-
-    def _change(self, sizes: tuple[int, ...], from_step: float) -> None:
-        at = self.passes, from_step
-        # just before that step
-        old = next((old for end, old in self._before if end >= at), self._batch_sizes)
-        self._before = [each for each in self._before if (self.passes, 0) <= each[0] < at]
-        self._before.append((at, old))
-        self._batch_sizes = sizes
+        self._ranks, self._whole = len(batch_sizes), sum(batch_sizes)
+        check_sizes(tuple(batch_sizes), rank)
+        self._pass = Pass(tuple(batch_sizes))
 
     def change_batch_sizes(self, batch_sizes: Sequence[int], *, from_step: float) -> None:
         """Deals other sizes from a step of the latest pass on, and in all later passes.
@@ -217,47 +192,36 @@ class RankBatchSampler(Sampler[list[Any]]):
         before are proportions. Prefetched steps must come before ``from_step``.
         """
         sizes = tuple(batch_sizes)
-        if self.lists_per_step is None and sum(sizes) != sum(self._batch_sizes):
-            sizes = deal(sum(self._batch_sizes), sizes)
-        _check_sizes(sizes, self.rank, len(self._batch_sizes))
-        self._change(sizes, from_step)
+        if self.lists_per_step is None and sum(sizes) != self._whole:
+            sizes = deal(self._whole, sizes)
+        self._pass.change(sizes, from_step)
 
     def dealt_steps(self, trained: int, ahead: int) -> int | None:
         """Returns the dealt steps of the latest pass; None if not only training has iterated."""
-        dealt = self.sampler.first_step + len(self.counts)
+        dealt = self._pass.steps
         return dealt if not self.passes or trained <= dealt <= trained + ahead else None
-
-    def _sizes_at(self, number: int, step: int) -> tuple[int, ...]:
-        """Returns the sizes in a step of a pass."""
-        for (last_pass, from_step), old in self._before:
-            if number <= last_pass and step < from_step:
-                return old
-        return self._batch_sizes
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the order; Lightning calls it if this is a loader's ``sampler``."""
         self.sampler.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        whole = sum(self._batch_sizes)
-        # A new array: an unfinished iterator of another pass must not write into this one.
-        counts = self.counts = array("q")
+        # a new one: an unfinished iterator of another pass must not write into it
+        own = self._pass = Pass(self._pass.latest)
         self.passes += 1
-        number = self.passes
-        for step in self.sampler.steps(self._items_per_step(self._batch_sizes)):
-            sizes = self._sizes_at(number, self.sampler.first_step + len(counts))
+        for number, step in self.sampler.steps(self.items):
             if self.lists_per_step is None:
                 keys = step
-                if self.drop_last and len(keys) < whole:
+                if self.drop_last and len(keys) < self._whole:
                     return
             else:
                 keys = list(chain.from_iterable(step))
-            if self.every_rank and len(keys) < len(sizes):
+            if self.every_rank and len(keys) < self._ranks:
                 self._warn(len(keys))
                 return
-            dealt = deal(len(keys), sizes)
+            dealt = deal(len(keys), own.sizes_of(number))
+            own.steps = number + 1
             start = sum(dealt[: self.rank])
-            counts.append(dealt[self.rank])
             yield keys[start : start + dealt[self.rank]]
 
     def warn_of_samples_left_out(self) -> None:
@@ -265,8 +229,8 @@ class RankBatchSampler(Sampler[list[Any]]):
         if not self.every_rank or self.drop_last or self.lists_per_step is not None:
             return
         samples = known_length(self.sampler)
-        rest = 0 if samples is None else samples % sum(self._batch_sizes)
-        if 0 < rest < len(self._batch_sizes):
+        rest = 0 if samples is None else samples % self._whole
+        if 0 < rest < self._ranks:
             self._warn(rest)
 
     def _warn(self, samples: int) -> None:
@@ -274,23 +238,21 @@ class RankBatchSampler(Sampler[list[Any]]):
             return
         self._has_warned = True
         warnings.warn(
-            too_few_samples("The last step of an epoch", samples, len(self._batch_sizes)),
+            too_few_samples("The last step of an epoch", samples, self._ranks),
             stacklevel=2,
         )
 
     def __len__(self) -> int:
         items = len(self.sampler)
-        per_step = self._items_per_step(self._batch_sizes)
-        if self.lists_per_step is None and (
-            self.drop_last or (self.every_rank and items % per_step < len(self._batch_sizes))
-        ):
-            return items // per_step
-        return -(-items // per_step)
+        is_left_out = self.drop_last or (self.every_rank and items % self.items < self._ranks)
+        if self.lists_per_step is None and is_left_out:
+            return items // self.items
+        return -(-items // self.items)
 
     @property
     def items(self) -> int:
         """Samples of a global step over all ranks, or lists of a custom batch sampler."""
-        return self._items_per_step(self._batch_sizes)
+        return self.lists_per_step or self._whole
 
     def position(self, trained: int, *, cycles: bool, ahead: int) -> Position | None:
         """Returns where training stands in the latest pass; None if that is unknown.
@@ -304,21 +266,11 @@ class RankBatchSampler(Sampler[list[Any]]):
             if not length:
                 return None
             step = (trained - 1) % length + 1
-        drawn = self.sampler.first_step + len(self.counts)
+        drawn = self._pass.steps
         least = step if length is None else min(step, length)
         if self.sampler.has_begun and not least <= drawn <= step + ahead:
             return None
         return self.sampler.position(step, self.items)
 
-    def _items_per_step(self, sizes: tuple[int, ...]) -> int:
-        return sum(sizes) if self.lists_per_step is None else self.lists_per_step
-
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "original": None}
-
-
-def _check_sizes(sizes: tuple[int, ...], rank: int, ranks: int) -> None:
-    if not 0 <= rank < len(sizes) or len(sizes) != ranks:
-        raise ValueError(f"Expects one batch size per rank, but got {sizes}.")
-    if min(sizes) < 0 or sum(sizes) == 0:
-        raise ValueError(f"Expects batch sizes of 0 or more, not all 0, but got {sizes}.")

@@ -24,10 +24,13 @@ from lightning_cephalo.adapters.early_update import gradients_leave, late_by_job
 from lightning_cephalo.adapters.precision import loss_scaler
 from lightning_cephalo.adapters.user_module import step_on
 from lightning_cephalo.common.errors import UnsupportedError
-from lightning_cephalo.data import BatchLayout, agreed_seed, global_batch_size, learn_layout
-from lightning_cephalo.data.loaders import share_generator_states
-from lightning_cephalo.data.reading import is_stream, refuse_one_pass, yields_ready_batches
-from lightning_cephalo.data.streams import Start, start_of
+from lightning_cephalo.data import BatchLayout, global_batch_size, learn_layout
+from lightning_cephalo.data.reading import (
+    first_rows,
+    is_stream,
+    refuse_one_pass,
+    yields_ready_batches,
+)
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.features.manual_step import ManualSteps
 from lightning_cephalo.plan import InfeasibleError, Plan, PlanError, Problem, solve
@@ -116,17 +119,22 @@ class Job:
 
 
 def read_job(
-    trainer: Trainer, control: ControlGroup, options: Options, nodes: Sequence[int]
+    trainer: Trainer,
+    control: ControlGroup,
+    options: Options,
+    nodes: Sequence[int],
+    deals: bool,
 ) -> Job:
-    """Read the training to run; ``nodes`` is the node of every rank; collective.
+    """Read the training to run; collective.
+
+    ``nodes`` is the node of every rank. ``deals``: each rank reads the same batches, to be dealt.
 
     Raises:
         PlanError: If the plan, the batch size, or a memory cap does not fit the run.
         RemoteRankError: If any of this failed on another rank.
     """
     failure, world_size = None, control.world_size
-    seed = agreed_seed(control.broadcast)
-    starts: list[Start] = []
+    firsts: list[int] = []
     late = ""
     whole = False
     try:
@@ -148,20 +156,16 @@ def read_job(
     control.raise_if_any_failed(failure, doing)
     ready_samples = None
     if options.plan is None and any(_is_ready_stream(each) for each in loaders.flat):
-        for each in filter(_is_ready_stream, loaders.flat):
-            share_generator_states(each, control.broadcast)
-        starts = control.together(
-            "counting the samples of the first batch", partial(_starts, loaders, layouts, seed)
+        firsts = control.together(
+            "counting the samples of the first batch", partial(_first_rows, loaders, layouts)
         )
-    rows = control.gather((own, starts, late))
+    rows = control.gather((own, firsts, late))
     own_limits, everyones, lates = zip(*rows, strict=True)
-    if starts:
-        sizes = [
-            _samples_of_ready_batches([s.numbers for s in row])
-            for row in zip(*everyones, strict=True)
-        ]
-        ready_samples = min(start.rows for row in everyones for start in row)
-        own_size = sizes[0] if own_size is None else own_size
+    if firsts:
+        _refuse_ranks_without_batches(everyones)
+        ready_samples = min(min(counts) for counts in everyones)
+        counts = [counts[0] for counts in everyones]
+        own_size = own_size or (counts[0] if deals else sum(counts))
     plan, batch_size = control.together(
         "reading the plan", partial(_plan_and_batch_size, options, world_size, own_size)
     )
@@ -286,24 +290,20 @@ def _is_ready_stream(loader: Any) -> bool:
     return is_stream(loader) and yields_ready_batches(loader)
 
 
-def _starts(loaders: Loaders, layouts: Sequence[BatchLayout], seed: int) -> list[Start]:
-    """Return the starts of the streams of ready batches."""
+def _first_rows(loaders: Loaders, layouts: Sequence[BatchLayout]) -> list[int]:
+    """Return the samples of the first batches of the streams of ready batches."""
     pairs = zip(loaders.flat, layouts, strict=True)
-    return [start_of(each, layout, seed) for each, layout in pairs if _is_ready_stream(each)]
+    return [first_rows(each, layout) for each, layout in pairs if _is_ready_stream(each)]
 
 
-def _samples_of_ready_batches(starts: list[list[float]]) -> int:
-    """Return the rows of the first ready batch; of all ranks' if each reads a stream of its own."""
-    own = [int(rows) for _, rows in starts]
-    without = [rank for rank, rows in enumerate(own) if not rows]
+def _refuse_ranks_without_batches(everyones: Sequence[Sequence[int]]) -> None:
+    without = [rank for rank, counts in enumerate(everyones) if not all(counts)]
     if without:
-        where = "" if not any(own) else f" on the ranks {without}"
         raise PlanError(
-            f"The training dataloader yields no batch{where}, so that nothing can be measured or"
-            " planned. Check its data, let it yield the same batches on every rank, or give a plan"
-            " that leaves those ranks without samples."
+            f"The training dataloader yields no batch on the ranks {without}, so that nothing can"
+            " be measured or planned. Check its data, let it yield the same batches on every rank,"
+            " or give a plan that leaves those ranks without samples."
         )
-    return own[0] if Start.is_whole(starts) else sum(own)
 
 
 def _plan_and_batch_size(

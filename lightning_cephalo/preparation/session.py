@@ -39,18 +39,18 @@ from lightning_cephalo.common.quantities import format_mib
 from lightning_cephalo.common.texts import printable
 from lightning_cephalo.data import (
     BatchLayout,
+    Dealing,
     agreed_seed,
     deal,
-    rebuild_eval_loader,
-    rebuild_train_loader,
+    dealt_loader,
 )
 from lightning_cephalo.data.cutting import (
     BatchCutter,
     EmptyPredictions,
     shown,
 )
-from lightning_cephalo.data.lockstep import lock_step
 from lightning_cephalo.data.reading import original_of
+from lightning_cephalo.data.streams import own_part
 from lightning_cephalo.execution.memory_errors import is_out_of_memory
 from lightning_cephalo.execution.offload import HostArena
 from lightning_cephalo.execution.sharded_model import Dtypes, ShardedModel
@@ -556,48 +556,38 @@ class Session:
         *,
         training: bool,
         epoch: int,
+        is_divided: bool = False,
         seed: int | None = None,
         before_reading: Callable[[], None] = lambda: None,
     ) -> Any:
         """Return a loader that yields this rank's share of each global batch; collective.
 
-        Evaluation is dealt evenly. ``seed`` None: that which ranks agree on. ``before_reading``
-        is called before ranks agree on a batch of a stream; it may communicate.
+        Evaluation is dealt evenly. ``is_divided``: the user deals, and ranks only end together.
+        ``seed`` None: that which ranks agree on. ``before_reading`` is called before ranks agree
+        on a batch of a stream; it may communicate.
         """
-        agreed = agreed_seed(self.control.broadcast)
-        common: dict[str, Any] = {
-            "rank": self.control.rank,
-            "seed": agreed if seed is None else seed,
-            "broadcast": self.control.broadcast,
-            "all_have_next": _behind(before_reading, self.control.all),
-            "gather": _behind(before_reading, self.control.gather),
-            "epoch": epoch,
-        }
+        ranks = self.control.world_size
+        if ranks == 1 and (is_divided or not training):
+            return original_of(loader)
         options = self.job.options
-        if not training:
-            if self.control.world_size == 1:
-                return original_of(loader)
-            layout = BatchLayout(splitter=options.split_batch)  # for ready batches only
-            return rebuild_eval_loader(
-                loader, world_size=self.control.world_size, layout=layout, **common
-            )
-        # Lightning passes all training dataloaders each time, in the order of their tree
-        layout = next(self._layouts, BatchLayout(splitter=options.split_batch))
-        plan = self.dealt_plan
-        return rebuild_train_loader(
-            loader,
-            batch_sizes=[rank.batch_size for rank in plan.ranks],
-            global_batch_size=options.global_batch_size,
+        agreed = agreed_seed(self.control.broadcast)
+        layout = BatchLayout(splitter=options.split_batch)
+        if training:
+            # Lightning passes all training dataloaders each time, in the order of their tree
+            layout = next(self._layouts, layout)
+        dealing = Dealing(
+            self.control.rank,
+            tuple(rank.batch_size for rank in self.dealt_plan.ranks) if training else (1,) * ranks,
+            agreed if seed is None else seed,
+            self.control.broadcast,
+            _behind(before_reading, self.control.gather),
+            epoch=epoch,
+            trains=training,
+            every_rank=training and self.manual is not None,
+            global_batch_size=options.global_batch_size if training else None,
             layout=layout,
-            every_rank=self.manual is not None,
-            **common,
         )
-
-    def in_step(self, loader: Any, before_reading: Callable[[], None]) -> Any:
-        """Return a loader that the user deals, so that its ranks end together; collective."""
-        if self.control.world_size == 1:
-            return loader
-        return lock_step(loader, all_have_next=_behind(before_reading, self.control.all))
+        return (own_part if is_divided else dealt_loader)(loader, dealing)
 
     # -- the whole model ----------------------------------------------------------------------
 

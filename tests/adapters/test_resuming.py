@@ -7,19 +7,12 @@ import pytest
 from torch.utils.data import DataLoader
 
 from lightning_cephalo.adapters.resuming import KEY, Resumption
-from lightning_cephalo.data import rebuild_train_loader
+from lightning_cephalo.data import Dealing, dealt_loader
 
 
 def _loader(size=4):
-    return rebuild_train_loader(
-        DataLoader(range(20), batch_size=size),
-        rank=0,
-        batch_sizes=[size],
-        seed=1,
-        broadcast=lambda value: value,
-        all_have_next=lambda value: value,
-        gather=lambda numbers: [numbers],
-    )
+    dealing = Dealing(0, (size,), 1, lambda value: value, lambda numbers: [numbers])
+    return dealt_loader(DataLoader(range(20), batch_size=size), dealing)
 
 
 def _trainer(trained=3, accumulates=1):

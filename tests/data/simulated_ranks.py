@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_cephalo.data import rebuild_eval_loader, rebuild_train_loader
+from lightning_cephalo.data import Dealing, dealt_loader
 from lightning_cephalo.data.batch_layout import NoSamples
 
 
@@ -32,14 +32,15 @@ def same(value: Any) -> Any:
     return value
 
 
-def alone(value: bool) -> bool:
-    """ControlGroup of one rank."""
-    return value
-
-
 def gathered_alone(numbers: list[float]) -> list[list[float]]:
     """ControlGroup.gather of one rank."""
     return [numbers]
+
+
+def dealt(loader, sizes, rank=0, **options):
+    """A loader that is dealt to a rank, whose collectives return what it gives."""
+    common = {"seed": 0, "broadcast": same, "gather": gathered_alone, **options}
+    return dealt_loader(loader, Dealing(rank, tuple(sizes), **common))
 
 
 def rebuilt_for_ranks(make_loader, batch_sizes, *, seed=7, evaluate=False, **options):
@@ -54,20 +55,8 @@ def rebuilt_for_ranks(make_loader, batch_sizes, *, seed=7, evaluate=False, **opt
     for rank in range(len(batch_sizes)):
         # what training has drawn from the global generators differs between ranks
         torch.rand(rank * 3 + 1)
-        common = {
-            "rank": rank,
-            "seed": seed,
-            "broadcast": broadcast,
-            "all_have_next": alone,
-            "gather": gathered_alone,
-            **options,
-        }
-        if evaluate:
-            loaders.append(
-                rebuild_eval_loader(make_loader(), world_size=len(batch_sizes), **common)
-            )
-        else:
-            loaders.append(rebuild_train_loader(make_loader(), batch_sizes=batch_sizes, **common))
+        common = {"seed": seed, "broadcast": broadcast, "trains": not evaluate, **options}
+        loaders.append(dealt(make_loader(), batch_sizes, rank, **common))
     return loaders
 
 
@@ -107,7 +96,6 @@ class ThreadGroup:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self.votes = [True] * world_size
         self.numbers: list[list[float]] = [[]] * world_size
         self.barrier = threading.Barrier(world_size, timeout=100)
         self.turn = threading.Lock()
@@ -118,16 +106,6 @@ class ThreadGroup:
             self.barrier.wait()
         finally:
             self.turn.acquire()
-
-    def all_have_next(self, rank: int):
-        def agree(value: bool) -> bool:
-            self.votes[rank] = value
-            self._wait()
-            agreed = all(self.votes)
-            self._wait()
-            return agreed
-
-        return agree
 
     def gather(self, rank: int):
         def gathered(numbers: list[float]) -> list[list[float]]:

@@ -11,8 +11,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.data import _update_dataloader
 from simulated_ranks import (
     Numbers,
-    alone,
-    gathered_alone,
+    dealt,
     joined,
     rebuilt_for_ranks,
     same,
@@ -38,8 +37,6 @@ from lightning_cephalo.data import (
     loader_batch_size,
     original_of,
     rank_batch_sampler,
-    rebuild_eval_loader,
-    rebuild_train_loader,
     sample_batches,
 )
 
@@ -111,14 +108,6 @@ def test_evaluation_sees_every_sample_once_evenly_and_in_order(world_size, lengt
         assert max(map(len, step)) - min(map(len, step)) <= 1
 
 
-def test_evaluation_can_be_dealt_by_shares():
-    loaders = rebuilt_for_ranks(
-        lambda: DataLoader(Numbers(10), batch_size=4), (1, 1), evaluate=True, shares=(3, 1)
-    )
-
-    assert steps_of(loaders) == [[[0, 1, 2, 3, 4, 5], [6, 7]], [[8], [9]]]
-
-
 def test_evaluation_of_a_custom_batch_sampler():
     lists = [[0, 1, 2], [3], [4, 5], [6, 7, 8, 9], [10]]
     loaders = rebuilt_for_ranks(
@@ -179,13 +168,9 @@ def test_datasets_that_index_by_lists_are_dealt_lists(drop_last):
 
 def test_ready_batches_of_a_map_style_dataset_are_refused_with_the_remedy():
     loader = DataLoader(Numbers(4), batch_size=None)
-    options = {"rank": 0, "seed": 0, "broadcast": same, "all_have_next": alone}
-    options["gather"] = gathered_alone
-
-    with pytest.raises(ValueError, match=r"DataLoader\(batch_size=\.\.\.\)"):
-        rebuild_train_loader(loader, batch_sizes=(2,), **options)
-    with pytest.raises(ValueError, match=r"sampler=BatchSampler"):
-        rebuild_eval_loader(loader, world_size=1, **options)
+    for trains in (True, False):
+        with pytest.raises(ValueError, match=r"batch_size=\.\.\.\).*sampler=BatchSampler"):
+            dealt(loader, (2,), trains=trains)
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -223,17 +208,7 @@ def test_a_rebuilt_loader_is_traced_back_to_the_users():
     user = DataLoader(Numbers(12), batch_size=2)
     combined = CombinedLoader([user])
     for plan in ((3, 1), (2, 2)):
-        combined.flattened = [
-            rebuild_train_loader(
-                combined.flattened[0],
-                rank=0,
-                batch_sizes=plan,
-                seed=0,
-                broadcast=same,
-                all_have_next=alone,
-                gather=gathered_alone,
-            )
-        ]
+        combined.flattened = [dealt(combined.flattened[0], plan)]
         assert original_of(combined.flattened[0]) is user
         assert [len(batch) for batch in combined.flattened[0]] == [plan[0]] * 3
 

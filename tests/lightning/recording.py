@@ -169,14 +169,14 @@ def run(
     return records(module.folder)
 
 
-def messages(plan: str, module: Recorder) -> list[str]:
+def messages(plan: str, module: Recorder, **options: Any) -> list[str]:
     """What each rank raises in ``Trainer.fit``."""
-    return in_ranks(len(PLANS[plan].ranks), _message, plan, module)
+    return in_ranks(len(PLANS[plan].ranks), _message, plan, module, options)
 
 
-def _message(plan: str, module: Recorder) -> str:
+def _message(plan: str, module: Recorder, options: dict[str, Any]) -> str:
     try:
-        _on_rank("fit", plan, module, (), None, {})
+        _on_rank("fit", plan, module, (), None, options)
     except Exception as error:
         return str(error)
     raise AssertionError("it trained")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import warnings
 from dataclasses import replace
 from itertools import chain, groupby, islice
 from typing import Any
@@ -343,9 +342,8 @@ def _asked(kind: str):
     if kind == "divided":
         data = DataLoader(Divided(data.dataset), 4)
     model = Gathers() if kind == "map" else Net()
-    run = Trainer(
-        strategy=strategy, devices=2, accelerator="cpu", callbacks=[asks], max_steps=4, **QUIET
-    )
+    given = {"devices": 2, "accelerator": "cpu", "use_distributed_sampler": kind != "divided"}
+    run = Trainer(strategy=strategy, callbacks=[asks], max_steps=4, **given, **QUIET)
     run.fit(model, data, loader(8))
     return asks.said, run.strategy.plan, model.losses
 
@@ -353,9 +351,7 @@ def _asked(kind: str):
 def _asked_all():
     with pytest.raises(RuntimeError, match="works only while fit"):
         CephaloStrategy().change_plan(A)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*divides itself between ranks.*")
-        return {kind: _asked(kind) for kind in ("map", "kept workers", "divided")}
+    return {kind: _asked(kind) for kind in ("map", "kept workers", "divided")}
 
 
 def test_a_plan_that_cannot_be_followed_is_refused_on_every_rank_and_the_old_one_stays():

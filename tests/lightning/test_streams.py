@@ -14,21 +14,21 @@ import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.utilities import CombinedLoader
-from plans import QUIET, plan_of
+from plans import QUIET
 from recording import (
     Recorder,
     assert_same_weights,
     batch_size,
     joined,
     make_trainer,
-    records,
     run,
     samples,
 )
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from warm_ranks import in_ranks
 
-from lightning_cephalo import CephaloStrategy, Plan
+from lightning_cephalo import CephaloStrategy
+from lightning_cephalo.common.errors import UnsupportedError
 
 
 class Lines(IterableDataset[Any]):
@@ -132,33 +132,30 @@ def test_a_shuffle_without_a_seed_is_the_same_on_all_ranks(tmp_path: Path) -> No
         os.environ.pop("PL_GLOBAL_SEED", None)
 
 
-def divided(plan: Plan, module: Recorder) -> Any:
-    trainer = make_trainer(plan, {"start_method": "popen", "global_batch_size": 8})
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        trainer.fit(module, DataLoader(ByRank(), batch_size=4))
-    said = [str(one.message) for one in found if "training stream" in str(one.message)]
-    return said, module.state_dict()
+def refused(folder: Path, plan: str) -> str:
+    with pytest.raises(UnsupportedError) as raised:
+        make_trainer(plan, {"start_method": "popen"}).fit(
+            Recorder(folder), DataLoader(ByRank(), batch_size=4)
+        )
+    return str(raised.value)
 
 
-@pytest.mark.parametrize("sizes", [((3, 3), (2,)), ((4, 4), ())])
-def test_a_stream_that_divides_itself_is_trained_to_its_end_with_one_warning(
-    sizes: Any, tmp_path: Path
+def test_a_stream_that_divides_itself_is_trained_to_its_end_where_the_user_says_so(
+    tmp_path: Path,
 ) -> None:
-    plan = plan_of((sizes[0], 0.5), (sizes[1], 0.5))
-    together = Recorder(tmp_path)
-    (said, weights), (nothing, _) = in_ranks(2, divided, plan, together)
-    assert len(said) == 1 and not nothing
-    assert "ByRank begins with other samples" in said[0]
-    assert ("The parts of the ranks [1] are lost" in said[0]) == (not sizes[1])
-    steps = joined(records(tmp_path))
+    for message in in_ranks(2, refused, tmp_path, "3:1"):
+        assert "Step 0 of the stream ByRank has other samples on some ranks" in message
+        assert "Trainer(use_distributed_sampler=False)" in message
+
+    together, alone = Recorder(tmp_path), Recorder(tmp_path)
+    data = DataLoader(ByRank(), batch_size=4)
+    steps = joined(run("fit", "3:1", together, data, use_distributed_sampler=False))
     evens, odds = list(range(0, 22, 2)), list(range(1, 22, 2))
-    assert sorted(chain(*steps)) == sorted(evens + odds if sizes[1] else evens)
+    assert steps[0] == [*evens[:6], *odds[:2]]
+    assert sorted(chain(*steps)) == sorted(evens + odds)
 
     # one device that takes the same steps has the same weights: small steps count their samples
-    alone = Recorder(tmp_path)
     run("fit", None, alone, DataLoader(samples(22), batch_sampler=steps))
-    together.load_state_dict(weights)
     assert_same_weights(together, alone)
 
 
@@ -260,14 +257,16 @@ class MeasuredSealed(Measured):
         self.log("val", self.per_sample(batch).mean(), sync_dist=True, batch_size=known)
 
 
-def fit(ranks: int, folder: Path, data: Any, *validated: Any, **options: Any) -> Any:
+def fit(
+    ranks: int, folder: Path, data: Any, *validated: Any, is_divided: bool = False, **options: Any
+) -> Any:
     module, strategy = MeasuredSealed(folder), "auto"
     if ranks > 1:
         fast: Any = {"verbose": False, "profile_budget_s": 0.5, "remeasure": True}
         strategy = CephaloStrategy(**fast, **options)
-    trainer = Trainer(strategy=strategy, accelerator="cpu", devices=ranks, **QUIET)
+    given = {"accelerator": "cpu", "devices": ranks, "use_distributed_sampler": not is_divided}
+    trainer = Trainer(strategy=strategy, **given, **QUIET)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The training stream BatchesByRank")
         warnings.filterwarnings("ignore", "You defined a `validation_step` but")
         trainer.fit(module, data, *validated)
     batch = getattr(getattr(trainer.strategy, "plan", None), "global_batch_size", None)
@@ -278,7 +277,7 @@ def fit_all(ranks: int, folder: Path) -> Any:
     # the rows of the first batch are the global batch
     found = [fit(ranks, folder, ReadyBatches())]
     found.append(fit(ranks, folder, SealedBatches(), SealedBatches(7), split_batch=Sealed.split))
-    return [*found, fit(ranks, folder, BatchesByRank())]
+    return [*found, fit(ranks, folder, BatchesByRank(), is_divided=True)]
 
 
 def test_ready_batches_are_measured_planned_and_evaluated(tmp_path: Path) -> None:
