@@ -519,8 +519,7 @@ def _ends_of(units: Sequence[Unit]) -> Ends:
 def _gather(executor: Executor, instruction: Instruction) -> None:
     unit = executor.units[instruction.unit]
     if unit.state is UnitState.SHARDED:
-        executor.failure.with_memory(unit.start_gather)
-        executor.link.issued(unit.works[0])
+        executor.link.issued(executor.failure.with_memory(unit.start_gather))
 
 
 def _arm(executor: Executor, instruction: Instruction) -> None:
@@ -567,8 +566,8 @@ def _reduce(executor: Executor, instruction: Instruction) -> None:
     in_place = instruction.unit in step.program.updated_in_backward
     step.used[instruction.unit] = unit.used()
     executor.await_reduce(unit)
-    executor.failure.with_memory(partial(unit.start_reduce, step.gradient_scale, in_place=in_place))
-    executor.link.issued(unit.works[1])
+    start = partial(unit.start_reduce, step.gradient_scale, in_place=in_place)
+    executor.link.issued(executor.failure.with_memory(start))
 
 
 def _free(executor: Executor, instruction: Instruction) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_cephalo.accelerator.torch_versions import leave_checkpoints
 from lightning_cephalo.common.errors import RemoteRankError
@@ -20,6 +20,8 @@ from lightning_cephalo.execution.memory_errors import (
 )
 from lightning_cephalo.execution.microbatch import Microbatch
 from lightning_cephalo.plan.program import NONE, OPERATIONS, ROOT, Instruction
+
+_Result = TypeVar("_Result")
 
 
 class Failure:
@@ -56,13 +58,13 @@ class Failure:
         if is_out_of_memory(failure):
             self.error = self.out_of_memory(failure)
 
-    def with_memory(self, function: Callable[[], None]) -> None:
+    def with_memory(self, function: Callable[[], _Result]) -> _Result:
         """Start this rank's part of a collective, which allocates before it communicates.
 
         A rank that lacks the memory drops its microbatches and tries again: others wait for it.
         """
         try:
-            function()
+            return function()
         except Exception as failure:
             if not is_out_of_memory(failure):
                 raise
@@ -72,7 +74,7 @@ class Failure:
             self.error = self.error or error
             self.abandon()
             try:
-                function()
+                return function()
             except Exception as again:
                 raise (error if is_out_of_memory(again) else again) from failure
 

@@ -132,7 +132,7 @@ class LateGradients(Guard):
         self._units = units[1:]
 
     def step_ends(self, step: Step) -> Found:
-        late = [unit.name for unit in self._units if unit.take_late()]
+        late = [unit.name for unit in self._units if unit.has_landed]
         return [Finding(used_outside(late))] if late else []
 
 

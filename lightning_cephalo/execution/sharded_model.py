@@ -353,8 +353,8 @@ class ShardedModel:
     def release_buffers(self) -> None:
         """Free gathered parameters and all pooled memory, to make room for full parameters."""
         self.executor.reshard()
-        for unit in self.units:
-            unit.release()
+        for flat in self.flats:
+            flat.gathered.release()
         for pool in self.buffer_pools:
             pool.release()
         if self.stage is not None:

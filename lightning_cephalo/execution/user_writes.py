@@ -29,13 +29,14 @@ class UserWrites:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Refuse all use of sharded parameters in a ``with`` block; copies can be used."""
-        for unit in self._units:
-            unit.lock()
+        guards = [flat.guard for unit in self._units for flat in unit.flats]
+        for guard in guards:
+            guard.close()
         try:
             yield
         finally:
-            for unit in self._units:
-                unit.unlock()
+            for guard in guards:
+                guard.open()
 
     def check(self, doing: str) -> None:
         """Raise if code has written to parameters since the last check."""

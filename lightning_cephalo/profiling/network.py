@@ -211,7 +211,7 @@ def _forward(units: Sequence[Unit]) -> None:
     for unit, following in itertools.zip_longest(units, units[1:]):
         if following is not None:
             following.start_gather()
-        unit.finish_gather()
+        unit.wait_gather()
         if following is not None:
             unit.free()
 
@@ -223,7 +223,7 @@ def _backward(units: Sequence[Unit]) -> None:
         if following is not None:
             following.start_gather()
         unit.arm()
-        unit.finish_gather()
+        unit.wait_gather()
         if before is not None:
             before.wait_reduce()
             before.drop_gradients()

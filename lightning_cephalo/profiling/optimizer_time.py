@@ -114,12 +114,18 @@ def _with_gradients(model: ShardedModel, flats: Sequence[Flat]) -> Sequence[Flat
     count = 0
     with contextlib.suppress(torch.OutOfMemoryError):
         for flat in flats:
-            flat.gradient.hold(flat.cut)
+            _give_gradients(flat)
             count += 1
     common = min(int(each) for (each,) in model.control.gather([float(count)]))
     for flat in flats[common:]:
         flat.gradient.forget()
     return flats[:common]
+
+
+def _give_gradients(flat: Flat) -> None:
+    for parameter in flat.sharded:
+        if parameter.requires_grad:
+            parameter.grad = torch.ones_like(parameter)
 
 
 def _adamw_time(

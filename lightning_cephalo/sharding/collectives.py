@@ -90,7 +90,8 @@ def reduce_slices(
         memory = full.new_empty(way.route.received_numel(sizes, rank))
         parts = slices or full.split(list(sizes))
         works, total_of = way.route.reduce(parts, memory, group, dtype)
-        return Pending(works, (lambda: deliver(total_of())) if own else None, (full,))
+        finish = (lambda: deliver(total_of())) if own else None
+        return Pending(works, finish, (full,), memory.nbytes)
     if backend_of(group).runs_on_device:
         slots = None if way.padding is None else way.padding.slots(full, sizes, has_sum=True)
         if slots is not None:
@@ -109,7 +110,7 @@ def reduce_slices(
         else:
             parts = list(full.split(list(sizes)))
             work = dist.reduce_scatter(total, parts, group=group, async_op=True)
-        return Pending([work], lambda: deliver(total), (full, total))
+        return Pending([work], lambda: deliver(total), (full, total), total.nbytes)
 
     assert way.stage is not None
     return way.stage.reduce(full, sizes, group, dtype, deliver, way.route)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 
+from lightning_cephalo.sharding.buffers import Buffer
 from lightning_cephalo.sharding.context import ShardingContext
 from lightning_cephalo.sharding.layout import FlatLayout
 from lightning_cephalo.sharding.placement import Copies, Rows, as_dtensor, row_spec
@@ -24,6 +26,9 @@ class Contents:
     shapes: tuple[tuple[int, ...], ...]
     original_dtype: torch.dtype
     context: ShardingContext
+    _memory_in: WeakKeyDictionary[Buffer, Memory] = field(
+        default_factory=WeakKeyDictionary, repr=False, compare=False
+    )
 
     @cached_property
     def numels(self) -> tuple[int, ...]:
@@ -74,6 +79,12 @@ class Contents:
         parts = zip(memory.split(self.numels), self.shapes, strict=True)
         return [part.view(shape) for part, shape in parts]
 
+    def memory_in(self, buffer: Buffer, dtype: torch.dtype) -> Memory:
+        """Return a buffer's memory of all parameters; each pool is for one dtype."""
+        if buffer not in self._memory_in:
+            self._memory_in[buffer] = Memory(self, buffer.view(self.numel, dtype))
+        return self._memory_in[buffer]
+
 
 class Cut:
     """How the ranks cut a flat; without a layout, each of them holds all of it.
@@ -116,22 +127,24 @@ class Cut:
 class Memory:
     """Views of a piece of memory that holds a flat, made once for all steps."""
 
-    def __init__(self, whole: Tensor, parameters: list[Tensor]) -> None:
-        self.whole, self.parameters = whole, parameters
+    def __init__(self, contents: Contents, whole: Tensor) -> None:
+        # `.data` gives each view a version counter of its own, which rises only when it is written:
+        # this finds unused parameters without a hook
+        self.whole, self.parameters = whole, [part.data for part in contents.views(whole)]
         self._slices: Slices | None = None
 
     def slices(self, cut: Cut) -> Slices:
         """Return its views by a cut."""
         if self._slices is None or self._slices.cut is not cut:
-            self._slices = Slices(cut, self.whole.data)
+            self._slices = Slices(cut, self.whole)
         return self._slices
 
 
 class Slices:
-    """Views of a piece of memory by a cut; writes to them raise no version of parameters."""
+    """Views of a piece of memory by a cut."""
 
     def __init__(self, cut: Cut, whole: Tensor) -> None:
-        self.cut, self.whole, self.own = cut, whole, whole[cut.own]
+        self.cut, self.own = cut, whole[cut.own]
         self.of_ranks = () if cut.layout is None else whole.split(list(cut.sizes))
 
     @cached_property

@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -133,12 +133,6 @@ class Flat:
         flags = self.guard.written()
         self.gathered.raise_versions(flags)
         return flags
-
-    def updated(self, parameters: Container[int]) -> None:
-        """Refuse retained graphs: an optimizer may have changed these (ids of sharded ones)."""
-        self.gathered.raise_versions(
-            [id(sharded) in parameters and sharded.grad is not None for sharded in self.sharded]
-        )
 
 
 def divide_flat(shapes: Sequence[tuple[int, ...]], divider: Divider) -> FlatLayout | None:

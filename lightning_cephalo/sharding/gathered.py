@@ -16,8 +16,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from enum import Enum
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,21 +54,19 @@ class Gathered:
         self._contents, self._sharded = contents, sharded
         device = contents.context.device
         full = torch.empty(contents.numel, dtype=contents.dtype, device=device)
+        self._own = self._memory = Memory(contents, full)
         self.parameters: list[nn.Parameter] = []
-        for view, like, name in zip(contents.views(full), sharded, contents.names, strict=True):
-            # `.data` gives it a version of its own, which rises only when code writes to it
-            parameter = GatheredParameter(view.data, requires_grad=like.requires_grad)
+        for view, like, name in zip(self._own.parameters, sharded, contents.names, strict=True):
+            parameter = GatheredParameter(view, requires_grad=like.requires_grad)
             parameter.__dict__.update(vars(like))
             parameter.full_name, parameter.lock = name, lock
             self.parameters.append(parameter)
-        self._own = self._memory = Memory(full, [parameter.data for parameter in self.parameters])
         self._storage = full.untyped_storage()
         self._storage.resize_(0)
         other = torch.float64 if contents.dtype != torch.float64 else torch.float32
         self._of_other_dtype = torch.empty(0, dtype=other, device=device)
         self.residence = Residence.OWN
         self._buffer: Buffer | None = None
-        self._memory_in: WeakKeyDictionary[Buffer, Memory] = WeakKeyDictionary()
         self._shift = 0
         self._read_versions = self.versions
         self._shown_flags = [parameter.requires_grad for parameter in self.parameters]
@@ -86,45 +85,31 @@ class Gathered:
 
     def gather(self, shard: Tensor, cut: Cut) -> Pending:
         """Allocate or borrow memory, and begin to fill it with the slices of all ranks."""
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
-                return self.gather(shard, cut)
-        # private: each unit comes here twice a step, and a context manager takes ten times as long
-        records = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-        try:
-            return self._gather(shard, cut)
-        finally:
-            torch._C._set_grad_enabled(records)
-
-    def _gather(self, shard: Tensor, cut: Cut) -> Pending:
         context = self._contents.context
-        if self._buffer is None and self._storage.nbytes() == 0:
-            self._find_memory()
-        self._shift_versions(0)
-        # saved tensors of a retained graph point into `full`; refilling it with equal values is
-        # sound
-        slices = self._memory.slices(cut)
-        slices.own.copy_(shard)
-        for parameter, sharded in zip(self.parameters, self._sharded, strict=True):
-            if parameter.requires_grad != sharded.requires_grad:
-                parameter.requires_grad_(sharded.requires_grad)
-        if cut.layout is None or context.world_size == 1:
-            return Pending()
-        group, way = context.gather_group, context.way()
-        return gather_slices(slices.whole, cut.sizes, group, way, slices.of_ranks)
+        # what is made in inference mode could not be used outside of it
+        is_inference = torch.is_inference_mode_enabled()
+        with torch.inference_mode(False) if is_inference else nullcontext():
+            if self._buffer is None and self._storage.nbytes() == 0:
+                self._find_memory()
+            self._shift_versions(0)
+            # saved tensors of a retained graph point into `full`; refilling it with equal values
+            # is sound
+            slices = self._memory.slices(cut)
+            slices.own.copy_(shard)
+            self.show_flags([sharded.requires_grad for sharded in self._sharded])
+            if cut.layout is None or context.world_size == 1:
+                return Pending()
+            group, way, full = context.gather_group, context.way(), self._memory.whole
+            return gather_slices(full, cut.sizes, group, way, slices.of_ranks)
 
     def _find_memory(self) -> None:
         contents = self._contents
         if self.residence is not Residence.POOLED or not contents.numel:
             self._storage.resize_(contents.full_bytes)
             return
-        buffer = contents.context.buffers.take(contents.full_bytes, contents.context.device)
-        self._buffer, memory = buffer, self._memory_in.get(buffer)
-        if memory is None:
-            whole = buffer.view(contents.numel, contents.dtype)
-            memory = self._memory_in[buffer] = Memory(whole, contents.views(whole))
-        self._point_to(memory)
+        pool, device = contents.context.buffers, contents.context.device
+        self._buffer = pool.take(contents.full_bytes, device)
+        self._point_to(contents.memory_in(self._buffer, contents.dtype))
 
     def _point_to(self, memory: Memory) -> None:
         self._memory = memory
@@ -197,10 +182,6 @@ class Gathered:
 
     # -- flags --------------------------------------------------------------------------------
 
-    def note_flags(self) -> None:
-        """Remember which parameters need gradients, before code that may change it."""
-        self._shown_flags = [parameter.requires_grad for parameter in self.parameters]
-
     def show_flags(self, flags: Sequence[bool]) -> None:
         """Set which parameters need gradients, without a change of the sharded ones."""
         for parameter, flag in zip(self.parameters, flags, strict=True):
@@ -210,10 +191,17 @@ class Gathered:
 
     def adopt_flags(self) -> None:
         """Pass on to the shards which gathered parameters need gradients, or the other way."""
-        pairs = zip(self.parameters, self._sharded, self._shown_flags, strict=True)
-        for parameter, sharded, shown in pairs:
-            if parameter.requires_grad != shown:
-                sharded.requires_grad_(parameter.requires_grad)
-            elif sharded.requires_grad != shown:
-                parameter.requires_grad_(sharded.requires_grad)
-        self.note_flags()
+        before = self._shown_flags
+        self._shown_flags = passed_on("requires_grad", self.parameters, self._sharded, before)
+
+
+def passed_on(
+    attribute: str, gathered: Sequence[Tensor], sharded: Sequence[Tensor], shown: Sequence[Any]
+) -> list[Any]:
+    """Pass on what code has assigned to an attribute of two lists, and return what they have."""
+    for parameter, own, before in zip(gathered, sharded, shown, strict=True):
+        if getattr(parameter, attribute) is not before:
+            setattr(own, attribute, getattr(parameter, attribute))
+        elif getattr(own, attribute) is not before:
+            setattr(parameter, attribute, getattr(own, attribute))
+    return [getattr(own, attribute) for own in sharded]

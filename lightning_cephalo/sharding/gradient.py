@@ -11,18 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_cephalo.accelerator.backends import backend_of
 from lightning_cephalo.sharding.buffers import Buffer
 from lightning_cephalo.sharding.collectives import all_reduce, reduce_slices
 from lightning_cephalo.sharding.contents import Contents, Cut, Memory
+from lightning_cephalo.sharding.gathered import passed_on
 from lightning_cephalo.sharding.placement import as_dtensor, local_part
-from lightning_cephalo.sharding.routes import STRAIGHT
 from lightning_cephalo.sharding.same_values import cut_gradients
 from lightning_cephalo.sharding.spent_gradients import spent
 from lightning_cephalo.sharding.transfers import Pending
@@ -60,7 +58,6 @@ class Gradient:
         self._contents, self._parameters, self._sharded = contents, parameters, sharded
         self.armed: Armed | None = None
         self.reduced = Reduced()
-        self._memory_in: WeakKeyDictionary[Buffer, Memory] = WeakKeyDictionary()
         self._spent: dict[int, DTensor] = {}
         # what gathered parameters show between a forward and its backward, and had before
         self._shown: list[Tensor | None] | None = None
@@ -77,13 +74,7 @@ class Gradient:
             buffer = context.gradient_buffers.take(contents.master_bytes, context.device)
         else:
             buffer = self.armed.buffer
-        memory = self._memory_in.get(buffer)
-        if memory is None:
-            whole = buffer.view(contents.numel, contents.master_dtype)
-            # `.data` gives each view a version counter of its own, which rises only when a
-            # gradient lands: this finds unused parameters without a hook
-            memory = Memory(whole, [part.data for part in contents.views(whole)])
-            self._memory_in[buffer] = memory
+        memory = contents.memory_in(buffer, contents.master_dtype)
         memory.whole.zero_()
         self.armed = Armed(buffer, memory, [view._version for view in memory.parameters])
         for parameter, view in zip(self._parameters, memory.parameters, strict=True):
@@ -104,13 +95,6 @@ class Gradient:
                 return True
         return False
 
-    def forget_landed(self) -> None:
-        """Drop gradients that have come to parameters that are not armed."""
-        if self.armed is None:
-            self._shown = None
-            for parameter in self._parameters:
-                parameter.grad = None
-
     def used(self) -> list[bool]:
         """Per parameter, whether a gradient has landed on this rank since :meth:`arm`."""
         assert self.armed is not None
@@ -122,10 +106,11 @@ class Gradient:
 
         Gradients that have come behind the reduce stay, until they are refused.
         """
-        if self.armed is None:
-            self.forget_landed()
-            return
         armed, self.armed, self._shown = self.armed, None, None
+        if armed is None:
+            for parameter in self._parameters:
+                parameter.grad = None
+            return
         for parameter, view in zip(self._parameters, armed.memory.parameters, strict=True):
             if parameter.grad is view:
                 parameter.grad = None
@@ -174,15 +159,12 @@ class Gradient:
             pending.finish = lambda: deliver(full)
             return pending
         is_sent = contents.sent_dtype == contents.master_dtype
-        return reduce_slices(
-            full if is_sent else full.to(contents.sent_dtype),
-            cut.sizes,
-            context.reduce_group,
-            deliver,
-            shard.dtype,
-            context.way(cut.route),
-            slices.of_ranks if is_sent else None,
-        )
+        sent = full if is_sent else full.to(contents.sent_dtype)
+        group, way = context.reduce_group, context.way(cut.route)
+        parts = slices.of_ranks if is_sent else None
+        pending = reduce_slices(sent, cut.sizes, group, deliver, shard.dtype, way, parts)
+        pending.nbytes += 0 if is_sent else sent.nbytes
+        return pending
 
     def _keep_only_held(self) -> None:
         cut_gradients(self._sharded)
@@ -192,20 +174,6 @@ class Gradient:
                 local_part(face).zero_()
             elif parameter.grad is not face:
                 local_part(face).copy_(local_part(parameter.grad))
-
-    def received_bytes(self, cut: Cut) -> int:
-        """Return the bytes that a reduce of this rank takes in addition; see ``reduce_slices``."""
-        contents, context = self._contents, self._contents.context
-        if cut.layout is None or context.is_alone:
-            return 0
-        received = cut.sizes[context.rank]
-        if not backend_of(context.reduce_group).runs_on_device:
-            received = (cut.route or STRAIGHT).received_numel(cut.sizes, context.rank)
-        nbytes = received * contents.sent_dtype.itemsize
-        if contents.sent_dtype != contents.master_dtype:  # what is sent, and the sum
-            nbytes += contents.sent_bytes
-            nbytes += cut.sizes[context.rank] * contents.master_dtype.itemsize
-        return nbytes
 
     # -- of this rank's slice -----------------------------------------------------------------
 
@@ -263,14 +231,6 @@ class Gradient:
         if before.buffer is not None and not is_armed:
             self._contents.context.gradient_buffers.give(before.buffer)
 
-    def hold(self, cut: Cut) -> None:
-        """Make memory for a reduced gradient and show it, as a reduce does; its values are ones."""
-        if self.reduced.shard is None:
-            size, contents = cut.sizes[self._contents.context.rank], self._contents
-            own = torch.ones(size, dtype=contents.master_dtype, device=contents.context.device)
-            self.reduced = Reduced(own, cut.faces(own))
-        self.publish([True] * len(self._sharded))
-
     # -- between a forward and its backward ---------------------------------------------------
 
     def show(self) -> None:
@@ -288,15 +248,8 @@ class Gradient:
 
     def pass_on(self) -> None:
         """Pass on what code has assigned to gathered or sharded parameters since they are shown."""
-        if self._shown is None:
-            return
-        pairs = zip(self._parameters, self._sharded, self._shown, strict=True)
-        for parameter, sharded, held in pairs:
-            if parameter.grad is not held:
-                sharded.grad = parameter.grad
-            elif sharded.grad is not held:
-                parameter.grad = sharded.grad
-        self._shown = [sharded.grad for sharded in self._sharded]
+        if self._shown is not None:
+            self._shown = passed_on("grad", self._parameters, self._sharded, self._shown)
 
     def hide(self) -> None:
         """Let gradients of the running step add up again."""

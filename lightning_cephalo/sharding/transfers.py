@@ -21,11 +21,12 @@ def wait_for(work: Any) -> None:
 
 @dataclass
 class Pending:
-    """A collective under way."""
+    """A collective under way; ``nbytes`` counts its memory apart from pooled buffers."""
 
     works: list[Any] = field(default_factory=list)
     finish: Callable[[], None] | None = None
     tensors: tuple[torch.Tensor, ...] = ()
+    nbytes: int = 0
 
     def wait(self, wait: Wait = wait_for) -> None:
         """Block until the result may be used; on a device only the current stream waits."""

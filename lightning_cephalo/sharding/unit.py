@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
@@ -84,14 +85,6 @@ class Unit:
     def __repr__(self) -> str:
         return f"Unit({self.name or 'root'!r}, {self.state.value})"
 
-    @property
-    def works(self) -> tuple[list[Any], list[Any]]:
-        """Pending handles of torch.distributed: those of the gather, and those of the reduce."""
-        return (
-            [work for pending in self._gathers for work in pending.works],
-            [work for pending in self._reduces for work in pending.works],
-        )
-
     # -- sizes --------------------------------------------------------------------------------
 
     @property
@@ -122,8 +115,7 @@ class Unit:
     @property
     def receiving_bytes(self) -> int:
         """Bytes that a reduce takes which is under way, in addition to gradients."""
-        reduced = self.trained if self._reduces else ()
-        return sum(flat.gradient.received_bytes(flat.cut) for flat in reduced)
+        return sum(pending.nbytes for pending in self._reduces)
 
     # -- parameters ---------------------------------------------------------------------------
 
@@ -144,14 +136,8 @@ class Unit:
         ]
 
     def owning_modules(self) -> list[nn.Module]:
-        """Return the modules that hold any of its parameters directly."""
-        modules = {
-            id(owner.module): owner.module
-            for owners_of in self._owners
-            for owners in owners_of
-            for owner in owners
-        }
-        return list(modules.values())
+        """Return the modules that hold any of its parameters directly, once for each."""
+        return [o.module for owners_of in self._owners for owners in owners_of for o in owners]
 
     def _show(self, parameters_of: Sequence[Sequence[nn.Parameter]]) -> None:
         before_of = self._shown or parameters_of
@@ -187,20 +173,18 @@ class Unit:
     def updated(self, parameters: Container[int]) -> None:
         """Note that an optimizer may have changed parameters, given by the ids of their shards."""
         for flat in self.flats:
-            flat.updated(parameters)
+            flat.gathered.raise_versions(
+                [id(own) in parameters and own.grad is not None for own in flat.sharded]
+            )
 
     def show_flags(self, flags: Sequence[bool]) -> None:
         """Set which gathered parameters need gradients; flags as in :attr:`flags`."""
-        start = 0
-        for flat in self.flats:
-            end = start + len(flat.sharded)
-            flat.gathered.show_flags(flags[start:end])
-            start = end
+        for flat, own in _parts_of(flags, self.flats):
+            flat.gathered.show_flags(own)
 
     def show_gradients(self) -> None:
         """Show on gathered parameters what their shards hold, until the backward begins."""
         for flat in self.flats:
-            flat.gathered.note_flags()
             flat.gradient.show()
 
     def hide_gradients(self) -> None:
@@ -215,16 +199,6 @@ class Unit:
             flat.gradient.pass_on()
 
     # -- writes of the user's code ------------------------------------------------------------
-
-    def lock(self) -> None:
-        """Refuse all use of the sharded parameters until :meth:`unlock`, by name."""
-        for flat in self.flats:
-            flat.guard.close()
-
-    def unlock(self) -> None:
-        """Allow use of the sharded parameters again."""
-        for flat in self.flats:
-            flat.guard.open()
 
     def assigned(self) -> list[str]:
         """Return the sharded parameters to whose ``data`` plain values were assigned."""
@@ -249,27 +223,22 @@ class Unit:
 
     # -- gathering ----------------------------------------------------------------------------
 
-    def start_gather(self) -> None:
-        """Begin to gather; does nothing if the gather has already begun."""
-        if self.state is not UnitState.SHARDED:
-            return
-        # resumes where a call without enough memory stopped: nothing is communicated twice
-        for flat in self.flats[len(self._gathers) :]:
-            self._gathers.append(flat.gather())
-        self.state = UnitState.GATHERING
+    def start_gather(self) -> list[Any]:
+        """Begin to gather if nothing has begun; return what is waited for."""
+        if self.state is UnitState.SHARDED:
+            # resumes where a call without enough memory stopped: nothing is communicated twice
+            for flat in self.flats[len(self._gathers) :]:
+                self._gathers.append(flat.gather())
+            self.state = UnitState.GATHERING
+        return [work for pending in self._gathers for work in pending.works]
 
     def wait_gather(self, wait: Wait = wait_for) -> None:
         """Gather if needed, wait, and give the modules the full parameters."""
         self.start_gather()
-        self.finish_gather(wait)
-
-    def finish_gather(self, wait: Wait = wait_for) -> None:
-        """Wait for a gather that has begun, and give the modules the full parameters."""
-        if self.state is not UnitState.GATHERING:
-            return
-        self._wait_gathers(wait)
-        self.state = UnitState.GATHERED
-        self._show([flat.gathered.parameters for flat in self.flats])
+        if self.state is UnitState.GATHERING:
+            self._wait_gathers(wait)
+            self.state = UnitState.GATHERED
+            self._show([flat.gathered.parameters for flat in self.flats])
 
     def free(self, wait: Wait = wait_for) -> None:
         """Free the full parameters and give the modules the sharded ones."""
@@ -323,14 +292,8 @@ class Unit:
             residence = Residence.OWN  # their graphs are kept, and they share no memory
         for flat in self.flats:
             flat.gathered.residence = residence
-        if residence is not Residence.RESIDENT and self.state is UnitState.SHARDED:
-            self.release()
-
-    def release(self) -> None:
-        """Free the flats' own storage of the full parameters."""
-        assert self.state is UnitState.SHARDED, self
-        for flat in self.flats:
-            flat.gathered.release()
+            if residence is not Residence.RESIDENT and self.state is UnitState.SHARDED:
+                flat.gathered.release()
 
     # -- gradients ----------------------------------------------------------------------------
 
@@ -343,10 +306,11 @@ class Unit:
         """Per trainable flat and parameter, whether a gradient has landed on this rank."""
         return [used for flat in self.trained for used in flat.gradient.used()]
 
-    def start_reduce(self, scale: float, *, in_place: bool = False) -> None:
+    def start_reduce(self, scale: float, *, in_place: bool = False) -> list[Any]:
         """Begin to sum the gradients over the ranks, times ``scale``; see ``Gradient.reduce``."""
         for flat in self.trained[len(self._reduces) :]:  # as in start_gather
             self._reduces.append(flat.reduce(scale, in_place=in_place))
+        return [work for pending in self._reduces for work in pending.works]
 
     def wait_reduce(self, wait: Wait = wait_for) -> None:
         """Wait for this rank's slice of the summed gradients and free the full gradients."""
@@ -361,13 +325,6 @@ class Unit:
         """Whether gradients have come to parameters that are not armed."""
         return any(flat.gradient.has_landed for flat in self.flats)
 
-    def take_late(self) -> bool:
-        """Return whether gradients have come behind a reduce since the last call."""
-        late = self.has_landed
-        for flat in self.flats:
-            flat.gradient.forget_landed()
-        return late
-
     def drop_gradients(self) -> None:
         """Release the summed gradients, which nobody shall see."""
         for flat in self.flats:
@@ -375,11 +332,8 @@ class Unit:
 
     def publish(self, used: Sequence[bool]) -> None:
         """Set ``.grad`` where any rank used the parameter; flags in the order of :meth:`used`."""
-        start = 0
-        for flat in self.trained:
-            end = start + len(flat.sharded)
-            flat.gradient.publish(used[start:end])
-            start = end
+        for flat, own in _parts_of(used, self.trained):
+            flat.gradient.publish(own)
 
     def reduced_parameters(self) -> list[nn.Parameter]:
         """Return the sharded parameters, in the order of :meth:`used`."""
@@ -396,21 +350,19 @@ class Unit:
         unknown = sum(size for size, is_used in zip(sizes, own, strict=True) if not is_used)
         if has_samples and unknown <= _LITTLE * sum(sizes):
             return own
-        landed = self.landed()
+        landed = [landed for flat in self.trained for landed in flat.gradient.landed()]
         return [a or b for a, b in zip(own, landed, strict=True)] if has_samples else landed
-
-    def landed(self) -> list[bool]:
-        """Do as :meth:`surely_used`, by the summed gradients alone."""
-        return [landed for flat in self.trained for landed in flat.gradient.landed()]
 
     def give_back(self, updated: Sequence[bool], *, keeps_unused: bool = True) -> None:
         """Release gradients of updated parameters; flags in the order of :meth:`used`."""
-        start = 0
-        for flat in self.flats:
-            if flat.trainable:
-                end = start + len(flat.sharded)
-                flat.gradient.give_back(updated[start:end], keeps_unused=keeps_unused)
-                start = end
+        for flat, own in _parts_of(updated, self.trained):
+            flat.gradient.give_back(own, keeps_unused=keeps_unused)
+
+
+def _parts_of(flags: Sequence[bool], flats: Sequence[Flat]) -> list[tuple[Flat, list[bool]]]:
+    """Return each flat with its part of the flags of their parameters."""
+    rest = iter(flags)
+    return [(flat, list(islice(rest, len(flat.sharded)))) for flat in flats]
 
 
 def show_to_recurrent(module: nn.RNNBase, attribute: str, parameter: nn.Parameter) -> None:
