@@ -37,7 +37,6 @@ from lightning_cephalo.sharding.same_values import cut_gradients
 from lightning_cephalo.sharding.spent_gradients import (
     SentGradient,
     is_spent,
-    refuse_spent,
     sent_gradient,
 )
 from lightning_cephalo.sharding.write_guard import Locked, spelled
@@ -289,8 +288,8 @@ def clip_by_norm(parameters: Iterable[Tensor], largest: float) -> Tensor:
         held = [parameter for parameter in parameters if parameter.grad is not None]
         sent = {id(p): own for p in held if (own := sent_gradient(p.grad)) is not None}
         for parameter in held:
-            if id(parameter) not in sent:
-                refuse_spent(cast(Tensor, parameter.grad))
+            if id(parameter) not in sent and is_spent(parameter.grad):
+                cast(Tensor, parameter.grad).abs()  # raises by name
         if not held:
             return torch.tensor(0.0)
         in_rows = [isinstance(p, DTensor) and isinstance(p.placements[0], Rows) for p in held]

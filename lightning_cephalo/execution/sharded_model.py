@@ -24,7 +24,7 @@ from lightning_cephalo.sharding.buffers import BufferPool
 from lightning_cephalo.sharding.collectives import broadcast
 from lightning_cephalo.sharding.context import ShardingContext
 from lightning_cephalo.sharding.discovery import UnitKind, UnitMembers, find_units
-from lightning_cephalo.sharding.flat import Flat, divide_flat
+from lightning_cephalo.sharding.flat import Flat
 from lightning_cephalo.sharding.layout import Divider, GroupDivider
 from lightning_cephalo.sharding.materialise import initialise_members
 from lightning_cephalo.sharding.moving import Column
@@ -326,8 +326,8 @@ class ShardedModel:
         self.release_buffers()
         self.fractions = tuple(fractions)
         divider = self._divider(fractions)
-        for unit in self.units:
-            unit.change_fractions(divider, columns_of)
+        for flat in self.flats:
+            flat.change_layout(divider, columns_of(flat))
 
     def bytes_to_move(
         self, fractions: Sequence[float], columns_of: Callable[[Flat], Sequence[Column]]
@@ -339,7 +339,7 @@ class ShardedModel:
         divider, rank = self._divider(fractions), self.place
         grows, copies = 0, [0]
         for flat in self.flats:
-            old, new = flat.cut.layout, divide_flat(flat.contents.shapes, divider)
+            old, new = flat.cut.layout, flat.contents.layout(divider)
             if old is None or new is None or old.cuts == new.cuts:
                 continue
             before, after = old.sizes[rank], new.sizes[rank]
@@ -377,8 +377,8 @@ class ShardedModel:
         self.release_buffers()
         self.executor.hooks.uninstall()
         originals = {name: original for original, name in self._originals.items()}
-        for unit in self.units:
-            unit.restore_full(originals)
+        for flat in self.flats:
+            flat.restore(originals)
         for inner, name, dtype in self._cast_buffers:
             buffer = inner._buffers.get(name)
             if buffer is not None:
@@ -391,7 +391,7 @@ class ShardedModel:
 
 
 def _slot(flat: Flat, divider: Divider) -> int | None:
-    layout = divide_flat(flat.contents.shapes, divider)
+    layout = flat.contents.layout(divider)
     return None if layout is None else slot_numel(layout.sizes)
 
 

@@ -62,8 +62,8 @@ def gather_slices(
             )
         slots = None if way.padding is None else way.padding.slots(full, sizes)
         if slots is not None:
-            slots.of(rank)[: sizes[rank]].copy_(own)
-            work = all_gather_single(slots.whole, slots.of(rank), group=group, async_op=True)
+            slots.of_ranks[rank][: sizes[rank]].copy_(own)
+            work = all_gather_single(slots.whole, slots.of_ranks[rank], group=group, async_op=True)
             return Pending([work], lambda: slots.empty_into(full), (full, slots.whole))
         return Pending([dist.all_gather(parts, own, group=group, async_op=True)], tensors=(full,))
     if way.stage is not None:
@@ -136,6 +136,17 @@ def all_reduce(
     dist.all_reduce(sent, op=op, group=group)
     tensor.copy_(sent)
     return Pending()
+
+
+def all_to_all(
+    sent: torch.Tensor, sends: Sequence[int], receives: Sequence[int], group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Return the parts that all ranks have for this one, by sizes in rank order; blocking."""
+    travels = communicates(sent, group)
+    received = sent.new_empty(sum(receives), device=None if travels else "cpu")
+    own = sent if travels else sent.cpu()
+    dist.all_to_all_single(received, own, list(receives), list(sends), group=group)
+    return received.to(sent.device)
 
 
 def communicates(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:

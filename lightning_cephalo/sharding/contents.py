@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from lightning_cephalo.sharding.buffers import Buffer
 from lightning_cephalo.sharding.context import ShardingContext
-from lightning_cephalo.sharding.layout import FlatLayout
+from lightning_cephalo.sharding.layout import Divider, FlatLayout
 from lightning_cephalo.sharding.placement import Copies, Rows, as_dtensor, row_spec
 from lightning_cephalo.sharding.routes import Route
 
@@ -69,10 +69,9 @@ class Contents:
         """Bytes of a master copy, or a gradient, of all parameters."""
         return self.numel * self.master_dtype.itemsize
 
-    @property
-    def sent_bytes(self) -> int:
-        """Bytes of a gradient of all parameters as it travels."""
-        return self.numel * self.sent_dtype.itemsize
+    def layout(self, divider: Divider) -> FlatLayout | None:
+        """Cut them; None for 0-d parameters, which have no rows: every rank holds them."""
+        return None if () in self.shapes else divider.divide(self.shapes)
 
     def views(self, memory: Tensor) -> list[Tensor]:
         """Return a view of each parameter in memory that holds all of them."""
@@ -87,35 +86,27 @@ class Contents:
 
 
 class Cut:
-    """How the ranks cut a flat; without a layout, each of them holds all of it.
+    """How the ranks cut a flat; without a layout, each of them holds all of it."""
 
-    Attributes:
-        own: Place of this rank's slice.
-        route: The way of reduces over groups of ranks that each hold the whole state.
-    """
-
-    def __init__(self, contents: Contents, layout: FlatLayout | None) -> None:
+    def __init__(self, contents: Contents, divider: Divider) -> None:
         context, rank = contents.context, contents.context.rank
-        self.layout = layout
+        self.layout = layout = contents.layout(divider)
+        # of reduces over groups of ranks that each hold the whole state
         self.route: Route | None = None
-        if layout is None:
-            self.sizes: tuple[int, ...] = (contents.numel,) * context.world_size
-            self.own = slice(0, contents.numel)
-        else:
+        self.sizes: tuple[int, ...] = (contents.numel,) * context.world_size
+        self.own, self._own_shapes = slice(0, contents.numel), contents.shapes
+        self.placements: list[Placement] = [Copies(context.meet)] * len(contents.shapes)
+        if layout is not None:
             self.sizes, self.own = layout.sizes, slice(*layout.cuts[rank : rank + 2])
             if context.across is not None:
                 self.route = context.across.route(layout.cuts_of_groups)
-        self.placements: list[Placement] = []
-        self._own_shapes, self._specs = [], []
-        for index, shape in enumerate(contents.shapes):
-            placement: Placement = Copies(context.meet)
-            own_shape = shape
-            if layout is not None:
-                placement = rows = Rows(layout.rows(index), context.meet)
-                own_shape = (rows.sizes[rank], *shape[1:])
-            self.placements.append(placement)
-            self._own_shapes.append(own_shape)
-            self._specs.append(row_spec(context.mesh, placement, shape, contents.master_dtype))
+            rows = [Rows(layout.rows(index), context.meet) for index in range(len(layout.slots))]
+            pairs = zip(rows, contents.shapes, strict=True)
+            self._own_shapes = tuple((each.sizes[rank], *shape[1:]) for each, shape in pairs)
+            self.placements = list(rows)
+        mesh, dtype = context.mesh, contents.master_dtype
+        described = zip(self.placements, contents.shapes, strict=True)
+        self._specs = [row_spec(mesh, placement, shape, dtype) for placement, shape in described]
 
     def faces(self, own: Tensor) -> list[DTensor]:
         """Return a DTensor per parameter, as views of this rank's slice."""

@@ -35,18 +35,22 @@ class Owner:
     name: str
 
 
+Member = tuple[nn.Parameter, tuple[Owner, ...]]
+"""A parameter with all the places that hold it."""
+
+
 @dataclass(frozen=True)
 class UnitMembers:
     """The module and the parameters of one unit.
 
     Attributes:
         name: Full name of the module; "" for the root unit.
-        parameters: Each distinct parameter with all the places that hold it.
+        parameters: Each distinct parameter.
     """
 
     name: str
     module: nn.Module
-    parameters: tuple[tuple[nn.Parameter, tuple[Owner, ...]], ...]
+    parameters: tuple[Member, ...]
     kind: UnitKind = UnitKind.BLOCK
 
 
@@ -153,7 +157,7 @@ def _divide_parameters(module: nn.Module, chosen: dict[str, nn.Module]) -> list[
                 owners.setdefault(key, []).append(Owner(inner, attribute, full_name))
         seen.add(id(inner))
 
-    members: dict[str, list[tuple[nn.Parameter, tuple[Owner, ...]]]] = {"": []}
+    members: dict[str, list[Member]] = {"": []}
     members.update({name: [] for name in chosen})
     for key, parameter in parameters.items():
         units = units_of[key]

@@ -1,7 +1,7 @@
 """The full parameters of a flat, which have memory only while they are gathered.
 
 [Note: residence]
-:class:`Residence` says where ``full`` has its memory:
+``full`` has its memory in one of three places:
 
 - POOLED, the usual case: borrowed from a pool, like the memory of gradients. Other flats borrow
   the same memory later.
@@ -15,7 +15,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import nullcontext
 from enum import Enum
 from typing import Any
@@ -30,8 +30,8 @@ from lightning_cephalo.sharding.contents import Contents, Cut, Memory
 from lightning_cephalo.sharding.transfers import Pending
 from lightning_cephalo.sharding.write_guard import (
     GatheredParameter,
-    Lock,
-    differences,
+    RowGuard,
+    changed,
     point_to,
 )
 
@@ -50,7 +50,7 @@ class Residence(Enum):
 class Gathered:
     """All parameters of a flat, in the compute dtype; flags and tags are those of the shards."""
 
-    def __init__(self, contents: Contents, sharded: Sequence[nn.Parameter], lock: Lock) -> None:
+    def __init__(self, contents: Contents, sharded: list[nn.Parameter], guard: RowGuard) -> None:
         self._contents, self._sharded = contents, sharded
         device = contents.context.device
         full = torch.empty(contents.numel, dtype=contents.dtype, device=device)
@@ -59,7 +59,7 @@ class Gathered:
         for view, like, name in zip(self._own.parameters, sharded, contents.names, strict=True):
             parameter = GatheredParameter(view, requires_grad=like.requires_grad)
             parameter.__dict__.update(vars(like))
-            parameter.full_name, parameter.lock = name, lock
+            parameter.full_name, parameter.guard = name, guard
             self.parameters.append(parameter)
         self._storage = full.untyped_storage()
         self._storage.resize_(0)
@@ -118,15 +118,14 @@ class Gathered:
 
     def free(self) -> None:
         """Free the memory, except for a RESIDENT flat; graphs that still need it raise."""
-        if self._buffer is None:
-            if self.residence is not Residence.RESIDENT:
-                self.release()
-                self._shift_versions(FREED)
+        if self._buffer is not None:
+            self._point_to(self._own)
+            self._contents.context.buffers.give(self._buffer)
+            self._buffer = None
+        elif self.residence is Residence.RESIDENT:
             return
+        self.release()
         self._shift_versions(FREED)
-        self._point_to(self._own)
-        buffer, self._buffer = self._buffer, None
-        self._contents.context.buffers.give(buffer)
 
     def release(self) -> None:
         """Free the flat's own storage; no memory of a pool may be borrowed."""
@@ -168,15 +167,15 @@ class Gathered:
             versions = [parameter._version + change for parameter in self.parameters]
             torch._C._autograd._unsafe_set_version_counter(tuple(self.parameters), tuple(versions))
 
-    def written(self) -> list[bool]:
-        """Per parameter, whether code has written to it since the last call."""
+    def written(self) -> list[str]:
+        """Return the names of parameters that code wrote to since the last call."""
         before, self._read_versions = self._read_versions, self.versions
-        return differences(self._read_versions, before)
+        return changed(self._contents.names, self._read_versions, before)
 
-    def raise_versions(self, flags: Sequence[bool]) -> None:
+    def raise_versions(self, names: Container[str]) -> None:
         """Refuse graphs that need old values of these parameters, whose rows have changed."""
-        for index, flag in enumerate(flags):
-            if flag:
+        for index, name in enumerate(self._contents.names):
+            if name in names:
                 torch.autograd.graph.increment_version(self.parameters[index])
                 self._read_versions[index] += 1
 

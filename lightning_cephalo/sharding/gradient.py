@@ -39,9 +39,9 @@ class Armed:
 class Reduced:
     """The reduced gradient of this rank's slice; without ``shard`` it is given back."""
 
-    shard: Tensor | None = None
     # per parameter a view of it, or what is left of it; None: nobody shall see it
-    faces: Sequence[DTensor | None] = ()
+    faces: Sequence[DTensor | None]
+    shard: Tensor | None = None
     # the memory in which it stays; None: its own
     buffer: Buffer | None = None
 
@@ -57,7 +57,7 @@ class Gradient:
     ) -> None:
         self._contents, self._parameters, self._sharded = contents, parameters, sharded
         self.armed: Armed | None = None
-        self.reduced = Reduced()
+        self.reduced = Reduced([None] * len(sharded))
         self._spent: dict[int, DTensor] = {}
         # what gathered parameters show between a forward and its backward, and had before
         self._shown: list[Tensor | None] | None = None
@@ -134,11 +134,11 @@ class Gradient:
         slices = armed.memory.slices(cut)
         if self.reduced.shard is None:
             if in_place and not accumulate:
-                self.reduced = Reduced(slices.own, slices.faces, armed.buffer)
+                self.reduced = Reduced(slices.faces, slices.own, armed.buffer)
             else:
                 # every element will be written: zeros would cost another pass
                 own = torch.empty_like(slices.own)
-                self.reduced = Reduced(own, cut.faces(own))
+                self.reduced = Reduced(cut.faces(own), own)
         shard = self.reduced.shard
         assert shard is not None
         if accumulate:
@@ -199,7 +199,7 @@ class Gradient:
 
         Others move to memory of their own, also unpublished ones with ``keeps_unused``.
         """
-        faces = list(self.reduced.faces) or [None] * len(self._sharded)
+        faces = list(self.reduced.faces)
         for index, (parameter, face) in enumerate(zip(self._sharded, faces, strict=True)):
             if face is None:
                 continue
@@ -219,14 +219,14 @@ class Gradient:
         for parameter in self._sharded:
             parameter.grad = None
         self._spent = {}
-        self._release(())
+        self.drop()
 
     def drop(self) -> None:
         """Release a reduced gradient of which nobody shall see anything."""
         self._release([None] * len(self._sharded))
 
     def _release(self, faces: Sequence[DTensor | None]) -> None:
-        before, self.reduced = self.reduced, Reduced(faces=faces)
+        before, self.reduced = self.reduced, Reduced(faces)
         is_armed = self.armed is not None and before.buffer is self.armed.buffer
         if before.buffer is not None and not is_armed:
             self._contents.context.gradient_buffers.give(before.buffer)

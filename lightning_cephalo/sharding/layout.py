@@ -27,11 +27,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter inside a flat.
-
-    Attributes:
-        shape: The parameter's shape; never empty (0-d parameters are replicated, not sharded).
-    """
+    """One parameter inside a flat, and never a 0-d one, which has no rows."""
 
     shape: tuple[int, ...]
     offset: int
@@ -122,10 +118,6 @@ class Divider:
         slots: list[Slot] = []
         offset = 0
         for shape in shapes:
-            if len(shape) == 0:
-                raise ValueError(
-                    "a 0-d parameter has no rows to cut: got shape (), expected >= 1-d"
-                )
             slots.append(Slot(tuple(shape), offset))
             offset = slots[-1].end
         numel = offset

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ def initialise_members(top: nn.Module, members: UnitMembers, *, materialise: boo
         materialise: Whether this rank's values count; other ranks only need shapes.
 
     Returns:
-        The unit with real parameters if ``materialise``; unchanged if none was on meta.
+        The unit, with real parameters if ``materialise``.
 
     Raises:
         RuntimeError: If a module has meta parameters or buffers and no ``reset_parameters``, and no
@@ -33,13 +34,6 @@ def initialise_members(top: nn.Module, members: UnitMembers, *, materialise: boo
         if parameter.is_meta
         for owner in owners[:1]
     }
-    inner = members.module.modules() if members.name else top.modules()
-    if members.name:
-        modules.update({id(m): m for m in inner if _has_meta_buffers(m)})
-    if not modules:
-        if not members.name:
-            _initialise_buffers(top)
-        return members
     for module in modules.values():
         # every rank needs the buffers; only ranks that materialise need the parameters
         _initialise(top, module, buffers_only=not materialise)
@@ -50,19 +44,15 @@ def initialise_members(top: nn.Module, members: UnitMembers, *, materialise: boo
     for parameter, owners in parameters:
         for owner in owners[1:]:
             owner.module._parameters[owner.attribute] = parameter
-    if not members.name:
-        _initialise_buffers(top)
-    return UnitMembers(members.name, members.module, parameters)  # type: ignore[arg-type]
+    if not members.name:  # the root unit, which is the first one
+        for module in top.modules():
+            if _has_meta_buffers(module):
+                _initialise(top, module, buffers_only=True)
+    return replace(members, parameters=parameters)  # type: ignore[arg-type]
 
 
 def _has_meta_buffers(module: nn.Module) -> bool:
     return any(buffer is not None and buffer.is_meta for buffer in module._buffers.values())
-
-
-def _initialise_buffers(top: nn.Module) -> None:
-    for module in top.modules():
-        if _has_meta_buffers(module):
-            _initialise(top, module, buffers_only=True)
 
 
 def _initialise(top: nn.Module, module: nn.Module, buffers_only: bool) -> None:

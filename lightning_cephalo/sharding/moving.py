@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement
 
-from lightning_cephalo.sharding.collectives import communicates
+from lightning_cephalo.sharding.collectives import all_to_all
 from lightning_cephalo.sharding.layout import FlatLayout, overlaps
 from lightning_cephalo.sharding.placement import local_part, set_rows
 
@@ -34,10 +34,7 @@ def moved(
     receives = [row[rank] * size for row in counts]
     # as bytes: state may have any dtype, and not every backend knows each
     sent = slice_.contiguous().view(torch.uint8)
-    travels = communicates(slice_, group)
-    received = sent.new_empty(sum(receives), device=None if travels else "cpu")
-    dist.all_to_all_single(received, sent if travels else sent.cpu(), receives, sends, group=group)
-    return received.to(slice_.device).view(slice_.dtype)
+    return all_to_all(sent, sends, receives, group).view(slice_.dtype)
 
 
 @dataclass(frozen=True)

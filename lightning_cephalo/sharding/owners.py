@@ -15,15 +15,15 @@ most of which are small.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_cephalo.sharding.collectives import communicates
+from lightning_cephalo.sharding.collectives import all_to_all
 from lightning_cephalo.sharding.placement import (
     Rows,
     as_dtensor,
@@ -31,7 +31,6 @@ from lightning_cephalo.sharding.placement import (
     meet_of,
     own_part,
     row_spec,
-    rows_of,
 )
 
 # Bytes of the parameters that travel in one exchange.
@@ -52,12 +51,12 @@ class Owners:
     """
 
     def __init__(self, fractions: Sequence[float], rank: int, single: bool = False) -> None:
-        self._fractions = tuple(fractions)
         self._numels = [0] * len(fractions)
         self._owner: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._single = single
         self.rank = rank
         self.largest = max(range(len(fractions)), key=lambda rank: fractions[rank])
+        alone = [float(rank == self.largest) for rank in range(len(fractions))]
+        self._fractions = alone if single else list(fractions)
 
     def assign(self, parameters: Sequence[Tensor]) -> None:
         """Give an owner to all parameters that have none; equal on every rank."""
@@ -69,7 +68,7 @@ class Owners:
             def load(rank: int, numel: int = numel) -> float:
                 return (self._numels[rank] + numel) / self._fractions[rank]
 
-            owner = self.largest if self._single else min(shares, key=load)
+            owner = min(shares, key=load)
             self._owner[parameter] = owner
             self._numels[owner] += numel
 
@@ -96,17 +95,8 @@ class Owners:
             whole: A tensor of the parameter's shape where this rank owns it, else None.
         """
         for bucket in _buckets(parameters):
-            sends, receives = self._slots(), self._slots()
-            for index in bucket:
-                parameter = parameters[index]
-                owner, cut = self.of(parameter), rows_of(parameter) is not None
-                if cut or owner == self.rank:  # every rank has a copy of what is not cut
-                    sends[owner].append(rows[index])
-                if owner == self.rank:
-                    for other in range(len(receives)):
-                        if cut or other == self.rank:
-                            receives[other].append(_part(whole[index], parameter, other))
-            _exchange(sends, receives, rows[bucket[0]], parameters[bucket[0]])
+            held, owned = self._sides(bucket, parameters, rows, whole)
+            _exchange(held, owned, parameters[bucket[0]])
 
     def spread(
         self,
@@ -116,17 +106,27 @@ class Owners:
     ) -> None:
         """Fill every rank's rows from the owners' whole tensors; collective and blocking."""
         for bucket in _buckets(parameters):
-            sends, receives = self._slots(), self._slots()
-            for index in bucket:
-                owner = self.of(parameters[index])
-                receives[owner].append(rows[index])
-                if owner == self.rank:
-                    for other in range(len(sends)):
-                        sends[other].append(_part(whole[index], parameters[index], other))
-            _exchange(sends, receives, rows[bucket[0]], parameters[bucket[0]])
+            held, owned = self._sides(bucket, parameters, rows, whole)
+            _exchange(owned, held, parameters[bucket[0]])
 
-    def _slots(self) -> list[list[Tensor]]:
-        return [[] for _ in self._fractions]
+    def _sides(
+        self,
+        bucket: Sequence[int],
+        parameters: Sequence[DTensor],
+        rows: Sequence[Tensor],
+        whole: Sequence[Tensor | None],
+    ) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+        """Return this rank's rows by their owner, and what it owns by the rank that holds it."""
+        held: list[list[Tensor]] = [[] for _ in self._fractions]
+        owned: list[list[Tensor]] = [[] for _ in self._fractions]
+        for index in bucket:
+            parameter, values = parameters[index], whole[index]
+            held[self.of(parameter)].append(rows[index])
+            if self.owns(parameter):
+                assert values is not None
+                for rank, parts in enumerate(owned):
+                    parts.append(own_part(values, parameter, rank))
+        return held, owned
 
 
 def on_owner(value: Tensor | None, owner: int, like: DTensor, meta: Tensor) -> DTensor:
@@ -149,11 +149,6 @@ def on_owner(value: Tensor | None, owner: int, like: DTensor, meta: Tensor) -> D
     return as_dtensor(value, row_spec(like.device_mesh, placement, meta.shape, meta.dtype))
 
 
-def _part(whole: Tensor | None, parameter: DTensor, rank: int) -> Tensor:
-    assert whole is not None
-    return own_part(whole, parameter, rank)
-
-
 def _buckets(parameters: Sequence[DTensor]) -> Iterator[list[int]]:
     """Yield the indices of parameters that travel together; equal on every rank."""
     bucket: list[int] = []
@@ -174,22 +169,17 @@ def _buckets(parameters: Sequence[DTensor]) -> Iterator[list[int]]:
 def _exchange(
     sends: Sequence[Sequence[Tensor]],
     receives: Sequence[Sequence[Tensor]],
-    like: Tensor,
     parameter: DTensor,
 ) -> None:
     """Send tensors to every rank by number, and fill those that come."""
-    group = parameter.device_mesh.get_group()
-    device = like.device if communicates(like, group) else torch.device("cpu")
     send_sizes, receive_sizes = (
         [sum(tensor.numel() for tensor in tensors) for tensors in side]
         for side in (sends, receives)
     )
-    flat = [tensor.reshape(-1) for tensors in sends for tensor in tensors]
-    sent = (torch.cat(flat) if flat else like.new_empty(0)).to(device)
-    received = torch.empty(sum(receive_sizes), dtype=like.dtype, device=device)
-    dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group=group)
-    targets = [tensor for tensors in receives for tensor in tensors]
-    for target, part in zip(
-        targets, received.split([target.numel() for target in targets]), strict=True
-    ):
+    sources, targets = (list(chain.from_iterable(side)) for side in (sends, receives))
+    nothing = local_part(parameter).new_empty(0)
+    sent = torch.cat([nothing, *(source.reshape(-1) for source in sources)])
+    received = all_to_all(sent, send_sizes, receive_sizes, parameter.device_mesh.get_group())
+    parts = received.split([target.numel() for target in targets])
+    for target, part in zip(targets, parts, strict=True):
         target.copy_(part.view(target.shape))

@@ -60,13 +60,9 @@ class Slots:
         count = len(sizes) + more
         self._buffer: Buffer = pool.take(count * slot * like.element_size(), like.device)
         slots = self._buffer.view(count * slot, like.dtype).split(slot)
-        self._slots = slots[: len(sizes)]
+        self.of_ranks = slots[: len(sizes)]
         self.more = slots[len(sizes) :]
         self.whole = self._buffer.view(len(sizes) * slot, like.dtype)
-
-    def of(self, rank: int) -> torch.Tensor:
-        """Return the slot of one rank."""
-        return self._slots[rank]
 
     def fill(self, full: torch.Tensor) -> None:
         """Copy all slices into their slots; what is behind a slice in its slot does not matter."""
@@ -83,7 +79,7 @@ class Slots:
         self._pool.give(self._buffer)
 
     def _slices(self) -> list[torch.Tensor]:
-        return [slot[:size] for slot, size in zip(self._slots, self._sizes, strict=True)]
+        return [slot[:size] for slot, size in zip(self.of_ranks, self._sizes, strict=True)]
 
 
 def _copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

@@ -88,11 +88,7 @@ class Rows(Shard):
 
 
 class Copies(Replicate):
-    """``Replicate`` for a parameter without rows: every rank holds a copy of it.
-
-    Args:
-        meet: Called before ranks compare what they write to it; None: they do not wait before.
-    """
+    """``Replicate`` for a parameter without rows; ranks meet before they compare writes to it."""
 
     def __new__(cls, meet: Meet | None = None) -> Copies:
         return super().__new__(cls)

@@ -70,12 +70,6 @@ def sent_gradient(gradient: Tensor | None) -> SentGradient | None:
     return None if stand_in is None else stand_in.sent
 
 
-def refuse_spent(gradient: Tensor) -> None:
-    """Raise by name if a gradient is such a stand-in."""
-    if (stand_in := _stand_in(gradient)) is not None:
-        stand_in.abs()
-
-
 def _stand_in(gradient: Tensor | None) -> SpentGradient | None:
     rows = None if gradient is None else local_part(gradient)
     return rows if isinstance(rows, SpentGradient) else None

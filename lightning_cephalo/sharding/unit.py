@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from itertools import islice
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,11 +14,10 @@ from torch.autograd.graph import Node
 
 from lightning_cephalo.sharding.buffers import BufferPool
 from lightning_cephalo.sharding.context import ShardingContext
-from lightning_cephalo.sharding.discovery import UnitKind, UnitMembers
-from lightning_cephalo.sharding.flat import Flat, divide_flat
+from lightning_cephalo.sharding.discovery import Member, UnitKind, UnitMembers
+from lightning_cephalo.sharding.flat import Flat
 from lightning_cephalo.sharding.gathered import Residence
 from lightning_cephalo.sharding.layout import Divider
-from lightning_cephalo.sharding.moving import Column
 from lightning_cephalo.sharding.transfers import Pending, Wait, wait_for
 
 # 16 bytes in the narrowest dtype, which has one byte
@@ -43,13 +41,10 @@ class UnitState(enum.Enum):
 
 
 class Unit:
-    """The flats of one unit and the module attributes that refer to their parameters.
+    """The flats of one unit.
 
     While sharded, the modules hold the DTensor parameters; while gathered, the full ones. Names and
     shapes are always those of the user's model.
-
-    Args:
-        divider: Cuts the flats; carries rounding errors from unit to unit.
     """
 
     def __init__(self, members: UnitMembers, divider: Divider, context: ShardingContext) -> None:
@@ -59,28 +54,15 @@ class Unit:
             # what an embedding or a head holds goes back when it is freed
             gradients = BufferPool(keeps=self.kind is UnitKind.ROOT)
             context = replace(context, buffers=BufferPool(), gradient_buffers=gradients)
-        groups: dict[tuple[bool, torch.dtype, bool], list[int]] = {}
-        for index, (parameter, _) in enumerate(members.parameters):
+        groups: dict[tuple[bool, torch.dtype, bool], list[Member]] = {}
+        # odd sizes go last, so that the other parameters stay aligned for fast kernels
+        for member in sorted(members.parameters, key=lambda m: m[0].numel() % _ALIGNED_NUMEL > 0):
+            parameter, _ = member
             key = (parameter.requires_grad, parameter.dtype, parameter.ndim == 0)
-            groups.setdefault(key, []).append(index)
-        self._owners = []
-        self.flats: list[Flat] = []
-        for indices in groups.values():
-            # odd sizes go last, so that the other parameters stay aligned for fast kernels
-            indices.sort(
-                key=lambda index: members.parameters[index][0].numel() % _ALIGNED_NUMEL > 0
-            )
-            chosen = [members.parameters[index] for index in indices]
-            layout = divide_flat([tuple(parameter.shape) for parameter, _ in chosen], divider)
-            names = [owners[0].name for _, owners in chosen]
-            originals = [parameter for parameter, _ in chosen]
-            self.flats.append(Flat(originals, names, layout, context))
-            self._owners.append([owners for _, owners in chosen])
+            groups.setdefault(key, []).append(member)
+        self.flats = [Flat(group, divider, context) for group in groups.values()]
         self._gathers: list[Pending] = []
         self._reduces: list[Pending] = []
-        self._shown: Sequence[Sequence[nn.Parameter]] = ()
-        self._replaced: list[str] = []
-        self._show([flat.sharded for flat in self.flats])
 
     def __repr__(self) -> str:
         return f"Unit({self.name or 'root'!r}, {self.state.value})"
@@ -110,7 +92,8 @@ class Unit:
     @property
     def sent_gradient_bytes(self) -> int:
         """Bytes of the full gradients as they travel."""
-        return sum(flat.contents.sent_bytes for flat in self.trained)
+        contents = [flat.contents for flat in self.trained]
+        return sum(each.numel * each.sent_dtype.itemsize for each in contents)
 
     @property
     def receiving_bytes(self) -> int:
@@ -136,23 +119,8 @@ class Unit:
         ]
 
     def owning_modules(self) -> list[nn.Module]:
-        """Return the modules that hold any of its parameters directly, once for each."""
-        return [o.module for owners_of in self._owners for owners in owners_of for o in owners]
-
-    def _show(self, parameters_of: Sequence[Sequence[nn.Parameter]]) -> None:
-        before_of = self._shown or parameters_of
-        for owners_of, parameters, before in zip(
-            self._owners, parameters_of, before_of, strict=True
-        ):
-            for owners, parameter, shown in zip(owners_of, parameters, before, strict=True):
-                for owner in owners:
-                    held = owner.module._parameters
-                    if held.get(owner.attribute) is not shown and self._shown:
-                        self._replaced.append(owner.name)
-                    held[owner.attribute] = parameter
-                    if isinstance(owner.module, nn.RNNBase):
-                        show_to_recurrent(owner.module, owner.attribute, parameter)
-        self._shown = parameters_of
+        """Return the modules that hold any of its parameters directly, for each of these."""
+        return [each.module for flat in self.flats for owners in flat.owners for each in owners]
 
     def renew_accumulators(self) -> list[Node]:
         """Let graphs from now on add to gradients in place; see ``Gathered.renew_accumulators``."""
@@ -173,9 +141,9 @@ class Unit:
     def updated(self, parameters: Container[int]) -> None:
         """Note that an optimizer may have changed parameters, given by the ids of their shards."""
         for flat in self.flats:
-            flat.gathered.raise_versions(
-                [id(own) in parameters and own.grad is not None for own in flat.sharded]
-            )
+            pairs = zip(flat.contents.names, flat.sharded, strict=True)
+            with_gradients = [(name, own) for name, own in pairs if own.grad is not None]
+            flat.gathered.raise_versions([n for n, p in with_gradients if id(p) in parameters])
 
     def show_flags(self, flags: Sequence[bool]) -> None:
         """Set which gathered parameters need gradients; flags as in :attr:`flags`."""
@@ -202,24 +170,15 @@ class Unit:
 
     def assigned(self) -> list[str]:
         """Return the sharded parameters to whose ``data`` plain values were assigned."""
-        return self._where([flat.guard.assigned() for flat in self.flats])
+        return [name for flat in self.flats for name in flat.guard.assigned()]
 
     def written(self) -> list[str]:
         """Return the gathered parameters that code wrote to or replaced since the last call."""
-        replaced, self._replaced = self._replaced, []
-        return self._where([flat.gathered.written() for flat in self.flats]) + replaced
+        return [name for flat in self.flats for name in flat.written()]
 
     def rows_written(self) -> list[str]:
         """Return the sharded parameters that code wrote to since the last call."""
-        return self._where([flat.rows_written() for flat in self.flats])
-
-    def _where(self, flags_of: Sequence[Sequence[bool]]) -> list[str]:
-        return [
-            name
-            for flat, flags in zip(self.flats, flags_of, strict=True)
-            for name, flag in zip(flat.contents.names, flags, strict=True)
-            if flag
-        ]
+        return [name for flat in self.flats for name in flat.rows_written()]
 
     # -- gathering ----------------------------------------------------------------------------
 
@@ -228,7 +187,7 @@ class Unit:
         if self.state is UnitState.SHARDED:
             # resumes where a call without enough memory stopped: nothing is communicated twice
             for flat in self.flats[len(self._gathers) :]:
-                self._gathers.append(flat.gather())
+                self._gathers.append(flat.gathered.gather(flat.shard, flat.cut))
             self.state = UnitState.GATHERING
         return [work for pending in self._gathers for work in pending.works]
 
@@ -236,55 +195,20 @@ class Unit:
         """Gather if needed, wait, and give the modules the full parameters."""
         self.start_gather()
         if self.state is UnitState.GATHERING:
-            self._wait_gathers(wait)
+            _finish(self._gathers, wait)
             self.state = UnitState.GATHERED
-            self._show([flat.gathered.parameters for flat in self.flats])
+            for flat in self.flats:
+                flat.show(flat.gathered.parameters)
 
     def free(self, wait: Wait = wait_for) -> None:
         """Free the full parameters and give the modules the sharded ones."""
         if self.state is UnitState.SHARDED:
             return
-        self._wait_gathers(wait)
+        _finish(self._gathers, wait)
         self.state = UnitState.SHARDED
-        self._show([flat.sharded for flat in self.flats])
         for flat in self.flats:
+            flat.show(flat.sharded)
             flat.gathered.free()
-
-    def _wait_gathers(self, wait: Wait) -> None:
-        for pending in self._gathers:
-            pending.wait(wait)
-        self._gathers = []
-
-    def change_fractions(
-        self, divider: Divider, columns_of: Callable[[Flat], Sequence[Column]] = lambda flat: ()
-    ) -> None:
-        """Move the shards to other fractions, in place; collective.
-
-        Args:
-            columns_of: Returns what has the rows of a flat's parameters and moves with them.
-        """
-        assert self.state is UnitState.SHARDED, self
-        for flat in self.flats:
-            flat.change_layout(divide_flat(flat.contents.shapes, divider), columns_of(flat))
-
-    def restore_full(self, originals: Mapping[str, nn.Parameter] = MappingProxyType({})) -> None:
-        """Give the modules plain full parameters on the CPU; collective. Ends the unit's use.
-
-        Args:
-            originals: By name, parameters that the modules had before, and that are still held.
-                They get the values, and are given back: an optimizer may be used in the next run.
-        """
-        assert self.state is UnitState.SHARDED, self
-        shown = [
-            [
-                _with_values(originals.get(name), parameter)
-                for name, parameter in zip(
-                    flat.contents.names, flat.plain_parameters(), strict=True
-                )
-            ]
-            for flat in self.flats
-        ]
-        self._show(shown)
 
     def choose_residence(self, residence: Residence) -> None:
         """Choose the memory of the full parameters; see [Note: residence] in ``gathered.py``."""
@@ -309,14 +233,12 @@ class Unit:
     def start_reduce(self, scale: float, *, in_place: bool = False) -> list[Any]:
         """Begin to sum the gradients over the ranks, times ``scale``; see ``Gradient.reduce``."""
         for flat in self.trained[len(self._reduces) :]:  # as in start_gather
-            self._reduces.append(flat.reduce(scale, in_place=in_place))
+            self._reduces.append(flat.gradient.reduce(flat.cut, scale, in_place=in_place))
         return [work for pending in self._reduces for work in pending.works]
 
     def wait_reduce(self, wait: Wait = wait_for) -> None:
         """Wait for this rank's slice of the summed gradients and free the full gradients."""
-        for pending in self._reduces:
-            pending.wait(wait)
-        self._reduces = []
+        _finish(self._reduces, wait)
         for flat in self.flats:
             flat.gradient.disarm()
 
@@ -359,23 +281,13 @@ class Unit:
             flat.gradient.give_back(own, keeps_unused=keeps_unused)
 
 
+def _finish(pending: list[Pending], wait: Wait) -> None:
+    for each in pending:
+        each.wait(wait)
+    pending.clear()
+
+
 def _parts_of(flags: Sequence[bool], flats: Sequence[Flat]) -> list[tuple[Flat, list[bool]]]:
     """Return each flat with its part of the flags of their parameters."""
     rest = iter(flags)
     return [(flat, list(islice(rest, len(flat.sharded)))) for flat in flats]
-
-
-def show_to_recurrent(module: nn.RNNBase, attribute: str, parameter: nn.Parameter) -> None:
-    """Update the list of parameters with which LSTM, GRU and RNN compute."""
-    if attribute in module._flat_weights_names:
-        module._flat_weights[module._flat_weights_names.index(attribute)] = parameter
-
-
-def _with_values(original: nn.Parameter | None, plain: nn.Parameter) -> nn.Parameter:
-    """Return the original with a plain parameter's values; the plain one where it cannot be."""
-    if original is None or original.is_meta:
-        return plain
-    original.data, original.grad = plain.data, None
-    original.requires_grad_(plain.requires_grad)
-    original.__dict__.update(plain.__dict__)
-    return original

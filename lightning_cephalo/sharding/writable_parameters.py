@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.sharding.collectives import all_gather_rows
+from lightning_cephalo.sharding.flat import show_in
 from lightning_cephalo.sharding.placement import full_parameter, local_part, own_part
-from lightning_cephalo.sharding.unit import show_to_recurrent
 from lightning_cephalo.sharding.write_guard import GatheredParameter, LockedRows
 
 
@@ -26,11 +26,6 @@ class _Place:
     attribute: str
     sharded: nn.Parameter
     full: nn.Parameter
-
-    def show(self, parameter: nn.Parameter) -> None:
-        self.module._parameters[self.attribute] = parameter
-        if isinstance(self.module, nn.RNNBase):
-            show_to_recurrent(self.module, self.attribute, parameter)
 
 
 @contextmanager
@@ -60,13 +55,13 @@ def writable_parameters(*modules: nn.Module) -> Iterator[None]:
     """
     places = _gathered(modules)
     for place in places:
-        place.show(place.full)
+        show_in(place.module, place.attribute, place.full)
     try:
         yield
         _keep(places)
     finally:
         for place in places:
-            place.show(place.sharded)
+            show_in(place.module, place.attribute, place.sharded)
 
 
 def _gathered(modules: tuple[nn.Module, ...]) -> list[_Place]:
@@ -92,7 +87,7 @@ def _refuse_use(parameters: list[nn.Parameter]) -> None:
     used = [local_part(parameter) for parameter in parameters]
     in_use = [p for p in used if isinstance(p, GatheredParameter | LockedRows)]
     why = f"the parameter {in_use[0].full_name!r} is in use" if in_use else ""
-    inside = any(isinstance(p, LockedRows) or p.lock.is_on for p in in_use)
+    inside = any(isinstance(p, LockedRows) or p.guard.is_closed for p in in_use)
     flags = [bool(in_use)]
     # ranks run different numbers of microbatches: in one of them no rank may communicate
     if parameters and not inside and dist.get_world_size() > 1:

@@ -9,7 +9,6 @@ used while the forward runs. Both cost nothing per operator.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,13 +26,6 @@ REMEDY = (
 )
 
 
-@dataclass
-class Lock:
-    """Whether the sharded parameters of a flat are locked: a forward is running."""
-
-    is_on: bool = False
-
-
 class GatheredParameter(nn.Parameter):
     """A full parameter that counts every write in its version.
 
@@ -43,7 +35,7 @@ class GatheredParameter(nn.Parameter):
     """
 
     full_name = ""
-    lock = Lock()
+    guard: RowGuard
 
     @property
     def data(self) -> Tensor:
@@ -122,9 +114,10 @@ class LockedRows(Locked):
 class RowGuard:
     """Locks the sharded parameters of a flat while a forward runs, and finds writes to them."""
 
+    is_closed = False
+
     def __init__(self, names: Sequence[str], sharded: Sequence[nn.Parameter]) -> None:
         self._names, self._sharded = names, sharded
-        self.lock = Lock()
         self.renew()
         # a DTensor has no memory of its own, except after `parameter.data = plain_tensor`
         self._addresses = [face.data_ptr() for face in sharded]
@@ -137,7 +130,7 @@ class RowGuard:
 
     def close(self) -> None:
         """Refuse all use of the parameters until :meth:`open`."""
-        self.lock.is_on = True
+        self.is_closed = True
         if not self._locked:
             pairs = zip(self._rows, self._names, strict=True)
             self._locked = [LockedRows(rows, name) for rows, name in pairs]
@@ -146,23 +139,24 @@ class RowGuard:
 
     def open(self) -> None:
         """Allow use of the parameters again."""
-        self.lock.is_on = False
+        self.is_closed = False
         for face, rows in zip(self._sharded, self._rows, strict=True):
             set_local_part(face, rows)
 
-    def assigned(self) -> list[bool]:
-        """Per parameter, whether plain values were assigned to its ``data``."""
-        return differences([face.data_ptr() for face in self._sharded], self._addresses)
+    def assigned(self) -> list[str]:
+        """Return the names of parameters to whose ``data`` plain values were assigned."""
+        return changed(self._names, [p.data_ptr() for p in self._sharded], self._addresses)
 
-    def written(self) -> list[bool]:
-        """Per parameter, whether code has written to it since the last call."""
+    def written(self) -> list[str]:
+        """Return the names of parameters that code wrote to since the last call."""
         before, self._versions = self._versions, [face._version for face in self._sharded]
-        return differences(self._versions, before)
+        return changed(self._names, self._versions, before)
 
 
-def differences(now: Sequence[int], before: Sequence[int]) -> list[bool]:
-    """Return where two lists differ."""
-    return [one != other for one, other in zip(now, before, strict=True)]
+def changed(names: Sequence[str], now: Sequence[int], before: Sequence[int]) -> list[str]:
+    """Return the names of numbers that differ."""
+    pairs = zip(names, now, before, strict=True)
+    return [name for name, one, other in pairs if one != other]
 
 
 def spelled(names: list[str]) -> str:

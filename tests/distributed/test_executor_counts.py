@@ -53,19 +53,19 @@ class Observer:
                 self._watch(flat, index)
 
     def _watch(self, flat, index) -> None:
-        gather, reduce = flat.gather, flat.reduce
+        gather, reduce = flat.gathered.gather, flat.gradient.reduce
 
-        def watched_gather() -> Pending:
+        def watched_gather(*slices) -> Pending:
             self.gathers[index] += 1
             self.order.append(f"gather {index}")
-            pending = gather()
+            pending = gather(*slices)
             self._look()
             return pending
 
-        def watched_reduce(scale: float, *, in_place: bool) -> Pending:
+        def watched_reduce(cut, scale: float, *, in_place: bool) -> Pending:
             self.reduces[index] += 1
             self.order.append(f"reduce {index}")
-            pending = reduce(scale, in_place=in_place)
+            pending = reduce(cut, scale, in_place=in_place)
             self._look()
             return pending
 
@@ -77,8 +77,8 @@ class Observer:
 
             return call
 
-        flat.gather, flat.reduce = watched_gather, watched_reduce
         gradient, gathered = flat.gradient, flat.gathered
+        gathered.gather, gradient.reduce = watched_gather, watched_reduce
         gradient.arm, gradient.disarm = watched(gradient.arm), watched(gradient.disarm)
         gathered.free = watched(gathered.free)
 
@@ -111,8 +111,8 @@ def _counts(rank: int, recompute: bool) -> list[tuple]:
         orders.append(tuple(observer.order))
         for unit in executor.units:
             for flat in unit.flats:
-                del flat.gather, flat.reduce, flat.gathered.free
-                del flat.gradient.arm, flat.gradient.disarm
+                del flat.gathered.gather, flat.gathered.free
+                del flat.gradient.reduce, flat.gradient.arm, flat.gradient.disarm
     return orders
 
 

@@ -197,7 +197,7 @@ def _reduced(rank, dtype, reduce_dtype):
     gradients = [torch.randn(flat.contents.numel, generator=generator).to(dtype) for _ in range(3)]
     flat.gradient.arm()
     flat.gradient.armed.memory.whole.copy_(gradients[rank])
-    flat.reduce(0.5).wait()
+    flat.gradient.reduce(flat.cut, 0.5).wait()
     narrow = reduce_dtype if reduce_dtype.itemsize < dtype.itemsize else dtype
     total = sum(gradient.to(narrow).to(dtype) for gradient in gradients) * 0.5
     return flat.gradient.reduced.shard, total, narrow is flat.contents.sent_dtype

@@ -50,8 +50,8 @@ def move(units, shares, optimizers, **others) -> None:
     flats = [flat for unit in units for flat in unit.flats]
     state.check(flats, ControlGroup(dist.group.WORLD))
     divider = Divider(shares)
-    for unit in units:
-        unit.change_fractions(divider, state.of)
+    for flat in flats:
+        flat.change_layout(divider, state.of(flat))
 
 
 def whole(value):

@@ -43,12 +43,12 @@ class Watch(Callback):
     def on_train_start(self, trainer, *_) -> None:
         for unit in trainer.strategy.session.model.units:
             for flat in unit.flats:
-                flat.gather = self.counted(unit.name, flat.gather)
+                flat.gathered.gather = self.counted(unit.name, flat.gathered.gather)
 
     def counted(self, name, gather):
-        def call():
+        def call(*slices):
             self.gathers[name] += 1
-            return gather()
+            return gather(*slices)
 
         return call
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_cephalo.sharding.discovery import UnitMembers, find_units
+from lightning_cephalo.sharding.discovery import UnitKind, UnitMembers, find_units
+from lightning_cephalo.sharding.materialise import initialise_members
 
 SMALL = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
 
@@ -439,3 +440,14 @@ def test_finding_units_changes_nothing():
     for name, parameter in model.named_parameters():
         assert id(parameter) == before[name][0]
         assert torch.equal(parameter, before[name][1])
+
+
+def test_units_keep_their_kinds_when_they_are_made_from_the_meta_device():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Embedding(64, 8), *(nn.Linear(8, 8) for _ in range(3)))
+    found = find_units(model)
+    kinds = [unit.kind for unit in found]
+    assert kinds[:2] == [UnitKind.ROOT, UnitKind.EMBEDDING]
+    made = [initialise_members(model, unit, materialise=True) for unit in found]
+    assert [unit.kind for unit in made] == kinds
+    assert not any(parameter.is_meta for unit in made for parameter, _ in unit.parameters)

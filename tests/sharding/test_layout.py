@@ -58,11 +58,6 @@ def test_the_rounding_error_is_carried_to_the_next_flat():
     assert set(firsts) == {0, 10}
 
 
-def test_a_scalar_is_refused_because_it_has_no_rows():
-    with pytest.raises(ValueError, match="0-d parameter has no rows"):
-        Divider([0.5, 0.5]).divide([(3,), ()])
-
-
 def test_a_flat_without_parameters_and_one_without_elements_can_be_cut():
     divider = Divider([0.5, 0.5])
     assert divider.divide([]).sizes == (0, 0)
