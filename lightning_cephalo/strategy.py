@@ -39,6 +39,7 @@ from lightning_cephalo.adapters import (
 )
 from lightning_cephalo.adapters.dealt_loaders import SamplerTakeover
 from lightning_cephalo.adapters.ending import Ending, evaluation_loop
+from lightning_cephalo.adapters.held_state import holds_rows
 from lightning_cephalo.adapters.hook_logs import HookLogs, mean_over_samples
 from lightning_cephalo.adapters.logging import StepLog
 from lightning_cephalo.adapters.optimizer import local_update
@@ -85,6 +86,7 @@ from lightning_cephalo.preparation.options import (
 from lightning_cephalo.preparation.prepare import Job, make_plan, measure_or_load, read_job
 from lightning_cephalo.preparation.session import Session
 from lightning_cephalo.preparation.training import Training
+from lightning_cephalo.profiling.isolation import no_loaders_left
 from lightning_cephalo.profiling.memory_model import predicted
 from lightning_cephalo.ranks import launch
 from lightning_cephalo.ranks.aborting import abort_groups
@@ -508,29 +510,18 @@ class CephaloStrategy(ParallelStrategy):
             self.precision_plugin.convert_module(self._module)
         # as FSDPStrategy does: sets `self.device` of a module that is never moved as a whole
         self._module._device = self.root_device
-        if fitting:
-            with self._waiting_for_hosts():
-                job, problem = self._shard_by_plan(trainer)
-        else:
-            self._shard(Job.of_evaluation(self._options, self.world_size))
         self.model = self._module
         if fitting:
-            control = self.session.control
-            control.together("making the optimizers", partial(self.setup_optimizers, trainer))
-            with self._waiting_for_hosts():  # the plan may be made anew
-                self._running.count_on_optimizers(job, problem, self.optimizers)
-            self._warn_of_plan(trainer)
-            away = self.session.state_away
-            checkpoint.cut_earlier_state(self.optimizers, self.session.model, control, away)
-            control.together("sharding the optimizers", self._shard_optimizers)
-            self._refuse(When.OPTIMIZERS)
-            self.session.use_optimizers(self.optimizers, trainer)
-            self._plan = self.session.plan
-            replans = None if self._training is None else self._training.replanning
-            if replans is not None and self.session.late:
-                replans.count_on_late_updates()
+            with self._waiting_for_hosts():
+                self._shard_for_training(trainer)
+            self._make_optimizers(trainer)
+            with self._waiting_for_hosts():
+                self._follow_plan(trainer)
+            self._use_optimizers(trainer)
             if self._options.verbose and self.is_global_zero:
                 report.show(self.session.plan_table(self._options.details))
+        else:
+            self._shard(Job.of_evaluation(self._options, self.world_size))
         self.setup_precision_plugin()
         self._ending.set_up()
 
@@ -560,8 +551,8 @@ class CephaloStrategy(ParallelStrategy):
             partial(batch_norm.warn_of_microbatches, self._module, plan, self.global_rank),
         )
 
-    def _shard_by_plan(self, trainer: Trainer) -> tuple[Job, Problem | None]:
-        """Prepare for training, in the stages of :mod:`~lightning_cephalo.preparation.prepare`."""
+    def _shard_for_training(self, trainer: Trainer) -> None:
+        """Read the job, and shard the model before there is a plan; collective."""
         self._plan = self._measured_memory = None
         control = self._connection.control
         control.together(
@@ -575,9 +566,22 @@ class CephaloStrategy(ParallelStrategy):
         job = read_job(
             trainer, control, options, self._connection.groups.nodes, self._samplers.deals
         )
-        session = self._shard(job)
-        session.enforce_limits()
-        plan = job.plan
+        self._shard(job).enforce_limits()
+
+    def _make_optimizers(self, trainer: Trainer) -> None:
+        """Make the user's optimizers, once; plans count on what they hold; collective."""
+
+        def make() -> None:
+            with no_loaders_left(trainer):
+                self.setup_optimizers(trainer)
+
+        self.session.control.together("making the optimizers", make)
+        self.session.count_on(self.optimizers, trainer)
+
+    def _follow_plan(self, trainer: Trainer) -> None:
+        """Measure the ranks, make a plan and follow it, or follow that which is given."""
+        session, job = self.session, self.session.job
+        control, plan = session.control, job.plan
         memory: tuple[RankMemory, ...] = ()
         problem: Problem | None = None
         replans = replanning.wants(self._options.replan, job)
@@ -593,11 +597,23 @@ class CephaloStrategy(ParallelStrategy):
         else:
             session.check_modes(plan)  # before the ranks are measured for nothing
             problem = self._measured(job) if replans else None
+        # some hold rows from the beginning, such as Adagrad
+        session.optimizers = [own for own in self.optimizers if holds_rows(own)]
         session.apply(plan, memory)
         session.shard_averages(trainer.callbacks)  # type: ignore[attr-defined]
-        self._plan, self._replans = plan, ()
+        self._replans = ()
         self._begin_training(trainer, problem if replans else None)
-        return job, problem
+
+    def _use_optimizers(self, trainer: Trainer) -> None:
+        """Let the optimizers hold their rows, and update them by the plan; collective."""
+        session, control = self.session, self.session.control
+        self._warn_of_plan(trainer)
+        away = session.state_away
+        checkpoint.cut_earlier_state(self.optimizers, session.model, control, away)
+        control.together("sharding the optimizers", self._shard_optimizers)
+        self._refuse(When.OPTIMIZERS)
+        session.use_optimizers(self.optimizers, trainer)
+        self._plan = session.plan
 
     def _measured(self, job: Job) -> Problem:
         """Measure a job, or load an earlier measurement; collective."""

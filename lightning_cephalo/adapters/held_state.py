@@ -1,7 +1,7 @@
 """Counts the state that optimizers will hold for each parameter, before they have any.
 
-The plan is made before the optimizers, and counts on two moments. Amsgrad holds three, SGD none. A
-trial on small tensors tells (:func:`~lightning_cephalo.adapters.scope.state_bytes_per_element`).
+Adam holds two moments, amsgrad three, SGD none. A trial on small tensors tells
+(:func:`~lightning_cephalo.adapters.scope.state_bytes_per_element`).
 
 Units may differ: an optimizer trains a part of the model, or one of its groups has another option.
 Plans count one figure. Where units move whole, only that of the largest unit is safe.
@@ -9,13 +9,18 @@ Plans count one figure. Where units move whole, only that of the largest unit is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_cephalo.adapters.early_update import late_by_optimizer
+from lightning_cephalo.adapters.moved_state import needs_device
 from lightning_cephalo.adapters.scope import (
     Scope,
     is_listed,
@@ -25,7 +30,53 @@ from lightning_cephalo.adapters.scope import (
 )
 from lightning_cephalo.execution.sharded_model import ShardedModel
 
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
+
 _MOMENTS_OF_ADAM = 2
+
+
+@dataclass(frozen=True)
+class OptimizerFacts:
+    """What plans count of the user's optimizers; equal on every rank.
+
+    Attributes:
+        late: Why they update nothing inside the backward, in a few words; empty: they may.
+        stays: Why their state stays on the devices, in a few words; empty: it may leave.
+        each_bytes: Bytes of state of a trained parameter; None: as of Adam.
+        most_bytes: The same of the unit with the most.
+        untrained_bytes: Bytes of parameters that no optimizer trains, whose gradients stay.
+    """
+
+    late: str = ""
+    stays: str = ""
+    each_bytes: float | None = None
+    most_bytes: float | None = None
+    untrained_bytes: int = 0
+
+    @classmethod
+    def of(
+        cls, optimizers: Sequence[Optimizer], model: ShardedModel, trainer: Trainer
+    ) -> OptimizerFacts:
+        """Look at the optimizers of all ranks; collective."""
+        mean = held_per_parameter(optimizers, model)
+        most = held_per_parameter(optimizers, model, units_move=True)
+        own = (
+            next(filter(None, map(late_by_optimizer, optimizers)), ""),
+            needs_device(trainer, optimizers),
+            math.nan if mean is None else mean,
+            math.nan if most is None else most,
+            untrained_bytes(optimizers, model),
+        )
+        late, stays, means, mosts, untrained = zip(*model.control.gather(own), strict=True)
+        is_known = not any(map(math.isnan, means))
+        return cls(
+            next(filter(None, late), ""),
+            next(filter(None, stays), ""),
+            max(means) if is_known else None,
+            max(mosts) if is_known else None,
+            max(untrained),
+        )
 
 
 @dataclass(frozen=True)
@@ -45,6 +96,11 @@ class UnitState:
     def each_parameter_bytes(self) -> float:
         """Bytes of each element."""
         return self.parameter_bytes / self.elements if self.elements else 0.0
+
+
+def holds_rows(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer has state of sharded parameters, as a new Adagrad has."""
+    return any(isinstance(key, DTensor) for key in optimizer.state)
 
 
 def held_by_unit(

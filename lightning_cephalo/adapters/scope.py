@@ -155,6 +155,13 @@ def try_out(optimizer: Optimizer) -> Trial:
             return Trial(Scope.MODEL, why=why, ran=False)
 
 
+def twin_of(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> Callable[[], None]:
+    """Return the step of a copy of an optimizer that holds other parameters, and has no hooks."""
+    clone = _clone(optimizer, {(0, index): each for index, each in enumerate(parameters)})
+    update = _plain_step(clone)
+    return lambda: update(clone)
+
+
 def state_bytes_per_element(optimizer: Optimizer) -> list[int]:
     """Return the bytes of state per element of a parameter, by parameter group.
 
@@ -252,9 +259,7 @@ def _run(
                 held[g, i] = shown(nn.Parameter(piece.start.clone()))
                 held[g, i].__dict__.update(original.__dict__)
     clone = _clone(optimizer, held)
-    update: Any = type(clone).step
-    if getattr(update, "hooked", False):  # torch's wrapper, which calls hooks of all optimizers
-        update = inspect.unwrap(update, stop=lambda own: not vars(own).get("hooked", False))
+    update = _plain_step(clone)
     run = _Run({}, {}, [], {}, False, 0)
     last: dict[tuple[int, int], Tensor] = {}
     for step in range(steps):
@@ -290,6 +295,13 @@ def _run(
         for group in clone.param_groups
     ]
     return run
+
+
+def _plain_step(clone: Optimizer) -> Any:
+    update: Any = type(clone).step
+    if getattr(update, "hooked", False):  # torch's wrapper, which calls hooks of all optimizers
+        update = inspect.unwrap(update, stop=lambda own: not vars(own).get("hooked", False))
+    return update
 
 
 def _clone(optimizer: Optimizer, held: Mapping[tuple[int, int], Tensor]) -> Optimizer:

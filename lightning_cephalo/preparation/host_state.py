@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lightning_cephalo.accelerator.host_room import taken_bytes
 from lightning_cephalo.adapters import precision
 from lightning_cephalo.adapters.held_state import UnitState, held_by_unit
-from lightning_cephalo.adapters.moved_state import MovedState, StateAway, needs_device
+from lightning_cephalo.adapters.moved_state import MovedState, StateAway
 from lightning_cephalo.common.errors import HostMemoryError
 from lightning_cephalo.common.quantities import format_mib
 from lightning_cephalo.execution.sharded_model import ShardedModel
@@ -45,11 +45,12 @@ class HostState:
         self._has_begun = False
         self.moved: MovedState | None = None
 
-    def begin(self, optimizers: Sequence[Optimizer], trainer: Trainer, plan: Plan) -> None:
-        """Let state live where the plan says, now that the optimizers exist; collective."""
-        own = needs_device(trainer, optimizers)
+    def begin(
+        self, optimizers: Sequence[Optimizer], trainer: Trainer, plan: Plan, stays: str
+    ) -> None:
+        """Let state live where the plan says, unless something makes it stay; collective."""
         self._scales_loss = precision.loss_scaler(trainer.precision_plugin) is not None
-        self._needs_device = next(filter(None, self._control.gather(own)), "")
+        self._needs_device = stays
         self.check(plan)
         self._has_begun = True
         self._control.together("allocating host memory", lambda: self._begin(plan, optimizers))

@@ -140,9 +140,7 @@ def check_measured(
         batch = moved_to_device(trainer, module, batch)
         return batch, _in_two(job, batch, model.control.world_size)
 
-    _compare(
-        job, model, trainer, partial(step_on, module), halves, manual=manual, in_training=False
-    )
+    _compare(job, model, trainer, partial(step_on, module), halves, manual=manual)
 
 
 def _in_two(job: Job, batch: Any, world_size: int) -> list[tuple[Any, int]]:
@@ -218,7 +216,6 @@ def _compare(
     parted: Callable[[], Parted | None],
     gathers: UserGathers | None = None,
     manual: ManualSteps | None = None,
-    in_training: bool = True,
 ) -> None:
     control = model.control
     is_first = control.rank == 0
@@ -231,7 +228,7 @@ def _compare(
     with ExitStack() as undo:
         try:
             # one rank alone may lack the memory for copies
-            isolate = isolated(trainer, model.module, model.accelerator, in_training=in_training)
+            isolate = isolated(trainer, model.module, model.accelerator)
             control.together("copying what modules hold", partial(undo.enter_context, isolate))
             with refused:
                 own = control.together("cutting a batch", parted)

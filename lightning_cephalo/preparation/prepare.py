@@ -3,17 +3,20 @@
 ::
 
     job = read_job(trainer, control, options)              Job      the training to run
+    session = Session(job, ...)                                     sharded; session.py
+    job = session.count_on(optimizers, trainer)            Job      with the user's optimizers
     problem = measure_or_load(job, model, trainer)         Problem  speed and memory of the ranks
     plan = make_plan(job, problem, control)                Plan     the work of each rank
-    session.apply(plan)                                             session.py
+    session.apply(plan)                                             rows move
 
-A given plan skips the two stages in the middle. Every stage is collective.
+A given plan skips the two stages before the last. Every stage is collective.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,6 +24,7 @@ from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.accelerator.host import processes_on_this_host
 from lightning_cephalo.adapters.batch_norm import smallest_microbatch
 from lightning_cephalo.adapters.early_update import gradients_leave, late_by_job
+from lightning_cephalo.adapters.held_state import OptimizerFacts
 from lightning_cephalo.adapters.precision import loss_scaler
 from lightning_cephalo.adapters.user_module import step_on
 from lightning_cephalo.common.errors import UnsupportedError
@@ -45,10 +49,13 @@ from lightning_cephalo.preparation.limits import (
 from lightning_cephalo.preparation.options import Options
 from lightning_cephalo.profiling import job_cache
 from lightning_cephalo.profiling.measure import ProfileOptions, measure, read_batch
+from lightning_cephalo.profiling.memory_model import largest_row
 from lightning_cephalo.profiling.progress import Progress
 from lightning_cephalo.profiling.state_rates import (
     has_state_rates,
     measure_state_rates,
+    planned_state_bytes,
+    trained_sizes,
     with_state_rates,
     with_unit_parameters,
     without_host_updates,
@@ -57,6 +64,9 @@ from lightning_cephalo.ranks.control import ControlGroup
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
+
+
+_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True)
@@ -83,6 +93,7 @@ class Job:
             dataloaders give single samples, or a plan is given.
         plan: The given plan; None: one must be made.
         late: Why updates follow the backward, in a few words; empty: they run inside of it.
+        optimizers: What plans count of the optimizers; as of Adam until they exist.
         leaves_batches_whole: Whether no batch is cut or read before training: one rank follows a
             given plan of one microbatch.
         state_groups: The group of every rank, where each group holds the whole state; else empty.
@@ -96,6 +107,7 @@ class Job:
     ready_samples: int | None = None
     plan: Plan | None = None
     late: str = ""
+    optimizers: OptimizerFacts = field(default_factory=OptimizerFacts)
     leaves_batches_whole: bool = False
     state_groups: tuple[int, ...] = ()
 
@@ -185,8 +197,8 @@ def read_job(
         ready_samples,
         plan,
         late,
-        whole,
-        groups,
+        leaves_batches_whole=whole,
+        state_groups=groups,
     )
 
 
@@ -377,7 +389,7 @@ def measure_or_load(
         TooLittleMemoryError: If no rank can run the smallest microbatch.
     """
     options, control = job.options, model.control
-    offload = _optimizer_offload(job, manual)
+    offload = _optimizer_offload(job)
     device, smallest = job.limits[control.rank].device, smallest_microbatch(model.module)
     found = job_cache.look_up(
         control,
@@ -437,8 +449,10 @@ def measure_or_load(
     problem = replace(
         with_unit_parameters(problem, model),
         optimizer_offload=offload,
-        sends_gradients=gradients_leave(job.late, trainer),
+        sends_gradients=gradients_leave(job.late, trainer) and not job.optimizers.late,
     )
+    moves = offload is not False or _gives_moved_state(job)
+    problem = with_optimizers(problem, model, job.optimizers, moves)
     if _gives_moved_state(job) and not _gives_host_updates(job):
         problem = without_host_updates(problem)
     # retained activations hold the boundaries: there is only state to offload
@@ -448,21 +462,38 @@ def measure_or_load(
     return with_host_memory(problem, [own.host for own in job.limits], boundaries)
 
 
-def _optimizer_offload(job: Job, manual: ManualSteps | None) -> bool | Literal["auto"]:
+def _optimizer_offload(job: Job) -> bool | Literal["auto"]:
     """Return whether the plan may keep optimizer state in host memory, or has to."""
     asked = job.options.optimizer_offload
     if asked is False and not _gives_moved_state(job):
         return False
     has_room = any(own.host.is_apart and own.host.capacity_bytes for own in job.limits)
-    if has_room and manual is None:
+    why = job.optimizers.stays or ("" if has_room else _NO_HOST)
+    if not why:
         return asked or "auto"  # what a given plan does, others may do, too
     if asked is True:
-        why = "manual optimization" if manual is not None else _NO_HOST
         raise PlanError(
             f"optimizer_offload=True, but optimizer state has to stay on the devices: {why}. Use"
             " optimizer_offload='auto', which moves it only where that can be."
         )
     return False
+
+
+def with_optimizers(
+    problem: Problem, model: ShardedModel, facts: OptimizerFacts, moves_state: bool
+) -> Problem:
+    """Return a problem that counts what the user's optimizers hold, in place of Adam's moments."""
+    planned = planned_state_bytes(model)
+    each = facts.most_bytes if moves_state else facts.each_bytes
+    if each is not None and not math.isclose(each, planned, rel_tol=_ROUNDING):
+        problem = problem.with_moments(each, planned, sum(trained_sizes(model)))
+        # a rank may hold a row more than its share
+        row_bytes = max(0.0, each - planned) * largest_row(model)[0]
+        problem = replace(problem, gathered_bytes=problem.gathered_bytes + row_bytes)
+    # only where a plan counts on gradients that go as soon as they are used
+    if moves_state and (problem.early_update or problem.sends_gradients):
+        problem = problem.with_gradients_that_stay(facts.untrained_bytes)
+    return problem
 
 
 def _gives_moved_state(job: Job) -> bool:

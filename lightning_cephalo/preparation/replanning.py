@@ -25,7 +25,7 @@ from lightning_cephalo.preparation.plan_change import REFUSALS, PlanChanges
 from lightning_cephalo.preparation.prepare import Job
 from lightning_cephalo.preparation.relief import make_room
 from lightning_cephalo.preparation.session import Session
-from lightning_cephalo.profiling.memory_model import predicted, state_bytes
+from lightning_cephalo.profiling.memory_model import predicted
 from lightning_cephalo.profiling.state_rates import has_state_rates
 
 if TYPE_CHECKING:
@@ -112,20 +112,6 @@ class Replanning:
         self._accepted: Replan | None = None
         self._busy_s = math.nan
         self.replans: tuple[Replan, ...] = ()
-
-    def count_on(self, problem: Problem) -> None:
-        """Look for plans of a problem with the optimizers' own state from now on."""
-        if problem != self._problem:
-            self._problem = problem
-            self._begin_anew(self._session.plan)
-
-    def count_on_late_updates(self) -> None:
-        """Look for plans of late updates only: the optimizers allow no others."""
-        if self._problem.early_update:
-            model = self._session.model
-            gradients = state_bytes(model) - state_bytes(model, early=True)
-            self._problem = self._problem.with_late_update(self._problem.state_bytes + gradients)
-            self._begin_anew(self._session.plan)
 
     # -- with the exchange of a step ----------------------------------------------------------
 

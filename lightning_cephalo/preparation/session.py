@@ -11,19 +11,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.backends import backend_of
 from lightning_cephalo.adapters.averaged_weights import AveragedWeights
 from lightning_cephalo.adapters.checkpoint import release_optimizer
-from lightning_cephalo.adapters.early_update import (
-    EarlyUpdater,
-    gradients_leave,
-    late_by_optimizer,
-    may_send_gradients,
-)
+from lightning_cephalo.adapters.early_update import EarlyUpdater, may_send_gradients
+from lightning_cephalo.adapters.held_state import OptimizerFacts
 from lightning_cephalo.adapters.logging import StepLogs
 from lightning_cephalo.adapters.module_copies import ModuleCopies
 from lightning_cephalo.adapters.moved_state import MovedState, StateAway
@@ -216,8 +211,15 @@ class Session:
 
     # -- training -----------------------------------------------------------------------------
 
+    def count_on(self, optimizers: Sequence[Optimizer], trainer: Trainer) -> Job:
+        """Let plans count on what the optimizers hold, and when they may update; collective."""
+        facts = OptimizerFacts.of(optimizers, self.model, trainer)
+        self.late = self.job.late or facts.late
+        self.job = replace(self.job, late=self.late, optimizers=facts)
+        return self.job
+
     def use_optimizers(self, optimizers: Sequence[Optimizer], trainer: Trainer) -> None:
-        """Choose where and when the optimizers' updates run; collective.
+        """Let the optimizers update by the plan; collective.
 
         Raises:
             UnsupportedError: On every rank, if an optimizer cannot train as on one device.
@@ -226,15 +228,12 @@ class Session:
         self.optimizers = list(optimizers)
         for optimizer in optimizers:
             self.updates.of(optimizer)
-        own = self.late or next(filter(None, map(late_by_optimizer, optimizers)), "")
-        self.late = next(filter(None, self.control.gather(own)), "")
-        self._host_state.begin(optimizers, trainer, self.plan)
+        self._host_state.begin(optimizers, trainer, self.plan, self.job.optimizers.stays)
         self._predict_host_memory()
         is_planned = self.plan.early_update is True
         more_bytes = state_bytes(self.model) - state_bytes(self.model, early=True)
         if self.late:
             self._may_send = lambda own: may_send_gradients(self.late, own, trainer)
-            self._warn_of_gradients_that_stay(optimizers, trainer)
             if is_planned:
                 self._count_on_late_updates(more_bytes)
             return
@@ -242,19 +241,6 @@ class Session:
         consequence = f" The plan counts on early ones: ranks hold up to {most} more." * is_planned
         self._updater = EarlyUpdater(optimizers[0], trainer, consequence, self.moved)
         self.model.executor.updates.updater = self._updater
-
-    def _warn_of_gradients_that_stay(
-        self, optimizers: Sequence[Optimizer], trainer: Trainer
-    ) -> None:
-        """Say that the plan counts on gradients that leave, where the optimizer keeps them."""
-        on_host = any(rank.host_update_fraction for rank in self.plan.ranks)
-        why = next(filter(None, map(late_by_optimizer, optimizers)), "")
-        if on_host and why and gradients_leave(self.late, trainer):
-            rank_zero_warn(
-                "Gradients of units that the host updates stay on the devices until the step ends:"
-                f" {why}. A plan that is made here counts on their memory. Leave room for them with"
-                " memory_cap=."
-            )
 
     def _predict_host_memory(self) -> None:
         memory = self._host_state.predicted(self.plan, self.predicted_memory, self.optimizers)

@@ -12,11 +12,9 @@ from lightning_cephalo.observe.watch import Watch
 from lightning_cephalo.plan import Problem
 from lightning_cephalo.plan.replan import Replan
 from lightning_cephalo.preparation import replanning
-from lightning_cephalo.preparation.held_state import count_on_optimizers
 from lightning_cephalo.preparation.loss_check import LossCheck
 from lightning_cephalo.preparation.options import Options
 from lightning_cephalo.preparation.plan_change import PlanChanges
-from lightning_cephalo.preparation.prepare import Job
 from lightning_cephalo.preparation.session import Session
 from lightning_cephalo.ranks.control import not_connected
 from lightning_cephalo.recovery.recovering import Recovering
@@ -83,16 +81,6 @@ class Training:
         """Learn :meth:`note` of every rank."""
         if self.replanning is not None:
             self.replanning.learn(notes)
-
-    def count_on_optimizers(
-        self, job: Job, problem: Problem | None, optimizers: Sequence[Optimizer]
-    ) -> None:
-        """Let plan and predictions count on all optimizers' state, before any; collective."""
-        if problem is None:
-            return
-        counted = count_on_optimizers(job, problem, self._session, optimizers, self._trainer)
-        if self.replanning is not None:
-            self.replanning.count_on(counted)
 
     def begin_batch(self, optimizers: Sequence[Optimizer]) -> None:
         """Let a waiting plan take effect; collective. The user may have replaced optimizers."""

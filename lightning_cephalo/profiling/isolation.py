@@ -22,17 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from lightning.pytorch.core.optimizer import (
-    _init_optimizers_and_lr_schedulers,
-    do_nothing_closure,
-)
+from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
-from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from lightning_cephalo.accelerator import Accelerator
@@ -42,6 +39,7 @@ from lightning_cephalo.data.randomness import (
     read_states,
     write_states,
 )
+from lightning_cephalo.execution.graph import take_memory
 from lightning_cephalo.execution.overlay_slots import are_same, items_of, refill
 from lightning_cephalo.sharding.placement import local_part
 
@@ -65,23 +63,17 @@ def isolated(
     trainer: Trainer,
     module: nn.Module,
     accelerator: Accelerator,
-    *,
-    in_training: bool = False,
 ) -> Iterator[None]:
     """Undo what a step inside does to state, randomness, logs and gradients.
 
-    Results, loggers and optimizers are replaced by throwaway ones. Once training has begun,
-    gradients of before come back, and manual steps find its own optimizers, which update nothing.
+    Results and loggers are replaced by throwaway ones. Optimizers update nothing.
     """
     with ExitStack() as stack:
         stack.enter_context(preserved_randomness())
         stack.callback(accelerator.restore_random_states, accelerator.random_states())
         stack.enter_context(preserved_state(module, accelerator))
-        stack.enter_context(_muted(trainer, module, accelerator, in_training=in_training))
-        if in_training:
-            stack.enter_context(_gradients_set_aside(module))
-        else:
-            stack.callback(forget_gradients, module)
+        stack.enter_context(_muted(trainer, module, accelerator))
+        stack.enter_context(_gradients_set_aside(module))
         yield
 
 
@@ -239,9 +231,7 @@ def _is_plain(value: Any) -> bool:
 
 
 @contextmanager
-def _muted(
-    trainer: Trainer, module: Any, accelerator: Accelerator, *, in_training: bool
-) -> Iterator[None]:
+def _muted(trainer: Trainer, module: Any, accelerator: Accelerator) -> Iterator[None]:
     """Redirect everything that the step logs or asks of the trainer to throwaway objects."""
     loop = trainer.fit_loop.epoch_loop
     connector = _Snapshot(accelerator)
@@ -251,9 +241,8 @@ def _muted(
     loop._results = _ResultCollection(training=True)
     trainer.loggers = [DummyLogger() for _ in loggers]
     module._current_fx_name = "training_step"
-    are_own = in_training and not module.automatic_optimization
     try:
-        with _idle(trainer, accelerator) if are_own else _stand_in_optimizer(trainer, module):
+        with _idle(trainer, accelerator):
             yield
     finally:
         loop._results, trainer.loggers, trainer.should_stop = results, loggers, stopping
@@ -262,35 +251,8 @@ def _muted(
 
 
 @contextmanager
-def _stand_in_optimizer(trainer: Trainer, module: Any) -> Iterator[None]:
-    """Make ``self.optimizers()`` and ``self.lr_schedulers()`` return stand-ins.
-
-    The user's own come later, for the planned shards. Manual steps unpack stand-ins from the hook.
-    """
-    strategy: Any = trainer.strategy
-    before = strategy.optimizers, strategy.lr_scheduler_configs
-    made: Sequence[Optimizer] = ()
-    if module.automatic_optimization:
-        stand_in = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.0)
-        strategy.optimizers = [stand_in]
-        strategy.lr_scheduler_configs = [
-            LRSchedulerConfig(torch.optim.lr_scheduler.LambdaLR(stand_in, lambda _: 1.0))
-        ]
-    else:
-        with _no_loaders_left(trainer):
-            made, configs = _init_optimizers_and_lr_schedulers(module)
-        strategy.optimizers, strategy.lr_scheduler_configs = made, configs
-    try:
-        # only for now: one that the module has made before is no stand-in, and must update later
-        with _updating_nothing(made):
-            yield
-    finally:
-        strategy.optimizers, strategy.lr_scheduler_configs = before
-
-
-@contextmanager
 def _idle(trainer: Trainer, accelerator: Accelerator) -> Iterator[None]:
-    """Let training's own optimizers change nothing (private API: Lightning's step counters)."""
+    """Let the optimizers change nothing (private API: Lightning's step counters)."""
     strategy: Any = trainer.strategy
     kept = _Snapshot(accelerator)
     schedules = [config.scheduler for config in strategy.lr_scheduler_configs]
@@ -355,7 +317,23 @@ def _update_nothing(optimizer: Optimizer) -> list[RemovableHandle]:
 
 
 @contextmanager
-def _no_loaders_left(trainer: Trainer) -> Iterator[None]:
+def state_on_host(optimizers: Sequence[Optimizer], accelerator: Accelerator) -> Iterator[None]:
+    """Let rows of state that exist already, as of Adagrad, take no memory of the device."""
+    leaves = pytree.tree_leaves([list(own.state.values()) for own in optimizers])
+    rows = [local_part(leaf) for leaf in leaves if isinstance(leaf, DTensor)]
+    with accelerator.on_host():
+        kept = [own.to("cpu", copy=True) for own in rows]
+    for own in rows:
+        take_memory(own)
+    try:
+        yield
+    finally:
+        for own, values in zip(rows, kept, strict=True):
+            own.data = values.to(accelerator.device, copy=True)
+
+
+@contextmanager
+def no_loaders_left(trainer: Trainer) -> Iterator[None]:
     """Undo that ``trainer.estimated_stepping_batches`` deals the loaders, before there is a plan.
 
     Private API: Lightning keeps them, and their source, in the loop.

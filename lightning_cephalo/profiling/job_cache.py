@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from lightning_cephalo.accelerator import Device
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 # microbatches.
 _SAME_CAPACITY = 1.25
 # Of what problems hold: a start ignores the ones that other versions of it have written.
-_VERSION = 2
+_VERSION = 3
 _TORCH = str(Path(torch.__file__).parent)
 
 
@@ -163,6 +164,7 @@ def describe(
                       torch.are_deterministic_algorithms_enabled()],
         "recompute": model.executor.recompute,
         **({} if getattr(module, "automatic_optimization", True) else {"manual": True}),
+        "optimizers": [_optimizer(each) for each in trainer.optimizers],
         "clipping": [bool(trainer.gradient_clip_val), str(trainer.gradient_clip_algorithm)],
         **({"state_groups": model.state_groups} if model.state_groups else {}),
         "threads": torch.get_num_threads() if model.accelerator.computes_on_host else None,
@@ -181,6 +183,16 @@ def _described(inner: nn.Module, is_root: bool) -> list[Any]:
     }  # fmt: skip
     attention = getattr(config, "_attn_implementation", None)
     return [f"{type(inner).__module__}.{type(inner).__qualname__}", numbers, str(attention)]
+
+
+def _optimizer(optimizer: Optimizer) -> list[Any]:
+    """Return an optimizer's class and the options that decide how it computes."""
+    kind = type(optimizer)
+    options = [
+        {name: value for name, value in group.items() if isinstance(value, (bool, type(None)))}
+        for group in optimizer.param_groups
+    ]
+    return [f"{kind.__module__}.{kind.__qualname__}", options]
 
 
 def _is_number(value: Any) -> bool:

@@ -23,7 +23,12 @@ from lightning_cephalo.plan import Problem, RankProfile
 from lightning_cephalo.plan.cost import fixed_time
 from lightning_cephalo.plan.program import Visit
 from lightning_cephalo.plan.updates import least_update_s, with_updates
-from lightning_cephalo.profiling.isolation import expect_samples, isolated, moved_to_device
+from lightning_cephalo.profiling.isolation import (
+    expect_samples,
+    isolated,
+    moved_to_device,
+    state_on_host,
+)
 from lightning_cephalo.profiling.lost_rank import lost_rank_explained
 from lightning_cephalo.profiling.memory_model import (
     RetainedBytes,
@@ -129,6 +134,7 @@ def measure(
         lost_rank_explained(control.rank, "profiling"),
         progress,
         isolated(trainer, model.module, model.accelerator),
+        state_on_host(trainer.optimizers, model.accelerator),
         model.executor.updates.dropping(),  # beside an optimizer there may be no room for them
     ):
         prober = Prober(model, clock, counted_batch, step, context, manual)
@@ -154,8 +160,9 @@ def measure(
         # a backend allocates when it first communicates, and cannot use memory that torch caches
         model.accelerator.empty_cache()
         clip = clipping(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
-        updates = optimizer_time(model, clock, clip)
+        updates = optimizer_time(model, clock, clip, trainer.optimizers)
         network = measure_network(model, clock, device.capacity_bytes)
+        own_resting = float(resting_bytes(model))
 
     for unit in model.units:
         for flat in unit.flats:
@@ -170,7 +177,7 @@ def measure(
             own_kept.sample_bytes,
             own_inside.sample_bytes,
             per_microbatch,
-            float(resting_bytes(model)),
+            own_resting,
             own_kept.reducing_sample_bytes,
             own_inside.reducing_sample_bytes,
         ]

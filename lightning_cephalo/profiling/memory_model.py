@@ -35,8 +35,8 @@ from lightning_cephalo.plan.program import ROOT, Instruction, Operation
 from lightning_cephalo.sharding.discovery import UnitKind
 from lightning_cephalo.sharding.unit import Unit
 
-# The parameter, its gradient and Adam's two moments. The user's optimizer is created later:
-# ``preparation/held_state.py`` corrects the plan then.
+# The parameter, its gradient and Adam's two moments. ``prepare.with_optimizers`` counts what the
+# user's optimizers hold.
 _STATE_COPIES = 4
 _EARLY_COPIES = 3  # early updates use gradients in the memory of full ones
 # Temporary tensors of an update, of the size of what it updates: torch's loops over parameters make

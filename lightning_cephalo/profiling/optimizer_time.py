@@ -1,8 +1,8 @@
 """Times the optimizer part of a step: clipping and updating, as training does both.
 
-AdamW in its default form stands for the user's optimizer, which is created later. Small tensors
-cost by their number and large ones by their elements, so both are timed: first as many small
-tensors as the rank has, then one large one, whose extra time gives the device's rate.
+A copy of the user's optimizer updates other tensors; of one that is not element-wise, AdamW stands
+for it. Small tensors cost by their number and large ones by their elements, so both are timed:
+first as many small tensors as the rank has, then one large one, whose extra time gives the rate.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_cephalo.adapters.optimizer import clip_by_norm, clip_by_value
+from lightning_cephalo.adapters.scope import Scope, is_listed, known_scope, twin_of
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Problem
 from lightning_cephalo.sharding.flat import Flat
@@ -59,8 +62,9 @@ def optimizer_time(
     model: ShardedModel,
     clock: Callable[[], float],
     clip: Callable[[Sequence[Tensor]], object] | None,
+    optimizers: Sequence[Optimizer] = (),
 ) -> OptimizerTime:
-    """Return the times of clipping and of AdamW; leaves no gradients behind; collective."""
+    """Return the times of clipping and of updates; leaves no gradients behind; collective."""
     model.executor.reshard()
     flats = [flat for unit in model.units for flat in unit.flats if flat.trainable]
     clip_s = 0.0 if clip is None else _clip_time(model, flats, clock, clip)
@@ -68,7 +72,7 @@ def optimizer_time(
     model.control.barrier()
     # the times of the other ranks count for a rank that is already full
     with contextlib.suppress(torch.OutOfMemoryError):
-        own = _adamw_time(model, flats, clock)
+        own = _rate(model, flats, clock, next(filter(_is_element_wise, optimizers), None))
     if own is None:
         gc.collect()  # the frames of the failed step hold its tensors
     rows = model.control.gather((0.0, 0.0) if own is None else own)
@@ -128,8 +132,15 @@ def _give_gradients(flat: Flat) -> None:
             parameter.grad = torch.ones_like(parameter)
 
 
-def _adamw_time(
-    model: ShardedModel, flats: Sequence[Flat], clock: Callable[[], float]
+def _is_element_wise(optimizer: Optimizer) -> bool:
+    return known_scope(optimizer) is Scope.ELEMENT or is_listed(optimizer)
+
+
+def _rate(
+    model: ShardedModel,
+    flats: Sequence[Flat],
+    clock: Callable[[], float],
+    optimizer: Optimizer | None,
 ) -> tuple[float, float]:
     """Return this rank's seconds of overhead, and the parameters that it updates per second."""
     rows = [
@@ -143,27 +154,33 @@ def _adamw_time(
         return 0.0, math.inf
     most = max(1, _ROWS_NUMEL // max(len(rows), 1))
     stand_ins = [min(numel, most) for numel in rows]
-    own_s = _update_time(stand_ins, model.device, clock) if rows else 0.0
+    update_time = partial(_update_time, device=model.device, clock=clock, optimizer=optimizer)
+    own_s = update_time(stand_ins) if rows else 0.0
     on_host = model.accelerator.computes_on_host
     limit = _LARGE_NUMEL if on_host else _LAUNCHED_LARGE_NUMEL
     # no larger than an even share, which the rank has room for; small shares are mostly calls
     share = trained // model.control.world_size
     large = max(2, min(share - sum(stand_ins), limit), min(share, _ROWS_NUMEL))
-    one_s = _update_time([1], model.device, clock)
-    more_s = _update_time([large], model.device, clock) - one_s
+    one_s = update_time([1])
+    more_s = update_time([large]) - one_s
     rate = (large - 1) / more_s if more_s > _LEAST_S else math.inf
     return max(0.0, own_s - sum(stand_ins) / rate), rate
 
 
-def _update_time(numels: Sequence[int], device: torch.device, clock: Callable[[], float]) -> float:
-    """Return the median seconds of AdamW over tensors of these sizes."""
+def _update_time(
+    numels: Sequence[int],
+    device: torch.device,
+    clock: Callable[[], float],
+    optimizer: Optimizer | None,
+) -> float:
+    """Return the median seconds of an update of tensors of these sizes."""
     parameters = [nn.Parameter(torch.zeros(numel, device=device)) for numel in numels]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    optimizer = torch.optim.AdamW(parameters)
+    update = twin_of(optimizer or torch.optim.AdamW(parameters), parameters)
     times: list[float] = []
     while len(times) <= _REPEATS and sum(times) < _LONG_S:
         start_s = clock()
-        optimizer.step()
+        update()
         times.append(clock() - start_s)
     return statistics.median(times[1:] or times)  # the first repetition creates the state

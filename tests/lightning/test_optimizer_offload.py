@@ -33,14 +33,14 @@ class Model(GPT):
 
 
 class Amsgrad(Model):
-    """Its optimizer holds three moments, of which no plan knows that is made before it."""
+    """Its optimizer holds three moments."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-4, amsgrad=True)
 
 
 class Adagrad(Model):
-    """Its optimizer holds one moment, from before the rows move to the plan that is made for it."""
+    """Its optimizer holds one moment, from before the ranks are measured."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adagrad(self.parameters(), lr=1e-3, eps=1e-4)
@@ -125,8 +125,6 @@ def test_a_model_that_fits_nowhere_trains_as_on_one_device():
         assert "optimizer_offload=True, but optimizer state has to stay" in none
         for own, values in zip(found, wanted, strict=True):
             _check(own, values)
-        assert "holds 12 bytes of state" in found[1][3][-1]
-        assert "holds 4 bytes of state" in found[2][3][-1]
 
 
 def _check(found: Any, wanted: dict[str, Tensor]) -> None:

@@ -270,19 +270,3 @@ def test_a_plan_that_was_announced_is_dropped_if_the_users_own_comes_first():
     alone.between_steps()
     alone._changes.request.assert_not_called()
     alone._session.control.broadcast.assert_not_called()
-
-
-def test_where_the_optimizer_needs_late_updates_other_plans_count_on_them(monkeypatch):
-    early = replace(PROBLEM, early_state_bytes=2**19).with_early_update()
-    solved = solve(early)
-    session = Mock(plan=replace(solved, early_update=None))
-    session.control.rank = 0
-    held = {False: 2**20, True: 2**19}
-    monkeypatch.setattr(replanning, "state_bytes", lambda model, early=False: held[early])
-    policy = ReplanPolicy(early, solved)
-    run = Mock(global_step=0)
-    watching = replanning.Replanning(session, run, Mock(), Mock(), early, policy, Options())
-    watching.count_on_late_updates()
-    assert solved.early_update and solve(watching._problem).early_update is None
-    assert watching._problem.state_bytes == PROBLEM.state_bytes
-    assert watching._policy is not policy

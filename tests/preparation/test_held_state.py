@@ -1,7 +1,8 @@
-"""Plans count on the state that the user's optimizers hold, once these exist."""
+"""Plans count on the state that the user's optimizers hold."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -23,13 +24,14 @@ from torch.optim import (
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lightning_cephalo.adapters.held_state import held_by_unit, held_per_parameter
-from lightning_cephalo.common.errors import UnsupportedError
-from lightning_cephalo.observe.memory import RankMemory
-from lightning_cephalo.plan import InfeasibleError, Plan, Problem, RankProfile, solve
+from lightning_cephalo.adapters.held_state import (
+    OptimizerFacts,
+    held_by_unit,
+    held_per_parameter,
+)
+from lightning_cephalo.plan import InfeasibleError, Problem, RankProfile, solve
 from lightning_cephalo.plan.state_homes import StateHome, state_homes
-from lightning_cephalo.preparation import held_state
-from lightning_cephalo.preparation.held_state import count_on_optimizers
+from lightning_cephalo.preparation.prepare import with_optimizers
 from lightning_cephalo.sharding.contents import Contents
 from lightning_cephalo.sharding.discovery import UnitKind
 
@@ -129,38 +131,6 @@ def test_counting_calls_no_hooks_and_copies_no_attributes():
     assert not called and not own.state
 
 
-class _Control:
-    """Messages of the only rank."""
-
-    rank, world_size = 0, 1
-
-    def gather(self, row: Any) -> list[Any]:
-        return [row]
-
-    def together(self, doing: str, function: Callable[[], Any]) -> Any:
-        return function()
-
-    def broadcast(self, value: Any) -> Any:
-        return value
-
-
-class _Session:
-    """Follows plans, of which it keeps the last one."""
-
-    def __init__(self, model: Any, plan: Plan) -> None:
-        self.control, self.model = _Control(), model
-        self.plan = self.dealt_plan = plan
-        self.notes: tuple[str, ...] = ()
-        self.optimizers: list[Optimizer] = []
-        self.memory: Any = None
-
-    def check_move(self, plan: Plan) -> None:
-        pass
-
-    def apply(self, plan: Plan, memory: Any) -> None:
-        self.plan, self.memory = plan, memory
-
-
 def _problem(capacity: float, **fields: Any) -> Problem:
     rank = RankProfile(
         "a",
@@ -177,80 +147,71 @@ def _problem(capacity: float, **fields: Any) -> Problem:
     return Problem([rank], 8, **{**given, "moment_bytes": 8.0, **fields})
 
 
-def _counted(
-    monkeypatch: Any, problem: Problem, optimizer: Any, given: Plan | None = None
-) -> tuple[_Session, Problem]:
-    memory = (RankMemory(),)
-    monkeypatch.setattr(held_state, "predicted", lambda *_: memory)
+def _counted(problem: Problem, optimizer: Any) -> Problem:
+    """Return the problem with what an optimizer of the model holds."""
     model = _model()
-    session: Any = _Session(model, given or solve(problem))
-    job: Any = SimpleNamespace(
-        plan=given, limits=(), options=SimpleNamespace(verbose=False, recompute=_DEFAULT)
-    )
-    loop = SimpleNamespace(_combined_loader=None)
-    trainer: Any = SimpleNamespace(fit_loop=loop)
-    own = optimizer(_parameters(model))
-    return session, count_on_optimizers(job, problem, session, [own], trainer)
+    model.control = SimpleNamespace(gather=lambda own: [own])
+    facts = OptimizerFacts.of([optimizer(_parameters(model))], model, TRAINER)
+    return with_optimizers(problem, model, facts, problem.optimizer_offload is not False)
 
 
-_DEFAULT = SimpleNamespace(default=True)
+TRAINER: Any = SimpleNamespace(lightning_module=SimpleNamespace(automatic_optimization=True))
 AMSGRAD = lambda p: Adam(p, amsgrad=True)  # noqa: E731
 
 
-def test_predictions_count_on_what_the_optimizer_holds(monkeypatch):
+def test_plans_count_on_what_the_optimizer_holds():
     problem = _problem(10_000.0)
     before = solve(problem)
     for optimizer, each in ((AMSGRAD, 12), (Adam, 8), (lambda p: SGD(p, lr=0.1), 0)):
-        session, counted = _counted(monkeypatch, problem, optimizer)
+        counted = _counted(problem, optimizer)
         more = (each - 8) * sum(SIZES) + max(0, each - 8) * 4  # and a row
-        assert session.plan.ranks[0].memory_bytes == before.ranks[0].memory_bytes + more
+        assert solve(counted).ranks[0].memory_bytes == before.ranks[0].memory_bytes + more
         assert counted.state_bytes == problem.state_bytes + (each - 8) * sum(SIZES)
         assert counted.moment_bytes == each
-        assert session.plan.ranks[0].microbatch_sizes == (2,) and not session.notes
-        assert (session.memory is None) is (each == 8)
+    assert _counted(problem, Adafactor) == problem  # which holds an amount that is not known
 
 
-def test_a_plan_that_lacks_memory_for_the_optimizers_state_is_made_anew(monkeypatch):
+def test_a_plan_has_memory_for_the_optimizers_state():
     # 3264 bytes of state with two moments, 4352 with three: two samples at once no more
     problem = _problem(4500.0)
     assert solve(problem).ranks[0].microbatch_sizes == (2,)
-    session, _ = _counted(monkeypatch, problem, AMSGRAD)
-    assert session.plan.ranks[0].microbatch_sizes == (1, 1)
-    assert session.plan.ranks[0].memory_bytes <= 4500.0
-    assert "an optimizer that holds 12 bytes of state" in session.notes[-1]
+    (rank,) = solve(_counted(problem, AMSGRAD)).ranks
+    assert rank.microbatch_sizes == (1, 1) and rank.memory_bytes <= 4500.0
     with pytest.raises(InfeasibleError):
-        _counted(monkeypatch, _problem(3800.0), AMSGRAD)
-    given = solve(problem)  # says itself what it takes
-    session, counted = _counted(monkeypatch, problem, AMSGRAD, given)
-    assert session.plan is given and session.memory is None and counted.moment_bytes == 12
+        solve(_counted(_problem(3800.0), AMSGRAD))
 
 
-def test_state_that_moves_is_planned_for_what_the_optimizer_holds(monkeypatch):
+def test_state_that_moves_is_planned_for_what_the_optimizer_holds():
     moves = _problem(2400.0, optimizer_offload="auto", offloads_boundaries=False)
     assert solve(moves).moves_state
-    session, _ = _counted(monkeypatch, moves, lambda p: SGD(p, lr=0.1))
-    assert not session.plan.moves_state  # it has no state, and fits
-    session, counted = _counted(monkeypatch, moves, AMSGRAD)
-    (rank,) = session.plan.ranks
-    assert session.plan.ranks == solve(counted).ranks
+    # it has no state, and fits
+    assert not solve(_counted(moves, lambda p: SGD(p, lr=0.1))).moves_state
+    (rank,) = solve(_counted(moves, AMSGRAD)).ranks
     assert rank.moves_state and rank.memory_bytes <= 2400.0
     away = round((1 - rank.resident_fraction) * sum(SIZES))
     assert 12 * away - 1 <= rank.state_host_bytes <= 5000.0
 
 
-def test_where_loaders_refuse_other_batches_a_plan_that_still_fits_stays(monkeypatch):
-    def refuse(*_: Any) -> None:
-        raise UnsupportedError("It is a stream.")
-
-    monkeypatch.setattr(held_state, "_deal", refuse)
-    moves = _problem(2400.0, optimizer_offload="auto", offloads_boundaries=False)
-    before = solve(moves).ranks[0]
-    (rank,) = _counted(monkeypatch, moves, Adagrad)[0].plan.ranks
-    assert rank.resident_fraction == before.resident_fraction
-    assert rank.memory_bytes < before.memory_bytes
-    assert rank.state_host_bytes < before.state_host_bytes
-    with pytest.raises(UnsupportedError):
-        _counted(monkeypatch, moves, AMSGRAD)
+@pytest.mark.parametrize(
+    ("change", "late", "stays"),
+    [
+        (lambda own: None, "", ""),
+        (lambda own: own.register_step_pre_hook(lambda *_: None), "hooks of Adam", ""),
+        (lambda own: setattr(own, "step", print), "Adam.step is replaced", "Adam.step is replaced"),
+    ],
+)
+def test_all_ranks_count_on_what_one_rank_finds(change, late, stays):
+    model = _model()
+    own = Adam(_parameters(model))
+    change(own)
+    other = ("", "", 8.0, 8.0, 0)
+    model.control = SimpleNamespace(gather=lambda found: [other, found])
+    facts = OptimizerFacts.of([own], model, TRAINER)
+    assert (facts.late, facts.stays, facts.each_bytes) == (late, stays, 8)
+    unknown = ("", "", math.nan, math.nan, 0)
+    model.control = SimpleNamespace(gather=lambda found: [unknown, found])
+    facts = OptimizerFacts.of([own], model, TRAINER)
+    assert facts.each_bytes is None and facts.most_bytes is None
 
 
 FIRST_AMSGRAD = lambda p: Adam([{"params": p[:10], "amsgrad": True}, {"params": p[10:]}])  # noqa: E731
@@ -261,10 +222,10 @@ LAST_AMSGRAD = lambda p: Adam([{"params": p[:10]}, {"params": p[10:], "amsgrad":
     "optimizer", [FIRST_AMSGRAD, LAST_AMSGRAD, lambda p: Adam(p[:10]), lambda p: Adam(p[10:])]
 )
 @pytest.mark.parametrize("capacity", [2100.0, 2500.0, 2700.0])
-def test_no_device_holds_more_than_planned_where_units_differ(monkeypatch, optimizer, capacity):
+def test_no_device_holds_more_than_planned_where_units_differ(optimizer, capacity):
     problem = _problem(capacity, optimizer_offload="auto", offloads_boundaries=False)
-    session, counted = _counted(monkeypatch, problem, optimizer)
-    (rank,) = session.plan.ranks
+    counted = _counted(problem, optimizer)
+    (rank,) = solve(counted).ranks
     homes = state_homes(SIZES, rank.resident_fraction, rank.host_update_fraction)
     model = _model()
     held = [own.state_bytes for own in held_by_unit([optimizer(_parameters(model))], model)]
@@ -280,26 +241,25 @@ def test_no_device_holds_more_than_planned_where_units_differ(monkeypatch, optim
 
 
 @pytest.mark.parametrize("fields", [{"early_update": True}, {"sends_gradients": True}])
-def test_gradients_of_what_no_optimizer_trains_count_where_state_moves(monkeypatch, fields):
+def test_gradients_of_what_no_optimizer_trains_count_where_state_moves(fields):
     def not_three(parameters: list[nn.Parameter]) -> Optimizer:
         return Adam([*parameters[:2], *parameters[8:]])
 
     moves = _problem(2400.0, optimizer_offload="auto", offloads_boundaries=False, **fields)
     before = solve(moves)
     assert before.moves_state
-    session, counted = _counted(monkeypatch, moves, not_three)
+    counted = _counted(moves, not_three)
     assert counted.state_bytes == moves.state_bytes + 4 * sum(SIZES[1:4])
     # more moves, to make room for them
-    assert session.plan.ranks[0].resident_fraction < before.ranks[0].resident_fraction
-    assert session.plan.ranks == solve(counted).ranks
-    assert "of gradients of parameters that no optimizer trains" in session.notes[-1]
-    assert _counted(monkeypatch, moves, Adam)[1] == moves
+    assert solve(counted).ranks[0].resident_fraction < before.ranks[0].resident_fraction
+    assert _counted(moves, Adam) == moves
     # the state that counts for them has more room than they need
     still = _problem(10_000.0, **fields)
-    assert _counted(monkeypatch, still, not_three)[1] == still
+    assert _counted(still, not_three) == still
+    little = replace(moves, ranks=_with_capacity(moves, 1900.0))
     with pytest.raises(InfeasibleError):
-        _counted(monkeypatch, replace(moves, ranks=_with_capacity(moves, 1900.0)), not_three)
-    assert solve(replace(moves, ranks=_with_capacity(moves, 1900.0))).moves_state
+        solve(_counted(little, not_three))
+    assert solve(little).moves_state
 
 
 def _with_capacity(problem: Problem, nbytes: float) -> tuple[RankProfile, ...]:

@@ -194,6 +194,6 @@ def test_a_given_plan_that_asks_more_than_the_control_group_allows_names_it(tmp_
     plan = Plan((RankPlan((1,), 1.0, resident_fraction=0.0),))
     said = r"may use 0\.\d MiB.* limited by its control group \(.*memory\.max: 1\.0 MiB\)"
     with pytest.raises(HostMemoryError, match=said):
-        state.begin(optimizers, trainer, plan)
+        state.begin(optimizers, trainer, plan, "")
     with pytest.raises(HostMemoryError, match=said):
         state.check_room(plan.ranks[0], optimizers)

@@ -211,7 +211,8 @@ def look_at_counting(trainer):
         "hook": module._current_fx_name,
         "trainer": (trainer.global_step, trainer.current_epoch, trainer.should_stop),
         "progress": repr(loop.epoch_loop.batch_progress),
-        "optimizers": (trainer.optimizers, trainer.lr_scheduler_configs),
+        "optimizers": [(id(own), dict(own.state), own.defaults) for own in trainer.optimizers],
+        "schedules": [(id(own), own.scheduler.last_epoch) for own in trainer.lr_scheduler_configs],
         "gathered": [unit.state.value for unit in trainer.strategy.session.model.units],
     }
 

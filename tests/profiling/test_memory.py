@@ -12,12 +12,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_cephalo import Plan, RankPlan
-from lightning_cephalo.adapters.held_state import held_per_parameter
+from lightning_cephalo.adapters.held_state import OptimizerFacts
 from lightning_cephalo.emulation import active_device
 from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.plan import cost
 from lightning_cephalo.plan.program import Operation
-from lightning_cephalo.preparation.held_state import counted_on
+from lightning_cephalo.preparation.prepare import with_optimizers
 
 
 def parts(microbatches, fractions, offloading=()):
@@ -79,8 +79,8 @@ class Counted(Peak):
 
     def on_train_start(self, trainer, pl_module):
         model = trainer.strategy.session.model
-        each = held_per_parameter(trainer.optimizers, model)
-        self.problem = counted_on(self.problem, model, each)
+        facts = OptimizerFacts.of(trainer.optimizers, model, trainer)
+        self.problem = with_optimizers(self.problem, model, facts, moves_state=False)
 
 
 # parts of a plan, and whether units are resharded after the forward
