@@ -14,7 +14,7 @@ from lightning_cephalo.adapters.resuming import dealt_in, steps_ahead
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.data.containers import known_length
 from lightning_cephalo.data.lockstep import LockStepLoader
-from lightning_cephalo.data.samplers import RankBatchSampler
+from lightning_cephalo.data.passes import Passes
 from lightning_cephalo.data.streams import DealtStream
 from lightning_cephalo.plan import Plan
 from lightning_cephalo.ranks.control import ControlGroup
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Mark:
-    """Where the loaders stand: what deals them, and the passes that each has begun."""
+    """Where the loaders stand: their passes, and how many have begun."""
 
-    dealers: tuple[RankBatchSampler | DealtStream, ...]
-    passes: tuple[int, ...]
+    dealt: tuple[Passes, ...]
+    begun: tuple[int, ...]
 
     @property
     def have_begun(self) -> bool:
         """Whether any pass has begun."""
-        return any(self.passes)
+        return any(self.begun)
 
 
 class DealtLoaders:
@@ -43,7 +43,7 @@ class DealtLoaders:
         self._combined: Any = trainer.fit_loop._combined_loader
         self._loaders = [] if self._combined is None else list(self._combined.flattened)
         found = [dealt_in(loader) for loader in self._loaders]
-        self._dealers = tuple(each for each in found if each is not None)
+        self._dealt = tuple(each for each in found if each is not None)
 
     def refuse_other_sizes(self, old: Plan, new: Plan) -> None:
         """Raise if the loaders cannot deal the new plan's sizes."""
@@ -63,8 +63,8 @@ class DealtLoaders:
             return "each rank reads a stream of its own, in batches of fixed sizes"
         if is_stream and getattr(loader, "persistent_workers", False):
             return "persistent_workers=True keeps workers that hold the sizes of batches"
-        if len(self._dealers) > 1 and self._combined._mode == "max_size_cycle":
-            lengths = {known_length(dealer) for dealer in self._dealers}
+        if len(self._dealt) > 1 and self._combined._mode == "max_size_cycle":
+            lengths = {known_length(each) for each in self._loaders if dealt_in(each)}
             if len(lengths) > 1 or None in lengths:
                 return (
                     "of several training dataloaders the shorter ones begin anew inside of an epoch"
@@ -74,17 +74,14 @@ class DealtLoaders:
 
     def mark(self) -> Mark:
         """Return where the loaders stand."""
-        return Mark(self._dealers, tuple(dealer.passes for dealer in self._dealers))
+        return Mark(self._dealt, tuple(each.begun for each in self._dealt))
 
     def is_behind(self, mark: Mark) -> bool:
         """Whether another pass may have begun since a mark; loaders of others have none."""
         now = self.mark()
-        if not now.dealers:
+        if not now.dealt:
             return True
-        same = len(now.dealers) == len(mark.dealers) and all(
-            a is b for a, b in zip(now.dealers, mark.dealers, strict=True)
-        )
-        return not same or now.passes != mark.passes
+        return now != mark
 
     def first_free_step(self, trained: int, control: ControlGroup) -> float:
         """Return the first step of which no rank has dealt anything; collective.
@@ -93,18 +90,17 @@ class DealtLoaders:
         """
         own = float(trained)
         for loader in self._loaders:
-            dealer = dealt_in(loader)
-            if dealer is None:
-                continue
-            dealt = dealer.dealt_steps(trained, steps_ahead(loader))
-            own = max(own, float("inf") if dealt is None else float(dealt))
+            passes = dealt_in(loader)
+            if passes is not None:
+                dealt = passes.dealt_steps(trained, steps_ahead(loader))
+                own = max(own, float("inf") if dealt is None else float(dealt))
         return control.max(own)
 
     def deal(self, plan: Plan, from_step: float) -> None:
         """Deal the sizes of a plan from a step on, and in all later epochs."""
         sizes = [each.batch_size for each in plan.ranks]
-        for dealer in self._dealers:
-            dealer.change_batch_sizes(sizes, from_step=from_step)
+        for dealt in self._dealt:
+            dealt.change_batch_sizes(sizes, from_step=from_step)
 
 
 class SamplerTakeover:

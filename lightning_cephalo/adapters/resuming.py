@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 
+from lightning_cephalo.data.containers import known_length
 from lightning_cephalo.data.lockstep import is_stateful
-from lightning_cephalo.data.positions import Continue, Position
+from lightning_cephalo.data.passes import Continue, Passes, Position
 from lightning_cephalo.data.reading import original_of, rank_batch_sampler
-from lightning_cephalo.data.samplers import RankBatchSampler
 from lightning_cephalo.data.streams import DealtStream
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def saved_order(trainer: Trainer) -> dict[str, Any] | None:
     loop: Any = trainer.fit_loop
     combined = loop._combined_loader
     dealt = [] if combined is None else [dealt_in(loader) for loader in combined.flattened]
-    seed = next((_seed_of(each) for each in dealt if each is not None), None)
+    seed = next((each.seed for each in dealt if each is not None), None)
     if seed is None:
         return None
     progress = loop.epoch_loop.batch_progress
@@ -41,14 +41,16 @@ def saved_order(trainer: Trainer) -> dict[str, Any] | None:
     ended = trained > 0 and (progress.is_last_batch or trained >= loop.max_batches)
     cycles = len(dealt) > 1 and combined._mode == "max_size_cycle"
     positions = [
-        None if each is None else each.position(trained, cycles=cycles, ahead=steps_ahead(loader))
+        None
+        if each is None
+        else each.position(trained, known_length(loader), cycles=cycles, ahead=steps_ahead(loader))
         for each, loader in zip(dealt, combined.flattened, strict=True)
     ]
     return {
         "seed": seed,
         "steps": trained,
         "ended": bool(ended),
-        "loaders": [None if each is None else each.as_dict() for each in positions],
+        "loaders": [None if each is None else dict(vars(each)) for each in positions],
     }
 
 
@@ -63,7 +65,7 @@ class Resumption:
         self._positions: list[Any] = saved.get("loaders", [])
         self._loaders = 0
         self._has_begun = False
-        self._samplers: list[RankBatchSampler] = []
+        self._continued: list[Passes] = []
         self._marked: list[Any] = []
         # Lightning counts a batch as completed after the hooks in which checkpoints are saved
         if not loop.restarting:
@@ -92,7 +94,7 @@ class Resumption:
 
     @property
     def _epochs_ahead(self) -> int:
-        return self._samplers[0].sampler.epochs_ahead if self._samplers else 0
+        return self._continued[0].epochs_ahead if self._continued else 0
 
     def continue_with(self, loader: Any, warns: bool) -> None:
         """Let a dealt loader begin where the checkpoint was saved.
@@ -101,8 +103,8 @@ class Resumption:
         """
         dealt = dealt_in(loader)
         if self._has_begun:  # reload_dataloaders_every_n_epochs
-            if isinstance(dealt, RankBatchSampler):
-                dealt.sampler.epochs_ahead = self._epochs_ahead
+            if dealt is not None:
+                dealt.epochs_ahead = self._epochs_ahead
             return
         index, self._loaders = self._loaders, self._loaders + 1
         why = self._continue(loader, dealt, index)
@@ -115,7 +117,7 @@ class Resumption:
                 stacklevel=2,
             )
 
-    def _continue(self, loader: Any, dealt: Any, index: int) -> str | None:
+    def _continue(self, loader: Any, dealt: Passes | None, index: int) -> str | None:
         """Continue a loader; return why that cannot be."""
         if dealt is None:
             return "each rank reads samples of its own, so that only its dataset could go on"
@@ -124,7 +126,7 @@ class Resumption:
         saved = self._positions[index] if index < len(self._positions) else None
         if saved is None:
             return "its position there is not known"
-        position = Position.from_dict(saved)
+        position = Position(**saved)
         if position.items != dealt.items:
             return (
                 f"its steps have {position.items} samples or lists, those of this run"
@@ -133,16 +135,12 @@ class Resumption:
         if is_stateful(loader):  # Lightning gives it its own state, which passes over the steps
             position = replace(position, step=0)
         try:
-            if isinstance(dealt, DealtStream):
-                dealt.continue_at(position, self._way)
-            else:
-                stay = bool(getattr(loader, "persistent_workers", False))
-                dealt.sampler.continue_at(position, self._way, undoes_draws=stay)
+            stay = bool(getattr(loader, "persistent_workers", False))
+            dealt.continue_at(position, self._way, undoes_draws=stay)
         except (TypeError, ValueError, RuntimeError) as error:
             return f"the states of its samplers do not fit ({error})"
-        if isinstance(dealt, RankBatchSampler):
-            self._samplers.append(dealt)
-        elif self._is_inside and position.step:
+        self._continued.append(dealt)
+        if isinstance(loader, DealtStream) and self._is_inside and position.step:
             rank_zero_info(
                 f"Resuming reads the stream {_name_of(loader)} from its beginning to step"
                 f" {position.step}."
@@ -173,13 +171,10 @@ def _load_nothing(state_dict: dict[str, Any]) -> None:
     """Stand for a method that Lightning looks for, but does not call."""
 
 
-def dealt_in(loader: Any) -> RankBatchSampler | DealtStream | None:
-    """Return what deals a rebuilt loader's samples; None if its ranks read samples of their own."""
-    return loader if isinstance(loader, DealtStream) else rank_batch_sampler(loader)
-
-
-def _seed_of(dealt: RankBatchSampler | DealtStream) -> int:
-    return dealt.seed if isinstance(dealt, DealtStream) else dealt.sampler.seed
+def dealt_in(loader: Any) -> Passes | None:
+    """Return the passes over a rebuilt loader; None if its ranks read samples of their own."""
+    sampler = loader if isinstance(loader, DealtStream) else rank_batch_sampler(loader)
+    return None if sampler is None else sampler.passes
 
 
 def steps_ahead(loader: Any) -> int:

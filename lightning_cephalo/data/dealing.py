@@ -53,25 +53,3 @@ def check_sizes(sizes: tuple[int, ...], rank: int) -> None:
         raise ValueError(
             f"Expects one batch size of 0 or more for each rank, not all 0, but got {sizes}."
         )
-
-
-class Pass:
-    """The sizes of ranks in the steps of a pass over a loader, and the steps that were dealt."""
-
-    def __init__(self, sizes: tuple[int, ...]) -> None:
-        self.steps = 0
-        self._sizes: list[tuple[float, tuple[int, ...]]] = [(0.0, sizes)]
-
-    @property
-    def latest(self) -> tuple[int, ...]:
-        """The sizes of the next pass."""
-        return self._sizes[-1][1]
-
-    def sizes_of(self, step: int) -> tuple[int, ...]:
-        """Returns the sizes in a step."""
-        return next(sizes for start, sizes in reversed(self._sizes) if start <= step)
-
-    def change(self, sizes: tuple[int, ...], from_step: float) -> None:
-        """Deals other sizes from a step on, and in all later passes."""
-        earlier = [each for each in self._sizes if each[0] < from_step]
-        self._sizes = [*earlier, (from_step, sizes)]

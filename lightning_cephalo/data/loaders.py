@@ -30,7 +30,7 @@ from lightning_cephalo.data.dealing import Broadcast, Dealing
 from lightning_cephalo.data.randomness import read_states, samplers_within, write_states
 from lightning_cephalo.data.reading import original_of
 from lightning_cephalo.data.reinstantiate import reinstantiate
-from lightning_cephalo.data.samplers import GlobalOrder, RankBatchSampler
+from lightning_cephalo.data.samplers import RankBatchSampler
 from lightning_cephalo.data.shares import deal
 from lightning_cephalo.data.streams import deal_stream
 
@@ -94,14 +94,7 @@ def _rebuild_map_style(loader: DataLoader[Any], dealing: Dealing) -> DataLoader[
     else:
         source = batch_sampler
         lists_per_step = _lists_per_step(loader, ranks, dealing.global_batch_size)
-    mine = RankBatchSampler(
-        GlobalOrder(source, seed=dealing.seed, epoch=dealing.epoch),
-        rank=rank,
-        batch_sizes=dealing.sizes,
-        drop_last=drop_last,
-        lists_per_step=lists_per_step,
-        every_rank=dealing.every_rank,
-    )
+    mine = RankBatchSampler(source, dealing, drop_last=drop_last, lists_per_step=lists_per_step)
     mine.warn_of_samples_left_out()
     if bulk:
         mine.original = loader

@@ -23,10 +23,10 @@ from lightning_cephalo.common.errors import BatchSplitError, UnsupportedError
 from lightning_cephalo.data import reading
 from lightning_cephalo.data.batch_layout import NoSamples
 from lightning_cephalo.data.collate import RankCollate
-from lightning_cephalo.data.dealing import Dealing, Pass
+from lightning_cephalo.data.dealing import Dealing
 from lightning_cephalo.data.fingerprints import fingerprint
 from lightning_cephalo.data.lockstep import LockStepLoader, is_stateful
-from lightning_cephalo.data.positions import Continue, Position, restore_states, states_of
+from lightning_cephalo.data.passes import Passes
 from lightning_cephalo.data.randomness import SwappedRandomness
 from lightning_cephalo.data.reinstantiate import reinstantiate
 from lightning_cephalo.data.samplers import too_few_samples
@@ -116,10 +116,6 @@ class DealtStream(LockStepLoader):
     Args:
         cut: makes a `GlobalStep` of a ready batch; None: the loader yields these.
 
-    Attributes:
-        items: samples of a step over all ranks; 0 if ready batches have any sizes.
-        passes: the number of passes that have begun.
-
     Raises:
         UnsupportedError: on iteration, on every rank, if ranks read different samples.
     """
@@ -129,105 +125,44 @@ class DealtStream(LockStepLoader):
     ) -> None:
         self._fewest = len(dealing.sizes) if dealing.every_rank else 0
         self._warns = dealing.rank == 0
-        self._cut, self._pass = cut, Pass(dealing.sizes)
-        self._epoch, self._passes = dealing.epoch, 0
-        self._start: list[Any] | None = None
-        self._resumed: tuple[Position, Continue] | None = None
+        self._cut = cut
+        own = getattr(loader, "generator", None)
+        is_own = isinstance(own, torch.Generator) and own is not torch.default_generator
+        # workers hold the sizes of their pass
+        deals_here = cut is not None or not getattr(loader, "num_workers", 0)
+        self._passes = Passes(
+            dealing,
+            0 if cut is not None else sum(dealing.sizes),
+            others=[own] if is_own else (),
+            deals_here=deals_here,
+            is_stateful=is_stateful(loader),
+        )
         super().__init__(loader, dealing, original)
 
     @property
-    def seed(self) -> int:
-        """The seed of the global generators while the stream is read."""
-        return self._dealing.seed
-
-    @property
-    def items(self) -> int:
-        """Samples of a step over all ranks; 0 if ready batches have any sizes."""
-        return 0 if self._cut is not None else sum(self._dealing.sizes)
-
-    @property
-    def passes(self) -> int:
-        """The number of passes that have begun."""
+    def sampler(self) -> Passes:
+        """What sets the epoch; Lightning calls its ``set_epoch``."""
         return self._passes
 
-    def dealt_steps(self, trained: int, ahead: int) -> int | None:
-        """Returns the dealt steps of the latest pass; None if only the next one can change."""
-        # workers hold the sizes of their pass
-        deals_here = self._cut is not None or not getattr(self.loader, "num_workers", 0)
-        known = deals_here and trained <= self._pass.steps <= trained + ahead
-        return self._pass.steps if known else None
-
-    def change_batch_sizes(self, batch_sizes: Sequence[int], *, from_step: float) -> None:
-        """Deals other sizes (or proportions) from a step on; infinite: from the next pass on."""
-        sizes = tuple(batch_sizes)
-        if self.items and sum(sizes) != self.items:
-            sizes = deal(self.items, sizes)
-        self._pass.change(sizes, from_step)
-
-    def continue_at(self, position: Position, way: Continue) -> None:
-        """Makes the next pass begin where another run has stopped; ValueError: other generators."""
-        self._restore(position.now)
-        self._epoch = position.epoch
-        self._passes = position.number + (way is not Continue.INSIDE)
-        self._resumed = (position, way)
-
-    def position(self, trained: int, *, cycles: bool, ahead: int) -> Position | None:
-        """Returns where training stands in the latest pass, as `RankBatchSampler.position` does."""
-        step = trained
-        if cycles and trained:
-            if not self._length:
-                return None
-            step = (trained - 1) % self._length + 1
-        now = states_of(None, self._generators())
-        epoch, number, start = self._epoch, self._passes - 1, self._start
-        if start is None:  # no pass has begun
-            start = now
-            if self._resumed is not None and self._resumed[1] is Continue.INSIDE:
-                number, start = self._passes, self._resumed[0].start
-            elif not step:
-                number = self._passes
-        elif not is_stateful(self.loader) and not step <= self._pass.steps <= step + ahead:
-            return None
-        return Position(epoch, number, step, self.items, start, now)
-
-    def _generators(self) -> list[Any]:
-        own = getattr(self.loader, "generator", None)
-        is_own = isinstance(own, torch.Generator) and own is not torch.default_generator
-        return [own] if is_own else []
-
-    def _restore(self, states: list[Any]) -> None:
-        restore_states(None, states, self._generators())
+    passes = sampler
 
     def __iter__(self) -> Iterator[Any]:
-        if self._resumed is not None and self._resumed[1] is Continue.AT_END:
-            self._resumed = None
-            return iter(())
-        return self._iterate()
-
-    def _iterate(self) -> Iterator[Any]:
-        skipped = 0
-        if self._resumed is not None:
-            (position, way), self._resumed = self._resumed, None
-            if way is Continue.INSIDE:
-                skipped = position.step
-                self._restore(position.start)
-        self._start = states_of(None, self._generators())
-        # Ranks draw different amounts in training, and a stream may draw in this process.
-        randomness = SwappedRandomness((self.seed % 2**64, self._epoch, self._passes))
-        self._passes += 1
-        own = self._pass = Pass(self._pass.latest)
+        own = self._passes.begin()
+        if own is None:
+            return
         loader: Any = self.loader
         dealer: Any = loader.collate_fn if self._cut is None else self._cut
-        dealer.sizes = own.latest
-        with randomness:
+        dealer.sizes = own.sizes_of(0)
+        # Ranks draw different amounts in training, and a stream may draw in this process.
+        with own.randomness:
             items = iter(loader)
         number = 0
         while True:
             dealer.sizes = own.sizes_of(own.steps)
-            with randomness:
+            with own.randomness:
                 step = self._next_step(items)
             is_left_out = step is not None and 0 < step.samples < self._fewest
-            is_skipped = step is not None and own.steps < skipped
+            is_skipped = step is not None and own.steps < own.skipped
             own.steps += step is not None and not is_left_out
             if not is_skipped:
                 self._compare(step, number)

@@ -27,8 +27,8 @@ def _saved(size=4):
     running = iter(loader)
     for _ in range(3):
         next(running)
-    position = loader.batch_sampler.position(3, cycles=False, ahead=1)
-    return {KEY: {"seed": 1, "ended": False, "loaders": [position.as_dict()]}}
+    position = loader.batch_sampler.passes.position(3, 5, cycles=False, ahead=1)
+    return {KEY: {"seed": 1, "ended": False, "loaders": [vars(position)]}}
 
 
 def _said(checkpoint, loader, trainer=None):

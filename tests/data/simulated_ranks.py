@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_cephalo.data import Dealing, dealt_loader
+from lightning_cephalo.data import Dealing, RankBatchSampler, dealt_loader
 from lightning_cephalo.data.batch_layout import NoSamples
 
 
@@ -41,6 +41,13 @@ def dealt(loader, sizes, rank=0, **options):
     """A loader that is dealt to a rank, whose collectives return what it gives."""
     common = {"seed": 0, "broadcast": same, "gather": gathered_alone, **options}
     return dealt_loader(loader, Dealing(rank, tuple(sizes), **common))
+
+
+def ranked(source, rank, sizes, seed=0, every_rank=False, **options):
+    """A rank's sampler of a source of keys."""
+    common = {"every_rank": every_rank}
+    dealing = Dealing(rank, tuple(sizes), seed, same, gathered_alone, **common)
+    return RankBatchSampler(source, dealing, **options)
 
 
 def rebuilt_for_ranks(make_loader, batch_sizes, *, seed=7, evaluate=False, **options):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from simulated_ranks import Numbers, joined, rebuilt_for_ranks, single_device, steps_of
+from simulated_ranks import Numbers, joined, ranked, rebuilt_for_ranks, single_device, steps_of
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -22,7 +22,6 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_cephalo.data import GlobalOrder, RankBatchSampler
 from lightning_cephalo.data.randomness import preserved_randomness
 
 PLANS = [(4, 4), (6, 2), (8, 0), (5, 3, 0), (1, 6, 1)]
@@ -239,8 +238,7 @@ def test_samplers_that_draw_globally_agree_between_ranks_that_trained_differentl
 
 
 def test_drawing_the_order_leaves_the_global_generators_alone():
-    order = GlobalOrder(GloballyRandom(50), seed=1)
-    sampler = RankBatchSampler(order, rank=0, batch_sizes=(3, 2))
+    sampler = ranked(GloballyRandom(50), 0, (3, 2), seed=1)
     with preserved_randomness():
         torch.manual_seed(5)
         np.random.seed(5)
@@ -260,9 +258,8 @@ def test_drawing_the_order_leaves_the_global_generators_alone():
 
 def test_the_order_does_not_depend_on_what_training_draws_in_between():
     def drawn(disturbance):
-        order = GlobalOrder(GloballyRandom(40), seed=1)
         keys = []
-        for step in RankBatchSampler(order, rank=1, batch_sizes=(3, 2)):
+        for step in ranked(GloballyRandom(40), 1, (3, 2), seed=1):
             keys.append(step)
             torch.rand(disturbance), np.random.rand(disturbance), random.random()
         return keys
@@ -271,7 +268,7 @@ def test_the_order_does_not_depend_on_what_training_draws_in_between():
 
 
 def test_starting_again_within_an_epoch_draws_a_new_order_and_set_epoch_returns_to_the_first():
-    order = GlobalOrder(RandomSampler(range(30)), seed=1)
+    order = ranked(RandomSampler(range(30)), 0, (1,), seed=1).sampler
     first, second = list(order), list(order)
     order.set_epoch(0)
     third = list(order)
@@ -287,7 +284,7 @@ def test_endless_samplers_are_read_lazily_and_have_no_length():
         def __iter__(self):
             return count()
 
-    sampler = RankBatchSampler(GlobalOrder(Endless(), seed=0), rank=1, batch_sizes=(2, 1))
+    sampler = ranked(Endless(), 1, (2, 1))
 
     assert list(islice(sampler, 3)) == [[2], [5], [8]]
     with pytest.raises(TypeError):
@@ -305,8 +302,7 @@ def test_every_rank_has_a_sample_and_a_rest_without_is_left_out_with_one_warning
 ):
     found, said = [], []
     for rank in range(3):
-        order = GlobalOrder(source, seed=0)
-        sampler = RankBatchSampler(order, rank=rank, batch_sizes=(2, 1, 1), every_rank=True)
+        sampler = ranked(source, rank, (2, 1, 1), every_rank=True)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             sampler.warn_of_samples_left_out()
@@ -327,7 +323,7 @@ def test_set_epoch_reaches_the_users_sampler_through_lightning():
     _set_sampler_epoch(loader, 3)
 
     assert users.epochs == [3]
-    assert loader.batch_sampler.sampler.epoch == 3
+    assert loader.batch_sampler.passes.epoch == 3
     assert loader.batch_sampler.sampler.data_source == range(
         8
     )  # the user's attributes show through
@@ -396,46 +392,43 @@ def test_a_global_batch_of_several_lists_per_rank():
 
 
 def test_batch_sizes_can_be_replaced_for_later_passes():
-    sampler = RankBatchSampler(GlobalOrder(range(8), seed=0), rank=0, batch_sizes=(3, 1))
+    sampler = ranked(range(8), 0, (3, 1))
     running = iter(sampler)
     assert next(running) == [0, 1, 2]
 
-    sampler.change_batch_sizes((1, 3), from_step=math.inf)
+    sampler.passes.change_batch_sizes((1, 3), from_step=math.inf)
 
     assert next(running) == [4, 5, 6]
     assert list(sampler) == [[0], [4]]
 
 
 def test_batch_sizes_change_at_a_step_of_the_running_pass_and_in_later_ones():
-    samplers = [
-        RankBatchSampler(GlobalOrder(range(16), seed=0), rank=rank, batch_sizes=(3, 1))
-        for rank in range(2)
-    ]
+    samplers = [ranked(range(16), rank, (3, 1)) for rank in range(2)]
     running = [iter(sampler) for sampler in samplers]
     first = [next(each) for each in running]
     next(running[0])  # a worker is ahead
 
-    assert [sampler.dealt_steps(1, ahead=3) for sampler in samplers] == [2, 1]
-    assert samplers[0].dealt_steps(6, ahead=3) is None  # somebody else has iterated it
+    assert [sampler.passes.dealt_steps(1, ahead=3) for sampler in samplers] == [2, 1]
+    assert samplers[0].passes.dealt_steps(6, ahead=3) is None  # somebody else has iterated it
     for sampler in samplers:
-        sampler.change_batch_sizes((1, 3), from_step=2)
+        sampler.passes.change_batch_sizes((1, 3), from_step=2)
 
     assert first == [[0, 1, 2], [3]]
     assert list(running[0]) == [[8], [12]]
     assert list(running[1]) == [[7], [9, 10, 11], [13, 14, 15]]
     assert [next(iter(sampler)) for sampler in samplers] == [[0], [1, 2, 3]]
-    samplers[0].change_batch_sizes((20, 20), from_step=9)
+    samplers[0].passes.change_batch_sizes((20, 20), from_step=9)
     assert [len(keys) for keys in samplers[0]] == [2] * 4
 
 
 @pytest.mark.parametrize(("rank", "sizes"), [(2, (1, 1)), (0, (0, 0)), (0, (2, -1)), (0, ())])
 def test_impossible_batch_sizes_are_refused(rank, sizes):
     with pytest.raises(ValueError, match="batch size"):
-        RankBatchSampler(GlobalOrder(range(4), seed=0), rank=rank, batch_sizes=sizes)
+        ranked(range(4), rank, sizes)
 
 
 def test_the_sampler_pickles_and_goes_on_the_same():
-    sampler = RankBatchSampler(GlobalOrder(GloballyRandom(20), seed=3), rank=1, batch_sizes=(3, 2))
+    sampler = ranked(GloballyRandom(20), 1, (3, 2), seed=3)
     copy = pickle.loads(pickle.dumps(sampler))
 
     assert list(copy) == list(sampler)
@@ -448,10 +441,7 @@ def test_the_sampler_pickles_and_goes_on_the_same():
 )
 def test_slices_partition_every_step_in_order(length, sizes, drop_last):
     samplers = [
-        RankBatchSampler(
-            GlobalOrder(range(length), seed=0), rank=rank, batch_sizes=sizes, drop_last=drop_last
-        )
-        for rank in range(len(sizes))
+        ranked(range(length), rank, sizes, drop_last=drop_last) for rank in range(len(sizes))
     ]
     steps = list(zip(*map(list, samplers), strict=True))
 

@@ -140,6 +140,7 @@ def _whenever(folder: Path) -> dict[str, Any]:
     _fit("one", "seeded", [cut], max_steps=7)
     found |= resumed("seeded", wanted, [epoch, cut], **steps)
     for kind, options in (
+        ("stream", {}),
         ("workers", {"limit_train_batches": 3}),
         ("seeded", {"accumulate_grad_batches": 2}),
         ("workers", {"reload_dataloaders_every_n_epochs": 1}),

@@ -15,7 +15,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_cephalo.data.positions import Continue, Position
+from lightning_cephalo.data.passes import Continue, Position
 
 SAMPLES, WHOLE = 45, 12
 
@@ -109,11 +109,11 @@ def ranks_of(kind, sizes):
 
 def saved_position(loader, trained):
     """A position as it comes out of a file of weights."""
-    position = loader.batch_sampler.position(trained, cycles=False, ahead=5)
+    position = loader.batch_sampler.passes.position(trained, len(loader), cycles=False, ahead=5)
     file = io.BytesIO()
-    torch.save(position.as_dict(), file)
+    torch.save(vars(position), file)
     file.seek(0)
-    return Position.from_dict(torch.load(file, weights_only=True))
+    return Position(**torch.load(file, weights_only=True))
 
 
 def some_steps(loaders, count):
@@ -140,7 +140,7 @@ def test_a_pass_goes_on_at_its_step_and_later_epochs_follow(kind):
 
     resumed = ranks_of(kind, (3, 0, 9))
     for loader in resumed:
-        loader.batch_sampler.sampler.continue_at(position, Continue.INSIDE)
+        loader.batch_sampler.passes.continue_at(position, Continue.INSIDE)
 
     # Lightning may count an epoch more than it trains
     assert joined(steps_of(resumed, 2)) == wanted[1][2:]
@@ -163,7 +163,7 @@ def test_an_ended_epoch_is_followed_by_the_next(kind, way):
     resumed = ranks_of(kind, (12,))
     for loader in resumed:
         stay = loader.persistent_workers
-        loader.batch_sampler.sampler.continue_at(position, way, undoes_draws=stay)
+        loader.batch_sampler.passes.continue_at(position, way, undoes_draws=stay)
         if way is Continue.AT_END:
             loader.batch_sampler.sampler.set_epoch(0)
             assert list(loader) == []
@@ -178,13 +178,15 @@ def test_passes_within_an_epoch_go_on_too():
     (loader,) = ranks_of("generator", (12,))
     steps_of([loader])
     running = some_steps([loader], 1)
-    position = loader.batch_sampler.position(len(passes[0]) + 1, cycles=True, ahead=1)
+    position = loader.batch_sampler.passes.position(
+        len(loader) + 1, len(loader), cycles=True, ahead=1
+    )
     del running
     assert (position.number, position.step) == (1, 1)
 
     resumed = ranks_of("generator", (4, 8))
     for each in resumed:
-        each.batch_sampler.sampler.continue_at(position, Continue.INSIDE)
+        each.batch_sampler.passes.continue_at(position, Continue.INSIDE)
     assert joined(steps_of(resumed)) == passes[1][1:]
     assert joined(steps_of(resumed)) == passes[2]
 
@@ -192,15 +194,15 @@ def test_passes_within_an_epoch_go_on_too():
 def test_a_position_is_unknown_once_something_else_has_iterated_the_loader():
     (loader,) = ranks_of("shuffle", (12,))
     running = some_steps([loader], 1)
-    assert loader.batch_sampler.position(1, cycles=False, ahead=1) is not None
+    assert loader.batch_sampler.passes.position(1, 4, cycles=False, ahead=1) is not None
     list(loader)
-    assert loader.batch_sampler.position(1, cycles=False, ahead=1) is None
+    assert loader.batch_sampler.passes.position(1, 4, cycles=False, ahead=1) is None
     del running
 
 
 def test_a_sampler_with_other_generators_is_refused():
     (loader,) = ranks_of("generator", (12,))
     (other,) = ranks_of("shuffle", (12,))
-    position = loader.batch_sampler.position(0, cycles=False, ahead=1)
+    position = loader.batch_sampler.passes.position(0, 4, cycles=False, ahead=1)
     with pytest.raises(ValueError, match="generators"):
-        other.batch_sampler.sampler.continue_at(position, Continue.INSIDE)
+        other.batch_sampler.passes.continue_at(position, Continue.INSIDE)

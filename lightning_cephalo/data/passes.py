@@ -1,0 +1,264 @@
+"""The passes over a loader: what they deal, where one stands, and how a resumed run continues it.
+
+A pass follows from a seed, an epoch, its number, and the generators' states when it began. So a
+position is small, and depends on no plan, no number of ranks, and no prefetched batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, cast
+
+import numpy as np
+
+from lightning_cephalo.data.dealing import Dealing
+from lightning_cephalo.data.randomness import (
+    SwappedRandomness,
+    generators_of,
+    read_states,
+    samplers_within,
+    write_states,
+)
+from lightning_cephalo.data.shares import deal
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place in the passes over a loader; a checkpoint keeps ``vars()`` of it, plain values.
+
+    Attributes:
+        epoch: epoch of the pass that runs or has ended.
+        number: number of the pass in the epoch.
+        step: global steps of the pass that are trained.
+        items: samples (or lists of a batch sampler) in a global step.
+        start: states of generators and samplers when the pass began.
+        now: their states at the checkpoint; workers may have read ahead.
+    """
+
+    epoch: int
+    number: int
+    step: int
+    items: int
+    start: list[Any]
+    now: list[Any]
+
+
+class Continue(Enum):
+    """How a resumed run goes on from a `Position`."""
+
+    INSIDE = "in the pass"
+    AT_END = "Lightning first ends the epoch, without another step"
+    BEHIND = "with the next epoch"
+
+
+class Pass:
+    """One pass over a loader.
+
+    Attributes:
+        randomness: global random states for reading it.
+        skipped: steps to pass over, as a run that is resumed has trained them.
+        steps: steps that were dealt, prefetched and skipped ones included.
+    """
+
+    def __init__(self, entropy: tuple[int, ...], skipped: int, sizes: tuple[int, ...]) -> None:
+        self.randomness = SwappedRandomness(entropy)
+        self.skipped, self.steps = skipped, 0
+        self._sizes: list[tuple[float, tuple[int, ...]]] = [(0.0, sizes)]
+
+    @property
+    def latest_sizes(self) -> tuple[int, ...]:
+        """The sizes of the next pass."""
+        return self._sizes[-1][1]
+
+    def sizes_of(self, step: int) -> tuple[int, ...]:
+        """Returns every rank's samples in a step."""
+        return next(sizes for start, sizes in reversed(self._sizes) if start <= step)
+
+    def change(self, sizes: tuple[int, ...], from_step: float) -> None:
+        """Deals other sizes from a step on, and in all later passes."""
+        earlier = [each for each in self._sizes if each[0] < from_step]
+        self._sizes = [*earlier, (from_step, sizes)]
+
+
+class Passes:
+    """The passes over a loader, whose samples a sampler or a stream deals; equal on every rank.
+
+    Args:
+        items: samples of a global step, or lists of a batch sampler; 0 if steps have any sizes.
+        source: a sampler, whose generators and states are saved; None for a stream.
+        others: more generators to save.
+        deals_here: whether sizes can change inside a pass: not if workers hold them.
+        is_stateful: whether the loader is restored by a state of its own.
+
+    Attributes:
+        begun: passes that have begun, in all epochs.
+        epochs_ahead: epochs that Lightning counts more than were trained.
+    """
+
+    def __init__(
+        self,
+        dealing: Dealing,
+        items: int,
+        source: object = None,
+        others: Sequence[Any] = (),
+        *,
+        deals_here: bool = True,
+        is_stateful: bool = False,
+    ) -> None:
+        self.seed, self.epoch, self.items = dealing.seed, dealing.epoch, items
+        self.begun = self.epochs_ahead = 0
+        self._whole = sum(dealing.sizes) if items else 0
+        self._source, self._others = source, others
+        self._deals_here, self._is_stateful = deals_here, is_stateful
+        # A loader that restarts within an epoch (CombinedLoader's max_size_cycle) draws a new
+        # order, as a torch sampler does; DistributedSampler would repeat the last order.
+        self._number = 0
+        self._pass = Pass((), 0, dealing.sizes)
+        self._latest: tuple[int, int, list[Any]] | None = None
+        self._resumed: tuple[Position, Continue] | None = None
+        self._undoes_draws = self._must_learn_epochs = False
+
+    def set_epoch(self, epoch: int) -> None:
+        """Makes the next pass that of ``epoch``; also sets it in the user's samplers."""
+        if self._must_learn_epochs:  # the first epoch that Lightning sets is the continued one
+            self._must_learn_epochs = False
+            self.epochs_ahead = epoch - self.epoch
+        self._set_epoch(epoch - self.epochs_ahead)
+
+    def _set_epoch(self, epoch: int) -> None:
+        if epoch != self.epoch:
+            self.epoch, self._number = epoch, 0
+            if self._resumed is not None and self._resumed[1] is Continue.AT_END:
+                # undoes what the loader has drawn for the pass that yielded nothing
+                self._restore(self._resumed[0].now)
+                self._resumed = None
+        for sampler in samplers_within(self._source):
+            set_epoch = getattr(sampler, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(epoch)
+
+    def begin(self) -> Pass | None:
+        """Begins a pass; None: it yields nothing, as the resumed epoch has ended."""
+        self.begun += 1
+        skipped = 0
+        if self._resumed is not None:
+            position, way = self._resumed
+            if way is Continue.AT_END:
+                return None
+            self._resumed = None
+            if way is Continue.INSIDE:
+                skipped, self._number = position.step, position.number
+                # the loader may have drawn from its sampler's generator since
+                self._restore(position.start)
+            elif self._undoes_draws:
+                self._restore(position.now)
+        self._latest = (self.epoch, self._number, self._states())
+        entropy = (self.seed % 2**64, self.epoch, self._number)
+        self._number += 1
+        # a new one: an unfinished iterator of another pass must not write into it
+        self._pass = Pass(entropy, skipped, self._pass.latest_sizes)
+        return self._pass
+
+    def change_batch_sizes(self, batch_sizes: Sequence[int], *, from_step: float) -> None:
+        """Deals other sizes from a step of the latest pass on, and in all later passes.
+
+        The samples of a step over all ranks stay the same. Sizes that sum to another number than
+        before are proportions. Prefetched steps must come before ``from_step``.
+        """
+        sizes, whole = tuple(batch_sizes), self._whole
+        self._pass.change(sizes if whole in (0, sum(sizes)) else deal(whole, sizes), from_step)
+
+    def dealt_steps(self, trained: int, ahead: int) -> int | None:
+        """Returns the dealt steps of the latest pass; None if only the next one can change.
+
+        That is so if not only training has iterated. ``ahead`` steps may have been read already.
+        """
+        dealt = self._pass.steps
+        known = not self.begun or trained <= dealt <= trained + ahead
+        return dealt if known and self._deals_here else None
+
+    def continue_at(self, position: Position, way: Continue, *, undoes_draws: bool = False) -> None:
+        """Makes the next pass begin where another run has stopped; ValueError: other generators."""
+        self._restore(position.now)
+        self._set_epoch(position.epoch + (way is Continue.BEHIND))
+        self._resumed, self._undoes_draws = (position, way), undoes_draws
+        self._must_learn_epochs = True
+
+    def position(
+        self, trained: int, length: int | None, *, cycles: bool, ahead: int
+    ) -> Position | None:
+        """Returns where training stands in the latest pass; None if that is unknown.
+
+        It is if something else than training has iterated, or if the loader ``cycles`` (begins
+        anew within an epoch) and has no ``length``. ``ahead`` steps may have been read already.
+        """
+        step = trained
+        if cycles and trained:
+            if not length:
+                return None
+            step = (trained - 1) % length + 1
+        least = step if length is None else min(step, length)
+        if self.begun and not self._is_stateful and not least <= self._pass.steps <= step + ahead:
+            return None
+        now = self._states()
+        if self._latest is not None:
+            epoch, number, start = self._latest
+        elif self._resumed is not None and self._resumed[1] is not Continue.BEHIND:
+            resumed = self._resumed[0]
+            epoch, number, start = resumed.epoch, resumed.number, resumed.start
+        else:  # the steps are those of an earlier epoch
+            epoch, number, start = self.epoch - bool(step), 0, now
+        return Position(epoch, number, step, self.items, start, now)
+
+    @property
+    def _generators(self) -> list[Any]:
+        return [*generators_of(self._source), *self._others]
+
+    def _states(self) -> list[Any]:
+        """Returns the states of generators and of stateful samplers, as plain values."""
+        states = [_plain(state) for state in read_states(self._generators)]
+        return [*states, *(sampler.state_dict() for sampler in _stateful_within(self._source))]
+
+    def _restore(self, states: Sequence[Any]) -> None:
+        generators, samplers = self._generators, _stateful_within(self._source)
+        if len(states) != len(generators) + len(samplers):
+            raise ValueError(
+                f"Expects the generators and stateful samplers of the checkpoint, {len(states)},"
+                f" but the loader has {len(generators) + len(samplers)}. Build the same sampler."
+            )
+        write_states(generators, [_restored(state) for state in states[: len(generators)]])
+        for sampler, state in zip(samplers, states[len(generators) :], strict=True):
+            sampler.load_state_dict(state)
+
+
+def _stateful_within(source: object) -> list[Any]:
+    return [
+        sampler
+        for sampler in samplers_within(source)
+        if hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
+    ]
+
+
+def _plain(state: Any) -> Any:
+    """Returns a state without numpy's arrays, which a checkpoint of weights may not hold."""
+    if isinstance(state, np.ndarray):
+        return {"numpy": state.tolist(), "dtype": str(state.dtype)}
+    if isinstance(state, np.generic):
+        return state.item()
+    if isinstance(state, dict):
+        return {name: _plain(value) for name, value in state.items()}
+    if isinstance(state, tuple):
+        return tuple(_plain(value) for value in state)
+    return state
+
+
+def _restored(state: Any) -> Any:
+    if isinstance(state, dict):
+        if set(state) == {"numpy", "dtype"}:
+            return np.array(state["numpy"], dtype=cast(Any, state["dtype"]))
+        return {name: _restored(value) for name, value in state.items()}
+    if isinstance(state, tuple):
+        return tuple(_restored(value) for value in state)
+    return state
