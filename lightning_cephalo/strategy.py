@@ -6,7 +6,6 @@ call the packages below.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -23,7 +22,6 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -41,27 +39,12 @@ from lightning_cephalo.adapters.dealt_loaders import SamplerTakeover
 from lightning_cephalo.adapters.ending import Ending, evaluation_loop
 from lightning_cephalo.adapters.held_state import holds_rows
 from lightning_cephalo.adapters.hook_logs import HookLogs, mean_over_samples
-from lightning_cephalo.adapters.logging import StepLog
-from lightning_cephalo.adapters.optimizer import local_update
 from lightning_cephalo.adapters.refusals import Situation, When, refuse
-from lightning_cephalo.adapters.repeated_step import Attempts
 from lightning_cephalo.adapters.resuming import KEY, Resumption, saved_order
-from lightning_cephalo.adapters.skipped_steps import SkippedSteps, no_loss, without_loss
 from lightning_cephalo.adapters.step_notes import StepNotes
-from lightning_cephalo.adapters.step_outputs import outputs_everywhere
-from lightning_cephalo.adapters.user_backward import UserBackward
 from lightning_cephalo.adapters.user_gathers import require_equal_shapes
 from lightning_cephalo.common.errors import UnsupportedError
-from lightning_cephalo.data.cutting import (
-    detached,
-    evaluation_samples,
-    evaluation_weight,
-    joined_result,
-    loss_and_weight,
-)
 from lightning_cephalo.execution.sharded_model import UnitOptions
-from lightning_cephalo.execution.step import ForwardOutcome, MicrobatchCall
-from lightning_cephalo.execution.updates import LateUpdates
 from lightning_cephalo.observe import report
 from lightning_cephalo.observe.memory import RankMemory
 from lightning_cephalo.observe.pace import MeasuredRank
@@ -94,6 +77,7 @@ from lightning_cephalo.ranks.connection import Ranks
 from lightning_cephalo.recovery.options import Recovery, Wish
 from lightning_cephalo.recovery.recovering import Recovering, rows_of_model, rows_of_optimizer
 from lightning_cephalo.sharding.collectives import all_gather_rows, communicates
+from lightning_cephalo.steps import AutomaticSteps, EvaluationSteps, ManualSteps, Run, Steps
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -280,18 +264,15 @@ class CephaloStrategy(ParallelStrategy):
         self._wish = Wish.parse(recover)
         self._recovering = Recovering(self._wish)
         self._watch = Watch(trace, record)
-        self._skipped_steps = SkippedSteps()
         self._hook_logs = HookLogs(self._hook_lacks_samples)
         # from setup_environment() until the process ends, or until this rank fails alone on a
         # backend that must be aborted
         self._ranks: Ranks | None = None
-        # weight of this rank's batch in the last step
-        self._batch_weight = 0.0
         # from setup() to teardown()
         self._session: Session | None = None
         # from setup() to teardown() of a training
         self._training: Training | None = None
-        self._notes = StepNotes()
+        self._steps: Steps | None = None
         self._synchronised: batch_norm.SynchronisedLayers | None = None
         self._loss_check: LossCheck | None = None
         # from the loading of a checkpoint to teardown()
@@ -386,6 +367,12 @@ class CephaloStrategy(ParallelStrategy):
         if self._training is None:
             raise RuntimeError("This works only while fit() runs, after setup.")
         return self._training
+
+    @property
+    def _training_steps(self) -> Steps:
+        if self._steps is None:
+            raise RuntimeError("This works only while fit() runs, after setup.")
+        return self._steps
 
     # -- which rank this is -------------------------------------------------------------------
 
@@ -641,7 +628,18 @@ class CephaloStrategy(ParallelStrategy):
             self._plan_has_changed,
             self._loss_check,
         )
-        self._notes = StepNotes(self._training, self._recovering, self._ending.termination)
+        run = Run(
+            self.session,
+            self._training,
+            self._module,
+            lambda: self.precision_plugin,
+            self.reduce,
+            StepNotes(self._training, self._recovering, self._ending.termination),
+            self._watch,
+            self._recovering.settle,
+        )
+        manual = self.session.manual
+        self._steps = AutomaticSteps(run) if manual is None else ManualSteps(run, manual)
 
     def _shard(self, job: Job) -> Session:
         """Begin a session, and set it here: steps that are measured already use it."""
@@ -707,137 +705,19 @@ class CephaloStrategy(ParallelStrategy):
     def training_step(self, batch: Any, *rest: Any, **kwargs: Any) -> Any:
         if self._resumption is not None:
             self._resumption.end()
-        self._watch.start_step()
-        if self.session.manual is None:
-            return self._training_step(batch, *rest, **kwargs)
-        with self.session.memory.step():
-            outputs = self._training_step(batch, *rest, **kwargs)
-        self._watch.finish_step(counts=not self.session.memory.slowed)
-        return outputs
-
-    def _training_step(self, batch: Any, *rest: Any, **kwargs: Any) -> Any:
-        session, step = self.session, self._module.training_step
-        session.memory.before_forward(batch)
-        attempts = Attempts(batch, may_repeat=self._running.may_repeat)
-        run = partial(self._forward, step, attempts, rest, kwargs)
-        counts, log, outcome = self._running.forward(run)
-        self._notes.learn(outcome.notes)
-        session.memory.after_forward()
-        with self.precision_plugin.forward_context():
-            if session.manual is not None:
-                session.logs.finish(log, outcome, outcome.weights, self.reduce)
-                return detached(outcome.results[0])
-            weights, trained = outcome.weights, sum(counts)
-            if outcome.skipped:
-                weights, trained = without_loss(outcome.results, weights, counts)
-            session.logs.finish(log, outcome, weights, self.reduce)
-        self._skipped_steps.learn(outcome)
-        if outcome.is_skipped:
-            self._running.end_without_backward()
-            return no_loss()
-        self._batch_weight = math.fsum(outcome.weights)
-        joined = joined_result(outcome.results, outcome.weights, counts)
-        return outputs_everywhere(joined, trained, outcome.losses, session.logs.ranks)
-
-    def _forward(
-        self,
-        step: Callable[..., Any],
-        attempts: Attempts,
-        rest: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        is_seen: bool,
-    ) -> tuple[list[int], StepLog, ForwardOutcome]:
-        """Run a forward, and return its microbatches' samples, its log and its outcome."""
-        session, batch = self.session, attempts.next()
-        pieces, failure = session.cut(batch)
-        failure = attempts.cut_into(pieces) or failure
-        counts = [count for _, count in pieces]
-        self._running.compare_losses(batch, pieces, lambda piece: step(piece, *rest, **kwargs))
-        log = session.logs.of_step(counts, is_seen=is_seen)
-        calls = [
-            _call(partial(step, piece, *rest, **kwargs), count, log, index)
-            for index, (piece, count) in enumerate(pieces)
-        ]
-        session.user_gathers.before_step("training", len(calls), failed=failure is not None)
-        note = (lambda: self._notes.of(log.note())) if is_seen else tuple
-        with self.precision_plugin.train_step_context():
-            if session.manual is not None:
-                self._batch_weight = float(sum(counts))
-                outcome = session.manual.run(next(iter(calls), None), note, failure)
-            else:
-                scale_loss = precision.loss_scaler(self.precision_plugin)
-                executor = session.model.executor
-                executor.weighing.steps_per_update = self._module.trainer.accumulate_grad_batches
-                outcome = executor.forward(calls, scale_loss, note, failure)
-        return counts, log, outcome
+        return self._training_steps.training_step(batch, (rest, kwargs))
 
     @override
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        manual = self.session.manual
-        if manual is not None:
-            manual.check_is_running()
-            if not manual.calls_hooks:
-                self.precision_plugin.backward(
-                    closure_loss, self._module, optimizer, *args, **kwargs
-                )
-                return closure_loss.detach()
-            # ends in loss.backward(), perhaps in a backward() of the user's
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-        self.session.model.executor.show_held_gradients()
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, self._module)
-        steps = float(self._module.trainer.accumulate_grad_batches)
-        layered = self._layered_backward
-        plugin = type(self.precision_plugin)
-        if not is_overridden("backward", self._module) and plugin.backward is Precision.backward:
-            layered(divisor=steps)
-        else:
-            user = UserBackward(
-                self.session.control, lambda factor: layered(divisor=steps, factor=factor)
-            )
-            loss = user.loss_of(closure_loss)
-            backward = self.precision_plugin.backward
-            user.run(partial(backward, loss, self._module, optimizer, *args, **kwargs))
-        return self.precision_plugin.post_backward(closure_loss, self._module)
-
-    def _layered_backward(self, **factors: float) -> None:
-        run = partial(self.session.model.executor.backward, **factors)
-        self._running.backward(run)
+        return self._training_steps.backward(closure_loss, optimizer, (args, kwargs))
 
     @override
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        session, manual = self.session, self.session.manual
-        if manual is None:
-            with session.memory.step():
-                result = self._update(optimizer, closure, model, **kwargs)
-            is_repeated = self._running.step_was_repeated
-            self._watch.finish_step(counts=not session.memory.slowed and not is_repeated)
-            return result
-        if manual.is_measured:
-            return closure()
-        self._recovering.settle()
-        with manual.updating(optimizer):
-            return self._update(optimizer, manual.closure(closure), model, **kwargs)
-
-    def _update(
-        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any, **kwargs: Any
-    ) -> Any:
-        session = self.session
-        session.look_for_early_update(optimizer)
-        elsewhere = None if session.moved is None else LateUpdates(session.model.executor)
-        update = local_update(optimizer, session.updates.of(optimizer), elsewhere)
-        with ExitStack() as after_closure, update:
-
-            def whole_closure() -> Any:
-                after_closure.close()  # some optimizers evaluate their closure several times
-                outcome = closure()
-                after_closure.enter_context(session.model.executor.update())
-                return session.updates.whole_loss(optimizer, outcome, self._batch_weight)
-
-            return super().optimizer_step(optimizer, whole_closure, model, **kwargs)
+        return self._training_steps.optimizer_step(optimizer, closure, kwargs)
 
     def _shown(self, batch: Any) -> Any:
         """Return what hooks see of a batch that has come from the loaders."""
@@ -851,13 +731,7 @@ class CephaloStrategy(ParallelStrategy):
 
     def _before_norm(self) -> bool:
         """Let all ranks come before gradients are clipped; return whether to clip at all."""
-        manual = None if self._session is None else self._session.manual
-        if manual is None:
-            return True
-        if manual.is_measured:  # ranks without samples are not here
-            return False
-        manual.meet()
-        return True
+        return self._steps is None or self._steps.before_norm()
 
     @override
     def on_train_end(self) -> None:
@@ -905,26 +779,12 @@ class CephaloStrategy(ParallelStrategy):
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, int]:
         """Run a step without gradients; return its result and this rank's samples in it."""
-        session, batch, user_step = self.session, args[0], getattr(self._module, name)
-        samples = 0 if session.lacks_samples else evaluation_samples(batch)
-        log = session.logs.of_step([samples])
-
-        def step() -> Any:
-            result = user_step(*args, **kwargs)
-            log.weight = evaluation_weight(result, samples)
-            return result
-
-        call = _call(step, samples, log) if samples else None
-        session.user_gathers.before_step("evaluation", 1 if samples else 0)
-
-        notes = StepNotes(self._ending.termination)
-        executor = session.model.executor
-        outcome = executor.evaluate(call, f"running {name}", lambda: notes.of(log.note()))
-        notes.learn(outcome.notes)
-        session.logs.finish(log, outcome, (log.weight,) if samples else (), self.reduce)
+        session = self.session
+        steps = EvaluationSteps(session, self._module, self.reduce, self._ending.termination)
+        found = steps.run(name, args[0], (args[1:], kwargs))
         if self._evaluation_ends():  # hooks at the end of the epoch may write parameters
             session.model.executor.reshard()
-        return (outcome.results[0] if samples else None), samples
+        return found
 
     def _evaluation_ends(self) -> bool:
         """Whether the batch of this step is the last of its validation or test."""
@@ -1195,7 +1055,7 @@ class CephaloStrategy(ParallelStrategy):
     def _take_session(self) -> Session | None:
         """Return the session, and hold neither it nor what changes its plan any longer."""
         session, self._session = self._session, None
-        training, self._training, self._notes = self._training, None, StepNotes()
+        training, self._training, self._steps = self._training, None, None
         self._loss_check = None
         if training is not None:
             self._replans = training.replans
@@ -1215,22 +1075,3 @@ class CephaloStrategy(ParallelStrategy):
             session.close_after_failure()
         else:  # ranks at different places cannot communicate
             session.abandon()
-
-
-def _call(
-    step: Callable[[], Any], samples: int, log: StepLog, microbatch: int = 0
-) -> MicrobatchCall:
-    """Return a microbatch of ``samples`` samples that logs into the step's log."""
-
-    def weight_of(result: Any) -> tuple[Tensor, float | Tensor] | None:
-        if result is None:
-            log.weight += samples
-        return loss_and_weight(result, samples)
-
-    return MicrobatchCall(
-        step,
-        weight_of,
-        partial(log.resume, microbatch),
-        partial(log.pause, microbatch),
-        samples,
-    )

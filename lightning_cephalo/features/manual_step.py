@@ -55,7 +55,7 @@ _DOES = {
 }
 
 
-class ManualSteps:
+class PhasedSteps:
     """Runs steps with several backwards on one executor.
 
     Attributes:

@@ -19,11 +19,11 @@ from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.sharding.write_guard import spelled
 
 if TYPE_CHECKING:
-    from lightning_cephalo.features.manual_step import ManualSteps
+    from lightning_cephalo.features.manual_step import PhasedSteps
 
 
 class StepFunctions(TorchFunctionMode):
-    def __init__(self, steps: ManualSteps) -> None:
+    def __init__(self, steps: PhasedSteps) -> None:
         super().__init__()
         self._steps = steps
         self._root: dict[int, Tensor] = {}

@@ -24,7 +24,7 @@ from lightning_cephalo.data.reading import (
     original_of,
 )
 from lightning_cephalo.execution.sharded_model import ShardedModel
-from lightning_cephalo.features.manual_step import ManualSteps
+from lightning_cephalo.features.manual_step import PhasedSteps
 from lightning_cephalo.features.step_functions import warn_of_own_gradient
 from lightning_cephalo.plan import Problem
 from lightning_cephalo.preparation.prepare import Job
@@ -58,7 +58,7 @@ class LossCheck:
         model: ShardedModel,
         trainer: Trainer,
         gathers: UserGathers,
-        manual: ManualSteps | None = None,
+        manual: PhasedSteps | None = None,
     ) -> None:
         self._job, self._model, self._trainer = job, model, trainer
         self._manual = manual
@@ -123,7 +123,7 @@ def check_measured(
     problem: Problem,
     model: ShardedModel,
     trainer: Trainer,
-    manual: ManualSteps | None = None,
+    manual: PhasedSteps | None = None,
 ) -> None:
     """Warn if the loss of a few samples is not the weighted mean of its halves'; collective."""
     half = additivity.SAMPLES // 2
@@ -215,7 +215,7 @@ def _compare(
     step: Callable[[Any], Any],
     parted: Callable[[], Parted | None],
     gathers: UserGathers | None = None,
-    manual: ManualSteps | None = None,
+    manual: PhasedSteps | None = None,
 ) -> None:
     control = model.control
     is_first = control.rank == 0

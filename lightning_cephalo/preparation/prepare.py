@@ -36,7 +36,7 @@ from lightning_cephalo.data.reading import (
     yields_ready_batches,
 )
 from lightning_cephalo.execution.sharded_model import ShardedModel
-from lightning_cephalo.features.manual_step import ManualSteps
+from lightning_cephalo.features.manual_step import PhasedSteps
 from lightning_cephalo.plan import InfeasibleError, Plan, PlanError, Problem, solve
 from lightning_cephalo.plan.state_groups import groups_by_node
 from lightning_cephalo.preparation.limits import (
@@ -373,7 +373,7 @@ def measure_or_load(
     model: ShardedModel,
     trainer: Trainer,
     pause: Callable[[], None],
-    manual: ManualSteps | None = None,
+    manual: PhasedSteps | None = None,
     check: Callable[[Problem], None] = lambda problem: None,
 ) -> Problem:
     """Return the measured or cached problem, with the choices of the plan; collective.

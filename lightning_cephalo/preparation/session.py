@@ -50,7 +50,7 @@ from lightning_cephalo.execution.memory_errors import is_out_of_memory
 from lightning_cephalo.execution.offload import HostArena
 from lightning_cephalo.execution.sharded_model import Dtypes, ShardedModel
 from lightning_cephalo.features.install import install
-from lightning_cephalo.features.manual_step import ManualSteps
+from lightning_cephalo.features.manual_step import PhasedSteps
 from lightning_cephalo.observe import report
 from lightning_cephalo.observe.memory import RankMemory, TrainingMemory
 from lightning_cephalo.observe.run_record import RankRecord, RunRecord
@@ -152,9 +152,9 @@ class Session:
             end = synchronise_lists(groups.control, lambda: executor.inside_microbatch)
             self._at_end.callback(end)
         self.user_gathers = UserGathers(groups.control, options.single_microbatch)
-        self.manual: ManualSteps | None = None
+        self.manual: PhasedSteps | None = None
         if job.trains and not module.automatic_optimization:
-            self.manual = ManualSteps(self.model.executor)
+            self.manual = PhasedSteps(self.model.executor)
         elif groups.control.world_size > 1:
             collectives = UserCollectives(self._on_user_collective)
             self._at_end.callback(collectives.close)

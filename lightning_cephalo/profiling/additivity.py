@@ -21,7 +21,7 @@ from lightning_cephalo.data.containers import own_copy
 from lightning_cephalo.data.cutting import loss_and_weight
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.execution.step import MicrobatchCall
-from lightning_cephalo.features.manual_step import ManualSteps
+from lightning_cephalo.features.manual_step import PhasedSteps
 from lightning_cephalo.features.over_batch import was_called
 from lightning_cephalo.profiling.isolation import forget_gradients, preserved_state, same_flags
 from lightning_cephalo.profiling.stored_values import StoredValues
@@ -148,7 +148,7 @@ def compared(
 
 def compared_manually(
     model: ShardedModel,
-    manual: ManualSteps,
+    manual: PhasedSteps,
     step: Callable[[Any], Any],
     context: Callable[[], AbstractContextManager[Any]],
     batch: Any,

@@ -18,7 +18,7 @@ from lightning_cephalo.data import BatchLayout, sample_batches
 from lightning_cephalo.data.containers import own_copy
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.features.chunked_cross_entropy import largest_call
-from lightning_cephalo.features.manual_step import ManualSteps
+from lightning_cephalo.features.manual_step import PhasedSteps
 from lightning_cephalo.plan import Problem, RankProfile
 from lightning_cephalo.plan.cost import fixed_time
 from lightning_cephalo.plan.program import Visit
@@ -96,7 +96,7 @@ def measure(
     pause: Callable[[], None],
     global_batch_size: int,
     options: ProfileOptions,
-    manual: ManualSteps | None = None,
+    manual: PhasedSteps | None = None,
     layouts: Sequence[BatchLayout] = (),
 ) -> Problem:
     """Run the user's step on growing microbatches of real samples; collective.

@@ -23,7 +23,7 @@ from lightning_cephalo.execution.memory_errors import is_out_of_memory
 from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.execution.step import MicrobatchCall
-from lightning_cephalo.features.manual_step import ManualSteps
+from lightning_cephalo.features.manual_step import PhasedSteps
 from lightning_cephalo.plan.program import COMPUTE, Instruction, Operation
 from lightning_cephalo.profiling.isolation import forget_gradients
 from lightning_cephalo.profiling.lost_rank import lost_rank_explained
@@ -65,7 +65,7 @@ class Prober:
         batch_of: Callable[[int], Any],
         step: Callable[..., Any],
         context: Callable[[], AbstractContextManager[Any]],
-        manual: ManualSteps | None = None,
+        manual: PhasedSteps | None = None,
     ) -> None:
         self.manual = manual
         self.model = model

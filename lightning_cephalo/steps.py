@@ -1,0 +1,331 @@
+"""Runs the steps of a run for Lightning's hooks: automatic, manual, and those of an evaluation.
+
+``strategy.py`` calls these objects. With automatic optimization a step has one forward, one
+backward and one update. With manual optimization the code of ``training_step`` calls its backwards
+and updates itself (``features/manual_step.py``).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_cephalo.adapters.logging import StepLog
+from lightning_cephalo.adapters.optimizer import local_update
+from lightning_cephalo.adapters.precision import loss_scaler
+from lightning_cephalo.adapters.repeated_step import Attempts
+from lightning_cephalo.adapters.skipped_steps import SkippedSteps, no_loss, without_loss
+from lightning_cephalo.adapters.step_notes import StepNotes, TellsRanks
+from lightning_cephalo.adapters.step_outputs import outputs_everywhere
+from lightning_cephalo.adapters.user_backward import UserBackward
+from lightning_cephalo.data.cutting import (
+    detached,
+    evaluation_samples,
+    evaluation_weight,
+    joined_result,
+    loss_and_weight,
+)
+from lightning_cephalo.execution.step import ForwardOutcome, MicrobatchCall
+from lightning_cephalo.execution.updates import LateUpdates
+from lightning_cephalo.features.manual_step import PhasedSteps
+from lightning_cephalo.observe.watch import Watch
+from lightning_cephalo.preparation.session import Session
+from lightning_cephalo.preparation.training import Training
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+
+Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
+"""What a hook passes on behind the batch: positional and named arguments."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the steps of a training work with.
+
+    Attributes:
+        precision: Returns the precision plugin, which code may replace.
+        reduce: Lightning's function that reduces values over the ranks.
+        notes: Numbers that the exchange of each step carries to all ranks.
+        settle: Waits until no copy of the state is under way, before it changes.
+    """
+
+    session: Session
+    training: Training
+    module: LightningModule
+    precision: Callable[[], Precision]
+    reduce: Callable[..., Any]
+    notes: StepNotes
+    watch: Watch
+    settle: Callable[[], None]
+
+
+class Steps(ABC):
+    """The steps of a training."""
+
+    def __init__(self, run: Run) -> None:
+        self._run, self._session = run, run.session
+        self._batch_weight = 0.0  # of this rank, in the last step
+
+    @abstractmethod
+    def training_step(self, batch: Any, arguments: Arguments) -> Any:
+        """Run ``training_step`` on a batch of this rank, and return what Lightning gets of it."""
+
+    @abstractmethod
+    def backward(self, loss: Tensor, optimizer: Optimizer | None, arguments: Arguments) -> Tensor:
+        """Run a backward, and return the loss."""
+
+    @abstractmethod
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], options: Mapping[str, Any]
+    ) -> Any:
+        """Run an optimizer's step, and return what it returns."""
+
+    @abstractmethod
+    def before_norm(self) -> bool:
+        """Let all ranks come before gradients are clipped; return whether to clip at all."""
+
+    @abstractmethod
+    def _forward_of(
+        self,
+        calls: Sequence[MicrobatchCall],
+        note: Callable[[], Sequence[float]],
+        failure: Exception | None,
+    ) -> ForwardOutcome:
+        """Run microbatches; collective."""
+
+    def _forward(
+        self, attempts: Attempts, arguments: Arguments, is_seen: bool
+    ) -> tuple[list[int], StepLog, ForwardOutcome]:
+        """Run a forward, and return its microbatches' samples, its log and its outcome."""
+        run, session, batch = self._run, self._session, attempts.next()
+        rest, kwargs = arguments
+        step = run.module.training_step
+        pieces, failure = session.cut(batch)
+        failure = attempts.cut_into(pieces) or failure
+        counts = [count for _, count in pieces]
+        run.training.compare_losses(batch, pieces, lambda piece: step(piece, *rest, **kwargs))
+        log = session.logs.of_step(counts, is_seen=is_seen)
+        calls = [
+            _call(partial(step, piece, *rest, **kwargs), count, log, index)
+            for index, (piece, count) in enumerate(pieces)
+        ]
+        session.user_gathers.before_step("training", len(calls), failed=failure is not None)
+        note = (lambda: run.notes.of(log.note())) if is_seen else tuple
+        with run.precision().train_step_context():
+            outcome = self._forward_of(calls, note, failure)
+        return counts, log, outcome
+
+    def _run_forward(
+        self, batch: Any, arguments: Arguments
+    ) -> tuple[list[int], StepLog, ForwardOutcome]:
+        run, memory = self._run, self._session.memory
+        memory.before_forward(batch)
+        attempts = Attempts(batch, may_repeat=run.training.may_repeat)
+        found = run.training.forward(partial(self._forward, attempts, arguments))
+        run.notes.learn(found[2].notes)
+        memory.after_forward()
+        return found
+
+    def _update(
+        self, optimizer: Optimizer, closure: Callable[[], Any], options: Mapping[str, Any]
+    ) -> Any:
+        run, session = self._run, self._session
+        session.look_for_early_update(optimizer)
+        elsewhere = None if session.moved is None else LateUpdates(session.model.executor)
+        update = local_update(optimizer, session.updates.of(optimizer), elsewhere)
+        with ExitStack() as after_closure, update:
+
+            def whole_closure() -> Any:
+                after_closure.close()  # some optimizers evaluate their closure several times
+                outcome = closure()
+                after_closure.enter_context(session.model.executor.update())
+                return session.updates.whole_loss(optimizer, outcome, self._batch_weight)
+
+            return run.precision().optimizer_step(
+                optimizer, model=run.module, closure=whole_closure, **options
+            )
+
+
+class AutomaticSteps(Steps):
+    """Steps whose backward and update follow ``training_step``."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._skipped = SkippedSteps()
+
+    def training_step(self, batch: Any, arguments: Arguments) -> Any:
+        run, session = self._run, self._session
+        run.watch.start_step()
+        counts, log, outcome = self._run_forward(batch, arguments)
+        with run.precision().forward_context():
+            weights, trained = outcome.weights, sum(counts)
+            if outcome.skipped:
+                weights, trained = without_loss(outcome.results, weights, counts)
+            session.logs.finish(log, outcome, weights, run.reduce)
+        self._skipped.learn(outcome)
+        if outcome.is_skipped:
+            run.training.end_without_backward()
+            return no_loss()
+        self._batch_weight = math.fsum(outcome.weights)
+        joined = joined_result(outcome.results, outcome.weights, counts)
+        return outputs_everywhere(joined, trained, outcome.losses, session.logs.ranks)
+
+    def _forward_of(
+        self,
+        calls: Sequence[MicrobatchCall],
+        note: Callable[[], Sequence[float]],
+        failure: Exception | None,
+    ) -> ForwardOutcome:
+        executor = self._session.model.executor
+        executor.weighing.steps_per_update = self._run.module.trainer.accumulate_grad_batches
+        return executor.forward(calls, loss_scaler(self._run.precision()), note, failure)
+
+    def backward(self, loss: Tensor, optimizer: Optimizer | None, arguments: Arguments) -> Tensor:
+        run, session = self._run, self._session
+        plugin, module, (args, kwargs) = run.precision(), run.module, arguments
+        session.model.executor.show_held_gradients()
+        loss = plugin.pre_backward(loss, module)
+        steps = float(module.trainer.accumulate_grad_batches)
+        if not is_overridden("backward", module) and type(plugin).backward is Precision.backward:
+            self._layered(divisor=steps)
+        else:
+            user = UserBackward(
+                session.control, lambda factor: self._layered(divisor=steps, factor=factor)
+            )
+            own = user.loss_of(loss)
+            user.run(partial(plugin.backward, own, module, optimizer, *args, **kwargs))
+        return plugin.post_backward(loss, module)
+
+    def _layered(self, **factors: float) -> None:
+        run = partial(self._session.model.executor.backward, **factors)
+        self._run.training.backward(run)
+
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], options: Mapping[str, Any]
+    ) -> Any:
+        run, memory = self._run, self._session.memory
+        with memory.step():
+            result = self._update(optimizer, closure, options)
+        is_repeated = run.training.step_was_repeated
+        run.watch.finish_step(counts=not memory.slowed and not is_repeated)
+        return result
+
+    def before_norm(self) -> bool:
+        return True
+
+
+class ManualSteps(Steps):
+    """Steps whose code calls backwards and updates itself."""
+
+    def __init__(self, run: Run, phased: PhasedSteps) -> None:
+        super().__init__(run)
+        self._phased = phased
+
+    def training_step(self, batch: Any, arguments: Arguments) -> Any:
+        run, session = self._run, self._session
+        run.watch.start_step()
+        with session.memory.step():
+            _, log, outcome = self._run_forward(batch, arguments)
+            with run.precision().forward_context():
+                session.logs.finish(log, outcome, outcome.weights, run.reduce)
+        run.watch.finish_step(counts=not session.memory.slowed)
+        return detached(outcome.results[0])
+
+    def _forward_of(
+        self,
+        calls: Sequence[MicrobatchCall],
+        note: Callable[[], Sequence[float]],
+        failure: Exception | None,
+    ) -> ForwardOutcome:
+        self._batch_weight = float(sum(call.samples for call in calls))
+        return self._phased.run(next(iter(calls), None), note, failure)
+
+    def backward(self, loss: Tensor, optimizer: Optimizer | None, arguments: Arguments) -> Tensor:
+        self._phased.check_is_running()
+        plugin, module, (args, kwargs) = self._run.precision(), self._run.module, arguments
+        if not self._phased.calls_hooks:
+            plugin.backward(loss, module, optimizer, *args, **kwargs)
+            return loss.detach()
+        loss = plugin.pre_backward(loss, module)
+        # ends in loss.backward(), perhaps in a backward() of the user's
+        plugin.backward(loss, module, optimizer, *args, **kwargs)
+        return plugin.post_backward(loss, module)
+
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], options: Mapping[str, Any]
+    ) -> Any:
+        if self._phased.is_measured:
+            return closure()
+        self._run.settle()
+        with self._phased.updating(optimizer):
+            return self._update(optimizer, self._phased.closure(closure), options)
+
+    def before_norm(self) -> bool:
+        if self._phased.is_measured:  # ranks without samples are not here
+            return False
+        self._phased.meet()
+        return True
+
+
+class EvaluationSteps:
+    """Steps without gradients: of a validation, a test or a prediction."""
+
+    def __init__(
+        self,
+        session: Session,
+        module: LightningModule,
+        reduce: Callable[..., Any],
+        tells: TellsRanks,
+    ) -> None:
+        self._session, self._module, self._reduce, self._tells = session, module, reduce, tells
+
+    def run(self, name: str, batch: Any, arguments: Arguments) -> tuple[Any, int]:
+        """Run one of the module's steps; return its result and this rank's samples in it."""
+        session, user_step = self._session, getattr(self._module, name)
+        rest, kwargs = arguments
+        samples = 0 if session.lacks_samples else evaluation_samples(batch)
+        log = session.logs.of_step([samples])
+
+        def step() -> Any:
+            result = user_step(batch, *rest, **kwargs)
+            log.weight = evaluation_weight(result, samples)
+            return result
+
+        call = _call(step, samples, log) if samples else None
+        session.user_gathers.before_step("evaluation", 1 if samples else 0)
+        notes = StepNotes(self._tells)
+        executor = session.model.executor
+        outcome = executor.evaluate(call, f"running {name}", lambda: notes.of(log.note()))
+        notes.learn(outcome.notes)
+        session.logs.finish(log, outcome, (log.weight,) if samples else (), self._reduce)
+        return (outcome.results[0] if samples else None), samples
+
+
+def _call(
+    step: Callable[[], Any], samples: int, log: StepLog, microbatch: int = 0
+) -> MicrobatchCall:
+    """Return a microbatch of ``samples`` samples that logs into the step's log."""
+
+    def weight_of(result: Any) -> tuple[Tensor, float | Tensor] | None:
+        if result is None:
+            log.weight += samples
+        return loss_and_weight(result, samples)
+
+    return MicrobatchCall(
+        step,
+        weight_of,
+        partial(log.resume, microbatch),
+        partial(log.pause, microbatch),
+        samples,
+    )
