@@ -206,7 +206,7 @@ class _Comparison:
         elif type(larger) is not type(smaller):
             if contains_arrays(larger) or contains_arrays(smaller):
                 self._refuse(self._both(path, describe(larger), describe(smaller)))
-        elif _has_rows(larger, smaller, self.sizes):
+        elif is_plain_sequence(larger) and (len(larger), len(smaller)) == self.sizes:
             self._add(path, 0)
             self.rows.append(path)
         else:
@@ -260,20 +260,6 @@ def _uncuttable(node: Any) -> str | None:
     if isinstance(node, torch.Tensor) and (node.is_nested or node.layout != torch.strided):
         return f"is a {'nested' if node.is_nested else 'sparse'} tensor"
     return None
-
-
-def _has_rows(larger: Any, smaller: Any, sizes: tuple[int, int]) -> bool:
-    """Returns whether a list, or an object that can be sliced, has one item per sample."""
-    if is_plain_sequence(larger):
-        return (len(larger), len(smaller)) == sizes
-    if isinstance(larger, str | bytes | dict) or not hasattr(larger, "__getitem__"):
-        return False
-    try:
-        return (len(larger), len(smaller)) == sizes and (
-            type(larger[0 : sizes[1]]) is type(larger) and len(larger[0 : sizes[1]]) == sizes[1]
-        )
-    except Exception:  # any error of a foreign object means that it cannot be sliced
-        return False
 
 
 def _look(batch: Any, rows: frozenset[Path]) -> tuple[Any, dict[Path, int]]:

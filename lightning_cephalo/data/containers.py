@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import UserDict
 from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any, TypeAlias
 
@@ -39,7 +38,7 @@ def is_plain_sequence(node: object) -> bool:
 
 def children_of(node: Any) -> list[tuple[Any, Any]] | None:
     """Returns the keys and children of a container in its own order; None for anything else."""
-    if isinstance(node, Mapping | UserDict):
+    if isinstance(node, Mapping):
         return list(node.items())
     if is_named_tuple(node):
         return list(zip(node._fields, node, strict=True))
@@ -52,15 +51,10 @@ def children_of(node: Any) -> list[tuple[Any, Any]] | None:
 
 def rebuild(node: Any, children: list[Any]) -> Any:
     """Returns a container like ``node`` with ``children`` instead, in the same order."""
-    if isinstance(node, UserDict):
-        # copy.copy shares every other attribute, which Hugging Face's encodings need
-        clone = copy.copy(node)
-        clone.data = dict(zip(node.keys(), children, strict=True))
-        return clone
     if isinstance(node, MutableMapping):
-        keys = list(node.keys())
+        # a copy shares every other attribute, which Hugging Face's encodings need
         mapping: Any = copy.copy(node)
-        for key, child in zip(keys, children, strict=True):
+        for key, child in zip(list(node), children, strict=True):
             mapping[key] = child
         return mapping
     if isinstance(node, Mapping):

@@ -5,8 +5,6 @@ the user's loader                 one global step
 ================================  ==================================================================
 DataLoader(batch_size=b)          the next ``b * world_size`` samples of the user's sampler
 DataLoader(batch_sampler=...)     the next ``world_size`` lists of the batch sampler, concatenated
-DataLoader(sampler=BatchSampler,  the same; ``dataset[keys]`` gives the batch, and ``dataset[[]]``
-  batch_size=None)                must give a batch without rows
 DataLoader(IterableDataset)       the next ``b * world_size`` samples of the stream (`deal_stream`)
 IterableDataset, batch_size=None  the next ready batch of any size, cut by the plan
 not a DataLoader                  the same
@@ -17,7 +15,6 @@ All of them give the same samples, in the same order, as one device with the glo
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -34,13 +31,6 @@ from lightning_cephalo.data.samplers import RankBatchSampler
 from lightning_cephalo.data.shares import deal
 from lightning_cephalo.data.streams import deal_stream
 
-_OTHER_ORDER = (
-    "{}(generator=...) visits the samples in another order than on one device: it"
-    " draws the order before the seed of its workers, and ranks draw that seed first. All have"
-    " the same order, and no sample is left out or repeated. For the order of one device leave out"
-    " generator=, and seed the run with seed_everything()."
-)
-
 
 def dealt_loader(loader: Any, dealing: Dealing) -> Any:
     """Returns a loader of the user's own class that yields this rank's part of each global batch.
@@ -54,8 +44,7 @@ def dealt_loader(loader: Any, dealing: Dealing) -> Any:
 
     Raises:
         ValueError: a DistributedSampler for several ranks, ``batch_size=None`` with a map-style
-            dataset (except with a BatchSampler as its sampler), or a global batch size that does
-            not fit the batch sampler.
+            dataset, or a global batch size that does not fit the batch sampler.
         BatchSplitError: a ready batch that cannot be cut.
         UnsupportedError: a loader that can be read only once.
         TypeError: a DataLoader subclass that cannot be created again.
@@ -77,28 +66,25 @@ def dealt_loader(loader: Any, dealing: Dealing) -> Any:
 
 
 def _rebuild_map_style(loader: DataLoader[Any], dealing: Dealing) -> DataLoader[Any]:
-    rank, ranks = dealing.rank, len(dealing.sizes)
+    ranks = len(dealing.sizes)
     batch_sampler = reading.unwrapped_batch_sampler(loader)
-    bulk = batch_sampler is None
-    if bulk:
-        _reject_ready_batches(loader)
-        batch_sampler = loader.sampler
+    if batch_sampler is None:
+        raise ValueError(
+            "DataLoader(batch_size=None) with a map-style dataset yields ready batches, which "
+            "cephalo cannot deal out by sample. Let the dataset return single samples, or lists of "
+            "them in __getitems__(indices), and give DataLoader(batch_size=...)."
+        )
     drop_last = False
     lists_per_step: int | None = None
     if reading.is_standard(batch_sampler):
         # Reads the sampler directly: same samples, but drop_last must refer to the global batch.
         source: Any = batch_sampler.sampler
         drop_last = batch_sampler.drop_last
-        if rank == 0 and ranks > 1 and reading.draws_order_before_seed(loader):
-            warnings.warn(_OTHER_ORDER.format(type(loader).__name__), stacklevel=2)
     else:
         source = batch_sampler
         lists_per_step = _lists_per_step(loader, ranks, dealing.global_batch_size)
     mine = RankBatchSampler(source, dealing, drop_last=drop_last, lists_per_step=lists_per_step)
     mine.warn_of_samples_left_out()
-    if bulk:
-        mine.original = loader
-        return reinstantiate(loader, sampler=mine)
     recorder = loader.batch_sampler if loader.batch_sampler is not batch_sampler else None
     rebuilt = reinstantiate(
         loader,
@@ -125,16 +111,6 @@ def _show_options(
     shown = {"sampler": sampler, "batch_size": loader.batch_size, "drop_last": loader.drop_last}
     for name, value in shown.items():
         object.__setattr__(rebuilt, name, value)
-
-
-def _reject_ready_batches(loader: DataLoader[Any]) -> None:
-    if not reading.is_bulk(loader):
-        raise ValueError(
-            "DataLoader(batch_size=None) with a map-style dataset yields ready batches, which "
-            "cephalo cannot deal out by sample. Let the dataset return single samples and give "
-            "DataLoader(batch_size=...), or let it take a list of indices and give "
-            "DataLoader(batch_size=None, sampler=BatchSampler(...))."
-        )
 
 
 def _reject_distributed_sampler(loader: Any, world_size: int) -> None:

@@ -14,25 +14,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import (
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import Sampler
 
 GENERATOR_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _SAMPLER_ATTRIBUTES = ("sampler", "_sampler", "batch_sampler", "base_sampler")
 
 
-def read_global_states() -> tuple[Any, Any, Any]:
-    """Returns the states of the CPU generators of torch, numpy and ``random``."""
+def _read_global() -> tuple[Any, Any, Any]:
     return torch.get_rng_state(), np.random.get_state(), random.getstate()
 
 
-def write_global_states(states: tuple[Any, Any, Any]) -> None:
-    """Sets the CPU generators of torch, numpy and ``random``."""
+def _write_global(states: tuple[Any, Any, Any]) -> None:
     torch.set_rng_state(states[0])
     np.random.set_state(states[1])
     random.setstate(states[2])
@@ -41,11 +33,11 @@ def write_global_states(states: tuple[Any, Any, Any]) -> None:
 @contextmanager
 def preserved_randomness() -> Generator[None, None, None]:
     """Restores the CPU generators of torch, numpy and ``random`` afterwards."""
-    states = read_global_states()
+    states = _read_global()
     try:
         yield
     finally:
-        write_global_states(states)
+        _write_global(states)
 
 
 class SwappedRandomness:
@@ -64,24 +56,14 @@ class SwappedRandomness:
         self._outside: tuple[Any, Any, Any] | None = None
 
     def __enter__(self) -> None:
-        self._outside = read_global_states()
-        write_global_states(self._states)
+        self._outside = _read_global()
+        _write_global(self._states)
 
     def __exit__(self, *error: object) -> None:
         assert self._outside is not None
-        self._states = read_global_states()
-        write_global_states(self._outside)
+        self._states = _read_global()
+        _write_global(self._outside)
         self._outside = None
-
-
-def draws_from_global_generators(sampler: object) -> bool:
-    """Returns whether iterating ``sampler`` may draw from a global generator; True if unknown."""
-    if type(sampler) is SequentialSampler:
-        return False
-    if type(sampler) in (RandomSampler, SubsetRandomSampler, WeightedRandomSampler):
-        generator = getattr(sampler, "generator", None)
-        return generator is None or generator is torch.default_generator
-    return True
 
 
 def samplers_within(source: object) -> list[object]:

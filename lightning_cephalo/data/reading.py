@@ -45,8 +45,6 @@ def loader_batch_size(loader: Any) -> int | None:
     if loader.batch_size is not None:
         return loader.batch_size
     lists = unwrapped_batch_sampler(loader)
-    if lists is None and is_bulk(loader):
-        lists = loader.sampler
     if lists is None:
         return None
     size = getattr(lists, "batch_size", None)
@@ -103,8 +101,12 @@ def generators_kept(loader: Any) -> Generator[None, None, None]:
 def first_rows(loader: Any, layout: BatchLayout) -> int:
     """Returns the samples of the first ready batch; 0 if there is none."""
     with preserved_randomness(), generators_kept(loader):
-        batch = next(iter(loader), None)
-    return 0 if batch is None else layout.batch_size(batch)
+        return _first_batch(loader, layout)[1]
+
+
+def _first_batch(loader: Any, layout: BatchLayout) -> tuple[Any, int]:
+    batch = next(iter(loader), None)
+    return batch, 0 if batch is None else layout.batch_size(batch)
 
 
 def sample_batches(
@@ -132,8 +134,6 @@ def sample_batches(
         keys = _first_keys(loader, count)
         _require_samples(keys, loader)
         keys = list(islice(cycle(keys), count))
-        if is_bulk(loader):
-            return [loader.collate_fn(loader.dataset[keys[:size]]) for size in sizes]
         fetched = (copied(fetch(loader.dataset, keys[:size])) for size in sizes)
         return [loader.collate_fn(samples) for samples in fetched]
 
@@ -173,37 +173,17 @@ def is_standard(batch_sampler: Any) -> bool:
     )
 
 
-def draws_order_before_seed(loader: DataLoader[Any]) -> bool:
-    """Returns whether the loader draws an order before its workers' seed (torchdata 0.11 does)."""
-    batch_sampler = unwrapped_batch_sampler(loader)
-    return (
-        is_standard(batch_sampler)
-        and type(batch_sampler) is not BatchSampler
-        and loader.generator is not None
-        and getattr(batch_sampler.sampler, "generator", None) is loader.generator
-    )
-
-
 def has_custom_lists(loader: DataLoader[Any]) -> bool:
     """Returns whether the user's own batch sampler sets the number of samples of a list."""
     batch_sampler = unwrapped_batch_sampler(loader)
     return batch_sampler is not None and not is_standard(batch_sampler)
 
 
-def is_bulk(loader: Any) -> bool:
-    """Returns whether whole lists index the dataset: ``sampler=BatchSampler, batch_size=None``."""
-    return (
-        isinstance(loader, DataLoader)
-        and loader.batch_sampler is None
-        and isinstance(loader.sampler, BatchSampler)
-    )
-
-
 def yields_ready_batches(loader: Any) -> bool:
     """Returns whether a loader gives no single samples: no DataLoader, or ``batch_size=None``."""
     if not isinstance(loader, DataLoader):
         return True
-    return loader.batch_size is None and loader.batch_sampler is None and not is_bulk(loader)
+    return loader.batch_size is None and loader.batch_sampler is None
 
 
 def is_stream(loader: Any) -> bool:
@@ -236,7 +216,7 @@ def first_items(source: Any, count: int) -> list[Any]:
 
 
 def _first_keys(loader: DataLoader[Any], count: int) -> list[Any]:
-    batch_sampler = loader.sampler if is_bulk(loader) else unwrapped_batch_sampler(loader)
+    batch_sampler = unwrapped_batch_sampler(loader)
     sampler = getattr(batch_sampler, "sampler", None)
     if type(sampler) in (SequentialSampler, RandomSampler):
         return list(range(min(count, len(loader.dataset))))  # type: ignore[arg-type]
@@ -256,8 +236,7 @@ def _require_samples(samples: list[Any], loader: DataLoader[Any]) -> None:
 
 
 def _cut_ready_batch(loader: Any, sizes: Sequence[int], layout: BatchLayout) -> list[Any]:
-    batch = next(iter(loader), None)
-    rows = 0 if batch is None else layout.batch_size(batch)
+    batch, rows = _first_batch(loader, layout)
     if rows < max(sizes):
         raise ValueError(
             f"Expects batches of at least {max(sizes)} samples to profile with, but the first that "

@@ -25,8 +25,6 @@ def reinstantiate(
     if "batch_sampler" in changes:
         # torch rejects these next to a batch sampler unless they have their defaults
         keywords.update(batch_size=1, shuffle=False, sampler=None, drop_last=False)
-    elif "sampler" in changes:
-        keywords.update(batch_size=None, shuffle=False, batch_sampler=None, drop_last=False)
     keywords.update(changes)
     if wrap_collate is not None and keywords.get("collate_fn") is not None:
         # Before construction, because some classes start their iterator in it.

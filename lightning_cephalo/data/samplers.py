@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 from itertools import chain, islice
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch.utils.data import Sampler
 from lightning_cephalo.data.containers import known_length
 from lightning_cephalo.data.dealing import Dealing
 from lightning_cephalo.data.passes import Pass, Passes
-from lightning_cephalo.data.randomness import draws_from_global_generators
 from lightning_cephalo.data.shares import deal
 
 
@@ -33,8 +31,8 @@ def too_few_samples(step: str, samples: int, ranks: int) -> str:
 class GlobalOrder(Sampler[Any]):
     """The order in which all ranks together visit the samples; the same on every rank.
 
-    A sampler that draws from global generators runs under states seeded from ``(seed, epoch,
-    pass)``. It is read lazily, so that an endless one works; its attributes show here.
+    The sampler runs under global random states seeded from ``(seed, epoch, pass)``, as it may
+    draw from them. It is read lazily, so that an endless one works; its attributes show here.
     """
 
     def __init__(self, source: Iterable[Any], passes: Passes) -> None:
@@ -55,15 +53,13 @@ class GlobalOrder(Sampler[Any]):
         own = self.passes.begin()
         if own is None:
             return
-        draws = draws_from_global_generators(self.source)
-        randomness = own.randomness if draws else nullcontext()
-        with randomness:
+        with own.randomness:
             items = iter(self.source)
             for _ in islice(items, own.skipped * size):
                 pass
         own.steps = own.skipped
         while True:
-            with randomness:
+            with own.randomness:
                 step = list(islice(items, size))
             if not step:
                 return

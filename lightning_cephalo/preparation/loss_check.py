@@ -16,7 +16,6 @@ from torch.utils import _pytree as pytree
 from lightning_cephalo.adapters.user_gathers import UserGathers
 from lightning_cephalo.adapters.user_module import step_on
 from lightning_cephalo.data.cutting import BatchCutter
-from lightning_cephalo.data.proportions import Batches, are_divided_alike
 from lightning_cephalo.data.reading import (
     global_batch_size,
     has_custom_lists,
@@ -170,16 +169,24 @@ def _in_two(job: Job, batch: Any, world_size: int) -> list[tuple[Any, int]]:
 
 
 def _are_divided_alike(job: Job, world_size: int) -> bool:
-    """Return whether each microbatch has the same part of every loader's batch."""
+    """Return whether each microbatch has the same part of every loader's batch; False: unknown."""
+    if job.loaders.mode == "sequential":
+        return True
     found = []
     for loader in map(original_of, job.loaders.flat):
         size = job.options.global_batch_size or global_batch_size(loader, world_size)
-        drop_last = bool(getattr(loader, "drop_last", False))
-        found.append(Batches.of(size, _samples_of(loader), drop_last=drop_last))
-    sizes = None
+        if not size:
+            return False
+        samples, drop_last = _samples_of(loader), bool(getattr(loader, "drop_last", False))
+        has_rest = not drop_last and (samples is None or samples % size > 0)
+        found.append((size, samples, has_rest))
+    if any(has_rest for *_, has_rest in found):
+        # all come to the same rest in the same step
+        return len(set(found)) == 1 and found[0][1] is not None
+    first, parts = found[0][0], [1]
     if job.plan is not None:
-        sizes = [size for rank in job.plan.ranks for size in rank.microbatch_sizes]
-    return are_divided_alike(found, job.loaders.mode, sizes)
+        parts = [size for rank in job.plan.ranks for size in rank.microbatch_sizes]
+    return all(size * part % first == 0 for size, *_ in found for part in parts)
 
 
 def _samples_of(loader: Any) -> int | None:

@@ -161,12 +161,6 @@ def test_hugging_face_model_outputs_stay_what_they_are():
     assert first.last_hidden_state.shape == first["last_hidden_state"].shape == (1, 3)
 
 
-def test_objects_that_slice_like_lists_are_cut():
-    layout = learned(lambda count: (rows(count), range(count)))
-
-    assert layout.split((rows(4), range(4)), (1, 3))[1][1] == range(1, 4)
-
-
 @pytest.mark.parametrize(
     ("make", "reason"),
     [

@@ -7,7 +7,7 @@ import torch
 from lightning.fabric.utilities import data as fabric_data
 from lightning.pytorch.utilities import data as pytorch_data
 from simulated_ranks import Numbers
-from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from lightning_cephalo.data.reinstantiate import reinstantiate
 
@@ -212,16 +212,3 @@ def test_an_error_of_the_users_class_is_not_swallowed():
 
     with pytest.raises(TypeError, match="not with me"):
         reinstantiate(Failing(Numbers(2)), batch_sampler=[[0]])
-
-
-def test_datasets_that_index_by_lists_get_another_sampler():
-    class Bulk(Dataset):
-        def __getitem__(self, indices):
-            return torch.tensor(indices)
-
-    loader = DataLoader(Bulk(), sampler=BatchSampler(range(4), 2, False), batch_size=None)
-
-    again = reinstantiate(loader, sampler=[[3, 1], [0]])
-
-    assert [batch.tolist() for batch in again] == [[3, 1], [0]]
-    assert again.batch_sampler is None

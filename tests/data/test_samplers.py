@@ -451,25 +451,6 @@ def test_slices_partition_every_step_in_order(length, sizes, drop_last):
     assert {len(sampler) for sampler in samplers} == {len(steps)}
 
 
-def test_an_order_that_is_drawn_before_the_seed_of_workers_is_told_of():
-    """As by the StatefulDataLoader of torchdata, a DataLoader with its own batch sampler."""
-
-    class Eager(BatchSampler):
-        __module__ = "torchdata.stateful_dataloader.sampler"
-
-    def build(**options):
-        numbers = Numbers(16)
-        sampler = RandomSampler(numbers, generator=torch.Generator())
-        return DataLoader(numbers, batch_sampler=Eager(sampler, 4, False), **options), sampler
-
-    alone, _ = build()
-    rebuilt_for_ranks(lambda: alone, (3, 1))
-    loader, sampler = build()
-    loader.generator = sampler.generator
-    with pytest.warns(UserWarning, match="visits the samples in another order than on one device"):
-        rebuilt_for_ranks(lambda: loader, (3, 1))
-
-
 def test_a_stateful_loader_resumes_in_the_middle_of_an_epoch():
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
 
