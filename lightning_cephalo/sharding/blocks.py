@@ -82,24 +82,19 @@ def blocks_of(module: nn.Module) -> dict[str, nn.Module]:
     return {name: inner for name, inner in module.named_modules() if name in chosen}
 
 
-def ends_of(
-    module: nn.Module, blocks: dict[str, nn.Module], *, smallest_share: float = SMALLEST_END
-) -> dict[str, nn.Module]:
+def ends_of(module: nn.Module, blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
     """Return the large embeddings outside of blocks, and the large modules behind all blocks.
 
     ::
 
         ends_of(llama, blocks_of(llama))    # {"model.embed_tokens": ..., "lm_head": ...}
-
-    Args:
-        smallest_share: Least parameters of an end, as a share of a mean block's.
     """
     if not blocks:
         return {}
     inside = {id(inner) for block in blocks.values() for inner in block.modules()}
     order = {id(inner): place for place, inner in enumerate(module.modules())}
     last = max(order[key] for key in inside)
-    least = smallest_share * sum(map(_numel, blocks.values())) / len(blocks)
+    least = SMALLEST_END * sum(map(_numel, blocks.values())) / len(blocks)
     tied = _tied(module)
 
     def found_in(prefix: str, parent: nn.Module) -> Iterator[tuple[str, nn.Module]]:

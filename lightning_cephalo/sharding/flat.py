@@ -1,13 +1,6 @@
 """A flat: parameters laid end to end, sharded in slices over the ranks, gathered for use.
 
-[Note: the tensors of a flat]
-``shard``                  this rank's slice, in full precision, persistent: the master copy.
-``sharded``                per parameter a DTensor view of ``shard``, for optimizers and users.
-``gathered.full``          all parameters in compute dtype; it has memory only while gathered.
-``gathered.parameters``    per parameter a view of it, always the same object, for the forward.
-``gradient.armed``         this rank's gradient of all parameters. Autograd accumulates in place
-                           into views of it, so nothing is copied in before a reduce.
-``gradient.reduced``       the reduced gradient of this rank's slice; ``sharded[i].grad`` are views.
+docs/design/flats.md shows its tensors, which are views of each other: nothing is copied in between.
 """
 
 from __future__ import annotations

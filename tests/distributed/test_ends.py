@@ -30,7 +30,6 @@ from lightning_cephalo.execution.executor import Executor
 from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.execution.step import MicrobatchCall
 from lightning_cephalo.plan.program import Instruction, Operation
-from lightning_cephalo.sharding.blocks import ends_of
 from lightning_cephalo.sharding.discovery import UnitKind, find_units
 
 TOKENS, LENGTH = 11, 3
@@ -485,7 +484,8 @@ def test_what_is_tied_small_or_read_without_a_call_stays_in_the_root_unit():
     tied = Large()
     tied.head.weight = tied.embed.weight
     assert _kinds(tied) == {"": "root", "places": "embedding"}
-    assert ends_of(tied, {"blocks.0": tied.blocks[0]}, smallest_share=100.0) == {}
+    tied.places = nn.Embedding(1, WIDTH)
+    assert _kinds(tied) == {"": "root"}
 
     class Reads(Large):
         def embedded(self, tokens):
