@@ -29,7 +29,7 @@ from lightning_cephalo.execution.overlay import Overlay
 from lightning_cephalo.execution.recomputed import Places, Recomputing
 from lightning_cephalo.execution.step import NO_OUTCOME, ForwardOutcome, MicrobatchCall, Step
 from lightning_cephalo.execution.tracing import Tracer
-from lightning_cephalo.execution.unit_hooks import Meet, UnitHooks
+from lightning_cephalo.execution.unit_hooks import UnitHooks
 from lightning_cephalo.execution.updates import Updates
 from lightning_cephalo.execution.user_writes import (
     UserWrites,
@@ -54,6 +54,7 @@ from lightning_cephalo.plan.program import (
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.discovery import UnitKind
 from lightning_cephalo.sharding.gathered import Residence
+from lightning_cephalo.sharding.placement import Meet
 from lightning_cephalo.sharding.unit import Unit, UnitState
 
 _Microbatch = TypeVar("_Microbatch", bound=Microbatch)

@@ -15,7 +15,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.backends import backend_of
 from lightning_cephalo.execution.executor import Executor
-from lightning_cephalo.execution.unit_hooks import Meet
 from lightning_cephalo.plan.program import ROOT
 from lightning_cephalo.plan.state_groups import members_of
 from lightning_cephalo.ranks.groups import Groups
@@ -29,7 +28,7 @@ from lightning_cephalo.sharding.layout import Divider, GroupDivider
 from lightning_cephalo.sharding.materialise import initialise_members
 from lightning_cephalo.sharding.moving import Column
 from lightning_cephalo.sharding.padding import Padding, slot_numel
-from lightning_cephalo.sharding.placement import default_mesh, whole_of
+from lightning_cephalo.sharding.placement import Meet, default_mesh, whole_of
 from lightning_cephalo.sharding.staging import HostStage
 from lightning_cephalo.sharding.unit import Unit
 

@@ -21,6 +21,7 @@ from lightning_cephalo.execution.microbatch import Microbatch
 from lightning_cephalo.execution.user_writes import UserWrites
 from lightning_cephalo.plan.program import ROOT
 from lightning_cephalo.sharding.discovery import UnitKind
+from lightning_cephalo.sharding.placement import Meet
 from lightning_cephalo.sharding.unit import Unit, UnitState
 
 _REMEDY = (
@@ -28,9 +29,6 @@ _REMEDY = (
     " For code that one rank runs alone, let every rank enter `with"
     " trainer.strategy.full_parameters():` around it."
 )
-
-Meet = Callable[[str, str], None]
-"""Waits until all ranks have come for the same purpose; takes it, and a remedy for messages."""
 
 
 class ReplacedForward:

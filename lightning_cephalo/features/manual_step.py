@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -29,6 +30,14 @@ from lightning_cephalo.execution.microbatch import MicrobatchOptions
 from lightning_cephalo.execution.step import ForwardOutcome, MicrobatchCall, Step
 from lightning_cephalo.execution.visits import FAILED, FINISHED, NO_DATA, agree, where
 from lightning_cephalo.features.manual_microbatch import AT_BACKWARD, AT_UPDATE, ManualMicrobatch
+from lightning_cephalo.features.phases import (
+    Seen,
+    adopt,
+    note_update,
+    rows_written,
+    seen_of,
+    show_flags,
+)
 from lightning_cephalo.features.step_functions import StepFunctions, warn_of_own_gradient
 from lightning_cephalo.plan.orders import Choice
 from lightning_cephalo.plan.program import (
@@ -74,7 +83,7 @@ class PhasedSteps:
         self._places: list[Visit] = []
         self._order: list[Visit] = []
         self._choice = Choice(())
-        self._seen: list[tuple[tuple[bool, ...], tuple[int, ...]]] = []
+        self._seen: list[Seen] = []
         # a graph of glue may live from one gather of the root unit to the next
         self._root.choose_residence(Residence.OWN)
 
@@ -170,8 +179,8 @@ class PhasedSteps:
             )
         stale: list[str] = []
         for unit in self._gathered():
-            unit.adopt()
-            stale.extend(unit.rows_written())
+            adopt(unit)
+            stale.extend(rows_written(unit))
         if stale:
             raise UnitUseError(
                 f"training_step writes to {spelled(stale)} between a forward that uses it and the"
@@ -222,13 +231,12 @@ class PhasedSteps:
                     self._executor.execute(Instruction(Operation.FREE, index, position))
         self._gather(place.unit, position)
         self._gather_ahead(place, position)
-        unit = units[place.unit]
-        self._seen.append((unit.flags, unit.versions))
+        self._seen.append(seen_of(units[place.unit]))
         self._advance(step, place.unit, position)
 
     def _gather(self, unit: int, position: int = NONE) -> None:
         if self._executor.units[unit].state is UnitState.SHARDED:
-            self._executor.units[unit].rows_written()  # graphs of before are refused from now on
+            rows_written(self._executor.units[unit])  # graphs of before are refused from now on
             self._executor.execute(Instruction(Operation.GATHER, unit, position))
             self._executor.units[unit].show_gradients()
 
@@ -345,8 +353,7 @@ class PhasedSteps:
 
     def _show_flags(self, instruction: Instruction) -> None:
         """Let a unit's parameters need the gradients that they needed in its forward."""
-        unit = self._executor.units[instruction.unit]
-        unit.show_flags(self._seen[instruction.visit][0])
+        show_flags(self._executor.units[instruction.unit], self._seen[instruction.visit])
 
     def _held(self) -> list[int]:
         """Return the unit of the last visit if it is still gathered; free all others."""
@@ -363,15 +370,16 @@ class PhasedSteps:
             if not visit.differentiable:
                 continue
             unit = self._executor.units[visit.unit]
-            flags, versions = self._seen[position]
-            unit.rows_written()
-            if unit.versions != versions:
+            rows_written(unit)
+            before, now = self._seen[position], seen_of(unit)
+            if now.versions != before.versions:
                 raise UnitUseError(
                     f"The parameters of unit {unit.name!r} were updated between a forward and its"
                     " backward, which needs their old values; torch refuses this too, on one"
                     " device. Run the backward before the optimizer's step, or the forward again."
                 )
-            if any(then and not now for then, now in zip(flags, unit.flags, strict=True)):
+            pairs = zip(chain(*before.flags), chain(*now.flags), strict=True)
+            if any(needed and not needs for needed, needs in pairs):
                 raise UnitUseError(
                     f"Parameters of unit {unit.name!r} needed gradients in the forward, but"
                     " requires_grad is False in its backward. Let toggle_optimizer() and"
@@ -383,7 +391,7 @@ class PhasedSteps:
     def reshard(self) -> None:
         """Free all gathered units: from here on, code sees the shards."""
         for unit in self._gathered():
-            unit.adopt()
+            adopt(unit)
         for unit in self._executor.units:
             unit.hide_gradients()
         self._executor.reshard()
@@ -396,7 +404,7 @@ class PhasedSteps:
             yield
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
             for unit in self._executor.units:
-                unit.updated(held)
+                note_update(unit, held)
 
     def closure(self, user: Callable[[], Any]) -> Callable[[], Any]:
         """Return the step's own closure of an optimizer, for that block."""

@@ -119,7 +119,8 @@ class Flat:
         old, cut = self.cut.layout, Cut(self.contents, divider)
         if old is None or cut.layout is None or old == cut.layout:
             return
-        gradients = [sharded.grad for sharded in self.sharded]
+        moving = {id(tensor) for column in columns for tensor in column.tensors}
+        gradients = [p.grad if id(p.grad) in moving else None for p in self.sharded]
         self.gradient.forget()
         group = self.context.gather_group
         with torch.no_grad():
@@ -130,26 +131,13 @@ class Flat:
             for column in columns:
                 column.move(old, cut.layout, cut.placements, group)
         self.guard.renew()
-        have_moved = {id(tensor) for column in columns for tensor in column.tensors}
         for sharded, gradient in zip(self.sharded, gradients, strict=True):
-            if gradient is not None and id(gradient) in have_moved:
-                sharded.grad = gradient
-
-    # -- steps with several phases ------------------------------------------------------------
+            sharded.grad = gradient
 
     def written(self) -> list[str]:
         """Return the names of gathered parameters that code wrote to or replaced since then."""
         replaced, self._replaced = self._replaced, []
         return self.gathered.written() + replaced
-
-    def rows_written(self) -> list[str]:
-        """Return the names of sharded parameters that code wrote to since the last call.
-
-        Raises the versions of their gathered ones, so that graphs that need old values are refused.
-        """
-        names = self.guard.written()
-        self.gathered.raise_versions(names)
-        return names
 
 
 def show_in(module: nn.Module, attribute: str, parameter: nn.Parameter) -> None:

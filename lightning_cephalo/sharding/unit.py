@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -126,29 +126,7 @@ class Unit:
         """Let graphs from now on add to gradients in place; see ``Gathered.renew_accumulators``."""
         return [node for flat in self.flats for node in flat.gathered.renew_accumulators()]
 
-    # -- steps with several phases ------------------------------------------------------------
-
-    @property
-    def flags(self) -> tuple[bool, ...]:
-        """Which parameters need gradients now."""
-        return tuple(p.requires_grad for flat in self.flats for p in flat.sharded)
-
-    @property
-    def versions(self) -> tuple[int, ...]:
-        """Per parameter, a number that rises whenever its values change."""
-        return tuple(version for flat in self.flats for version in flat.gathered.versions)
-
-    def updated(self, parameters: Container[int]) -> None:
-        """Note that an optimizer may have changed parameters, given by the ids of their shards."""
-        for flat in self.flats:
-            pairs = zip(flat.contents.names, flat.sharded, strict=True)
-            with_gradients = [(name, own) for name, own in pairs if own.grad is not None]
-            flat.gathered.raise_versions([n for n, p in with_gradients if id(p) in parameters])
-
-    def show_flags(self, flags: Sequence[bool]) -> None:
-        """Set which gathered parameters need gradients; flags as in :attr:`flags`."""
-        for flat, own in _parts_of(flags, self.flats):
-            flat.gathered.show_flags(own)
+    # -- between a forward and its backward ---------------------------------------------------
 
     def show_gradients(self) -> None:
         """Show on gathered parameters what their shards hold, until the backward begins."""
@@ -160,12 +138,6 @@ class Unit:
         for flat in self.flats:
             flat.gradient.hide()
 
-    def adopt(self) -> None:
-        """Pass on to the shards what code has done to gathered parameters."""
-        for flat in self.flats:
-            flat.gathered.adopt_flags()
-            flat.gradient.pass_on()
-
     # -- writes of the user's code ------------------------------------------------------------
 
     def assigned(self) -> list[str]:
@@ -175,10 +147,6 @@ class Unit:
     def written(self) -> list[str]:
         """Return the gathered parameters that code wrote to or replaced since the last call."""
         return [name for flat in self.flats for name in flat.written()]
-
-    def rows_written(self) -> list[str]:
-        """Return the sharded parameters that code wrote to since the last call."""
-        return [name for flat in self.flats for name in flat.rows_written()]
 
     # -- gathering ----------------------------------------------------------------------------
 
