@@ -72,7 +72,8 @@ class BackwardPass:
                 roots += microbatch.marks(step.reached)
             if roots:
                 has_hooks = any(microbatch.has_hooks for microbatch in step.microbatches)
-                with executor.overlay.backward(has_hooks=has_hooks):
+                is_measured = executor.updates.drops  # what it stores is put back
+                with executor.overlay.backward(has_hooks=has_hooks and not is_measured):
                     run(roots, retain=retain)
         except _Stopped:
             pass

@@ -70,23 +70,20 @@ class _Step:
 
     sizes: tuple[int, ...]
     start: Start
+    walks: bool
+    looked_at: Sequence[Look]
     modes: Modes
     begun: list[Any]
     firsts: list[list[Any]]
     joined: dict[Slot, Joined]
-    looked_at: Sequence[Look] = field(init=False)
     views: list[View] = field(init=False)
-    walks: bool = field(default=False, init=False)
     shown: int | None = field(default=None, init=False)
     others: dict[tuple[int, str], Any] = field(default_factory=dict, init=False)
     last: set[str] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
-        columns = self.firsts
-        self.looked_at = self.start.looks
-        self.views = [
-            View(i, [column[i] for column in columns], self.modes) for i, _ in enumerate(self.sizes)
-        ]
+        rows = [[column[i] for column in self.firsts] for i, _ in enumerate(self.sizes)]
+        self.views = [View(i, row, self.modes) for i, row in enumerate(rows)]
 
     def values_of(self, view: View) -> list[Any]:
         """Return a view's values, with those of slots that were found later."""
@@ -112,7 +109,7 @@ class Overlay:
             for path, inner in module.named_modules()
             if inner is module or may_store(inner)
         }
-        self._others = {
+        self._of_torch = {
             path: vars(inner)
             for path, inner in module.named_modules()
             if path not in self.places and not is_metric(inner)
@@ -142,17 +139,16 @@ class Overlay:
                 self._slots.add(slot)
             walks = walks and self._first_steps > 0 and (len(sizes) > 1 or not self.merge.is_alone)
             start = Start(self.places, with_items=walks or self.keeps_start)
-            self._step = self._now = self._open(tuple(sizes), start)
-            self._now.looked_at = start.looks if self._looks_everywhere else start.looks[:1]
-            self._now.walks = walks
-
-    def _open(self, sizes: tuple[int, ...], start: Start) -> _Step:
-        begun = self._slots.read()
-        firsts = [
-            first_values(value, sizes, self._joined.get(slot))
-            for slot, value in zip(self._slots, begun, strict=True)
-        ]
-        return _Step(sizes, start, self._modes.now(), begun, firsts, dict(self._joined))
+            begun = self._slots.read()
+            firsts = [
+                first_values(value, tuple(sizes), self._joined.get(slot))
+                for slot, value in zip(self._slots, begun, strict=True)
+            ]
+            modes, looked_at = self._modes.now(), start.looks
+            looked_at = looked_at if self._looks_everywhere else looked_at[:1]
+            self._step = self._now = _Step(
+                tuple(sizes), start, walks, looked_at, modes, begun, firsts, dict(self._joined)
+            )
 
     def resume(self, microbatch: int) -> None:
         """Show a microbatch's values; outside of a training step, nothing changes."""
@@ -269,12 +265,15 @@ class Overlay:
             yield
             return
         start = self._before_backward = Start(self.places)
-        looks = [*start.looks, *(Look(*each, with_items=False) for each in self._others.items())]
+        known = {path: {*names} for path, names in self._of_torch.items()}
         apart = [(slot.name, left.values) for slot, left in self._joined.items() if left.is_apart]
         before = [pytree.tree_leaves(values) for _, values in apart]
         yield
         if len(step.sizes) > 1:
-            names = [name for look in looks for name in _stored(look)]
+            names = [name for look in start.looks for name in _stored(look)]
+            for path, found in self._of_torch.items():  # a recomputed unit sets what it has set
+                new = found.keys() - known[path]
+                names += [f"{path}.{key}" for key in new if is_own(found[key])]
             for (name, values), leaves in zip(apart, before, strict=True):
                 now = pytree.tree_leaves(values)
                 names += [] if len(now) == len(leaves) and are_same(now, leaves) else [name]

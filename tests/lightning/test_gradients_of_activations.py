@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 from common import Net, assert_same_tensors, loader, trainer, values_of
+from lightning.pytorch import Trainer
+from plans import QUIET
 from torch import Tensor, nn
 from warm_ranks import in_ranks
 
+from lightning_cephalo import CephaloStrategy
 from lightning_cephalo.common.errors import RemoteRankError, UnitUseError
 
 _TOLERANCE = 1e-5
@@ -285,6 +288,21 @@ def test_a_function_that_clips_residuals_sees_their_whole_gradient(recompute):
     wanted, _, _ = _fit(None, _ClipsResiduals, {})
     for values, _, _ in in_ranks(2, _fit, "3:1", _ClipsResiduals, {}, recompute):
         assert_same_tensors(values, wanted, _TOLERANCE)
+
+
+def _measured() -> bool:
+    _seen.clear()
+    torch.manual_seed(2)
+    strategy = CephaloStrategy(global_batch_size=4, single_microbatch=True, verbose=False)
+    ready = Trainer(accelerator="cpu", devices=2, strategy=strategy, **QUIET)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ready.fit(_StoresGradients(), loader(16), loader(8))
+    return bool(_seen)
+
+
+def test_a_hook_may_store_a_gradient_where_a_plan_is_measured_for_one_microbatch():
+    assert in_ranks(2, _measured) == [True, True]
 
 
 def _refused(recompute: bool) -> tuple[str, bool]:
