@@ -1,8 +1,8 @@
-"""Writes checkpoint files whole or not at all, and reads none that is damaged.
+"""Writes checkpoint files whole or not at all.
 
 Lightning moves a file from the folder of temporary files, a copy across file systems that a kill or
-a full disk tears, and syncs nothing. torch writes a checksum of every record, and compares none.
-Files stay those of ``torch.save``: plain Lightning and ``torch.load`` read them.
+a full disk tears, and syncs nothing. Files stay those of ``torch.save``: plain Lightning and
+``torch.load`` read them.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ import re
 import secrets
 import shutil
 import socket
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -44,12 +42,10 @@ except ImportError:  # Windows
 # where one call with all bytes is several times as fast as a file, and as whole
 _TAKE_ALL_AT_ONCE = {"s3", "s3a", "gs", "gcs"}
 _NOT_OFFERED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP}
-_ZIP, _PICKLE = b"PK", b"\x80"
-_IS_FOLDER = 0x10  # in a zip file's attributes of a record
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Replaces checkpoint files atomically, and verifies them before it loads them.
+    """Replaces checkpoint files atomically.
 
     ::
 
@@ -83,16 +79,24 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         map_location: Callable[..., Any] | None = lambda storage, _: storage,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Read a checkpoint; a local one is verified first, at about 0.7 s for each GiB."""
+        """Read a checkpoint; raise CheckpointError for a file that is cut off."""
         filesystem, location = url_to_fs(str(path))
         if not filesystem.exists(location):
             raise FileNotFoundError(f"Checkpoint file not found: {path}")
         # Lightning 2.5 has another default, and does not take None
         given = {} if weights_only is None else {"weights_only": weights_only}
-        read = partial(_load, str(path), map_location=map_location, **given)
-        if isinstance(filesystem, LocalFileSystem) and os.path.isfile(location):
-            return _read_verified(Path(location), read)
-        return read()
+        try:
+            return _load(str(path), map_location=map_location, **given)
+        except (RuntimeError, EOFError) as error:
+            if isinstance(error, RuntimeError) and "PytorchStreamReader" not in str(error):
+                raise
+            said = (str(error) or "it is empty").splitlines()[0]
+            raise CheckpointError(
+                printable(
+                    f"{path}: the checkpoint is damaged: {said}. Pass the ckpt_path= of another"
+                    " file, or none to begin anew."
+                )
+            ) from error
 
 
 def with_default(plugin: CheckpointIO | None) -> CheckpointIO:
@@ -235,77 +239,3 @@ def _why_unwritable(checkpoint: Any, path: Path, error: OSError) -> str:
         " room, keep fewer checkpoints (ModelCheckpoint(save_top_k=...)), or name another folder"
         " (ModelCheckpoint(dirpath=...))."
     )
-
-
-# -- reading ------------------------------------------------------------------------------------
-
-
-def _read_verified(path: Path, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    fault = _fault(path)
-    if fault is not None:
-        raise CheckpointError(_why_unreadable(path, fault))
-    try:
-        return read()
-    except RuntimeError as error:
-        if "PytorchStreamReader" not in str(error):
-            raise
-        fault = "a record of it cannot be read"
-        raise CheckpointError(_why_unreadable(path, fault)) from error
-
-
-def _why_unreadable(path: Path, fault: str) -> str:
-    other = _newest_whole(path)
-    way_out = (
-        f"The newest whole checkpoint in this folder is {other}: pass ckpt_path={str(other)!r}."
-        if other is not None
-        else "This folder holds no whole one: pass the ckpt_path= of a file elsewhere, or none to"
-        " begin anew."
-    )
-    return printable(f"{path}: the checkpoint is damaged: {fault}. {way_out}")
-
-
-def _fault(path: Path) -> str | None:
-    """Return what is wrong with a file of ``torch.save``, or None."""
-    with path.open("rb") as file:
-        start = file.read(4)
-        if not start:
-            return "it is empty"
-        if start.startswith(_PICKLE):
-            return None  # torch's format of before 1.6, which has no checksums
-        if not start.startswith(_ZIP):
-            return f"it begins with {start!r}, which no file of torch.save does"
-        try:
-            return _fault_of_zip(file)
-        # damaged headers lead readers into errors of many kinds
-        except Exception as error:
-            said = (str(error) or "at the end").splitlines()[0]
-            return f"it is cut off or overwritten ({type(error).__name__}: {said})"
-
-
-def _fault_of_zip(file: IO[bytes]) -> str | None:
-    with zipfile.ZipFile(file) as archive:
-        records = archive.infolist()
-        for record in records:
-            # torch reads nothing of a folder, and gives what the memory holds
-            if record.external_attr & _IS_FOLDER and not record.is_dir():
-                return f"record {record.filename!r} is marked as a folder"
-        # torch.serialization.set_crc32_options(False) writes zeros
-        differs = archive.testzip() if any(record.CRC for record in records) else None
-    if differs is not None:
-        return f"record {differs!r} does not match its checksum"
-    file.seek(0)
-    torch._C.PyTorchFileReader(file)  # it looks at more of the headers than Python's
-    return None
-
-
-def _newest_whole(damaged: Path) -> Path | None:
-    dated: list[tuple[float, Path]] = []
-    for path in damaged.parent.glob(f"*{damaged.suffix}"):
-        with suppress(OSError):  # a link to nowhere, or a file that is just removed
-            if path.is_file() and not path.samefile(damaged) and not path.name.startswith("."):
-                dated.append((path.stat().st_mtime, path))
-    for _, path in sorted(dated, reverse=True):
-        with suppress(OSError):
-            if zipfile.is_zipfile(path) and _fault(path) is None:
-                return path
-    return None

@@ -10,10 +10,8 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from itertools import chain
-from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -81,67 +79,23 @@ def late_by_job(trainer: Trainer, module: LightningModule) -> str:
 def _reader_of_gradients(owner: object) -> str:
     """Return the first method of the user's that names gradients; empty: none does.
 
-    What hides behind attributes of other objects is not found: reading is refused by name there.
+    What reads them behind calls of other functions is refused by name when it does.
     """
     for kind in type(owner).__mro__:
         if kind.__module__.partition(".")[0] in _KNOWN:
             continue
         for name, value in vars(kind).items():
-            function = inspect.unwrap(value) if callable(value) else None
-            if _names_gradients(getattr(function, "__code__", None), function, set()):
+            code = getattr(inspect.unwrap(value), "__code__", None) if callable(value) else None
+            if code is not None and not _GRADIENTS.isdisjoint(_names_in(code)):
                 return name
     return ""
 
 
-def _names_gradients(code: CodeType | None, function: Any, seen: set[CodeType]) -> bool:
-    """Return whether code, or a function that it names, says that it reads gradients."""
-    if code is None or code in seen:
-        return False
-    seen.add(code)
-    if not _GRADIENTS.isdisjoint(code.co_names):
-        return True
-    if any(
-        _names_gradients(each, function, seen)
-        for each in code.co_consts
-        if isinstance(each, CodeType)
-    ):
-        return True
-    return any(
-        _names_gradients(called.__code__, called, seen) for called in _called(code, function)
-    )
-
-
-def _called(code: CodeType, function: Any) -> Iterator[FunctionType]:
-    """Yield the functions that code names: of the user's modules, and through them of others.
-
-    Those of an installed package yield none of theirs: they read no gradients of unknown modules.
-    """
-    names = getattr(function, "__globals__", {})
-    if not {"site-packages", "dist-packages"}.isdisjoint(Path(names.get("__file__") or "").parts):
-        return
-    found = [names.get(name) for name in code.co_names]
-    found += [
-        vars(module).get(name)
-        for module in found
-        if isinstance(module, ModuleType)
-        for name in code.co_names
-    ]
-    found += _in_closure(function)
-    for each in found:
-        if not isinstance(each, FunctionType):  # some objects claim to wrap whatever one asks for
-            continue
-        plain = inspect.unwrap(each)
-        root = (plain.__module__ or "").partition(".")[0]
-        if isinstance(plain, FunctionType) and root not in _KNOWN:
-            yield plain
-
-
-def _in_closure(function: Any) -> list[Any]:
-    found = []
-    for cell in getattr(function, "__closure__", None) or ():
-        with suppress(ValueError):  # it is empty
-            found.append(cell.cell_contents)
-    return found
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _names_in(each)
 
 
 def _late_by_trainer(trainer: Trainer) -> str:

@@ -28,7 +28,7 @@ class UnwritableError(PlanError, OSError):
 
 
 class CheckpointError(CephaloError, RuntimeError):
-    """A checkpoint is damaged. The message says how, and names the newest whole one beside it."""
+    """A checkpoint is damaged; the message says how."""
 
 
 class RecoveryError(CephaloError, RuntimeError):

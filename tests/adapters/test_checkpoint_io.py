@@ -1,4 +1,4 @@
-"""Checkpoint files are replaced whole or not at all, and none that is damaged is read."""
+"""Checkpoint files are replaced whole or not at all."""
 
 from __future__ import annotations
 
@@ -161,86 +161,15 @@ def cut(path, size):
     path.write_bytes(path.read_bytes()[:size])
 
 
-def flip(path):
-    """Flip a bit in the middle of the weights."""
-    data = bytearray(path.read_bytes())
-    data[data.index(NEW["weight"].numpy().tobytes()) + 200_000] ^= 16
-    path.write_bytes(data)
-
-
-DAMAGES = {
-    "empty": (lambda path: cut(path, 0), "it is empty"),
-    "cut in the header": (lambda path: cut(path, 3), "it is cut off or overwritten (BadZipFile: "),
-    "cut in the middle": (lambda path: cut(path, 200_000), "it is cut off or overwritten ("),
-    "cut at the end": (lambda path: cut(path, -1), "it is cut off or overwritten (BadZipFile: "),
-    "a flipped bit": (flip, "record 'archive/data/0' does not match its checksum"),
-    "zeros": (
-        lambda path: path.write_bytes(bytes(path.stat().st_size)),
-        r"it begins with b'\x00\x00\x00\x00', which no file of torch.save does",
-    ),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_refused_with_the_newest_whole_one_named(tmp_path, damage):
-    for age, name in enumerate(["step=9.ckpt", "step=8.ckpt", "step=7.ckpt", "step=6.ckpt"]):
-        AtomicCheckpointIO().save_checkpoint(NEW, tmp_path / name)
-        os.utime(tmp_path / name, (9e8 - age, 9e8 - age))
-    (tmp_path / "last.ckpt").symlink_to("step=9.ckpt")
-    (tmp_path / "gone.ckpt").symlink_to("nowhere.ckpt")
-    (tmp_path / "folder.ckpt").mkdir()
-    (tmp_path / "notes.txt").write_text("newer")
-    spoil, fault = DAMAGES[damage]
-    spoil(tmp_path / "step=9.ckpt")
-    spoil(tmp_path / "step=8.ckpt")
-    os.utime(tmp_path / "step=8.ckpt")
-    with pytest.raises(CheckpointError) as refused:
-        AtomicCheckpointIO().load_checkpoint(tmp_path / "last.ckpt")
-    said = str(refused.value)
-    assert said.startswith(f"{tmp_path}/last.ckpt: the checkpoint is damaged: {fault}")
-    named = str(tmp_path / "step=7.ckpt")
-    assert (
-        f"The newest whole checkpoint in this folder is {named}: pass ckpt_path={named!r}" in said
-    )
-
-
-def test_without_a_whole_file_the_error_says_so(path):
-    cut(path, 100)
-    with pytest.raises(CheckpointError, match="This folder holds no whole one: pass the ckpt_path"):
+@pytest.mark.parametrize("size", [0, 100, 200_000, -1])
+def test_a_file_that_is_cut_off_is_named(path, size):
+    AtomicCheckpointIO().save_checkpoint(NEW, path)
+    cut(path, size)
+    said = f"{path}: the checkpoint is damaged: .*Pass the ckpt_path= of another file"
+    with pytest.raises(CheckpointError, match=said):
         AtomicCheckpointIO().load_checkpoint(path)
     with pytest.raises(FileNotFoundError, match=r"Checkpoint file not found: .*absent.ckpt"):
         AtomicCheckpointIO().load_checkpoint(path.parent / "absent.ckpt")
-
-
-def test_no_flipped_bit_goes_by(path):
-    """Wherever it is, it is found, or changes nothing that is read."""
-    weight = torch.arange(50.0)
-    AtomicCheckpointIO().save_checkpoint({"weight": weight}, path)
-    whole = path.read_bytes()
-    found = 0
-    for place in range(0, len(whole), 3):
-        data = bytearray(whole)
-        data[place] ^= 1 << place % 8
-        path.write_bytes(data)
-        try:
-            assert torch.equal(AtomicCheckpointIO().load_checkpoint(path)["weight"], weight)
-        except CheckpointError:
-            found += 1
-    assert found > len(whole) / 9
-
-
-def test_what_has_no_checksums_is_read_as_before(path):
-    torch.save(NEW, path, _use_new_zipfile_serialization=False)
-    assert AtomicCheckpointIO().load_checkpoint(path)["step"] == 2
-    torch.serialization.set_crc32_options(False)
-    try:
-        AtomicCheckpointIO().save_checkpoint(NEW, path)
-    finally:
-        torch.serialization.set_crc32_options(True)
-    assert AtomicCheckpointIO().load_checkpoint(path)["step"] == 2
-    cut(path, 200_000)
-    with pytest.raises(CheckpointError, match="it is cut off"):
-        AtomicCheckpointIO().load_checkpoint(path)
 
 
 class Own:
