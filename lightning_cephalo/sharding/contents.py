@@ -79,7 +79,7 @@ class Contents:
         return [part.view(shape) for part, shape in parts]
 
     def memory_in(self, buffer: Buffer, dtype: torch.dtype) -> Memory:
-        """Return a buffer's memory of all parameters; each pool is for one dtype."""
+        """Return the views of a buffer, in which a flat has always the same dtype."""
         if buffer not in self._memory_in:
             self._memory_in[buffer] = Memory(self, buffer.view(self.numel, dtype))
         return self._memory_in[buffer]

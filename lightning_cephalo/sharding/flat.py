@@ -135,7 +135,7 @@ class Flat:
             sharded.grad = gradient
 
     def written(self) -> list[str]:
-        """Return the names of gathered parameters that code wrote to or replaced since then."""
+        """Return the names of gathered parameters that code wrote to or replaced since a call."""
         replaced, self._replaced = self._replaced, []
         return self.gathered.written() + replaced
 

@@ -119,7 +119,7 @@ class Unit:
         ]
 
     def owning_modules(self) -> list[nn.Module]:
-        """Return the modules that hold any of its parameters directly, for each of these."""
+        """Return the modules that hold its parameters directly, one for each place."""
         return [each.module for flat in self.flats for owners in flat.owners for each in owners]
 
     def renew_accumulators(self) -> list[Node]:
