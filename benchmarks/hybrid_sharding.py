@@ -56,7 +56,7 @@ from side_by_side.contenders import (  # noqa: E402
 )
 
 from lightning_cephalo.accelerator import accelerator_of  # noqa: E402
-from lightning_cephalo.execution.sharded_model import ShardedModel, UnitOptions  # noqa: E402
+from lightning_cephalo.execution.sharded_model import ShardedModel  # noqa: E402
 from lightning_cephalo.features.install import install  # noqa: E402
 from lightning_cephalo.plan import Plan, Problem, RankPlan, RankProfile  # noqa: E402
 from lightning_cephalo.plan.cost import predict  # noqa: E402
@@ -79,7 +79,6 @@ def own_contender(
         groups,
         accelerator_of(CPU),
         even_shares(state_groups, len(nodes)) if state_groups else shares,
-        UnitOptions(),
         state_groups=state_groups,
     )
     install(sharded.executor)

@@ -22,7 +22,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -44,7 +44,6 @@ from lightning_cephalo.adapters.resuming import KEY, Resumption, saved_order
 from lightning_cephalo.adapters.step_notes import StepNotes
 from lightning_cephalo.adapters.user_gathers import require_equal_shapes
 from lightning_cephalo.common.errors import UnsupportedError
-from lightning_cephalo.execution.sharded_model import UnitOptions
 from lightning_cephalo.observe import report
 from lightning_cephalo.observe.memory import RankMemory
 from lightning_cephalo.observe.pace import MeasuredRank
@@ -63,6 +62,7 @@ from lightning_cephalo.preparation.options import (
     parse_hybrid_sharding,
     parse_optimizer_offload,
     parse_reduce_dtype,
+    parse_units,
     refuse_removed,
     verbosity,
 )
@@ -107,8 +107,9 @@ class CephaloStrategy(ParallelStrategy):
             without profiling. None: every rank is measured and the plan solved.
         global_batch_size: Samples per step over all ranks; None: the loader's batch size times
             the number of ranks, as under DDP.
-        unit_types: Classes, or their names, whose instances are units. A unit is gathered as one.
-        unit_names: Names of modules that are units. An empty list makes the whole model one unit.
+        units: What is gathered together: a list of full names of modules, and of classes, or names
+            of classes, whose instances are units. A name of a module precedes that of a class. An
+            empty list makes the whole model one unit. None: repeated blocks and large ends.
         recompute: Retain only the inputs of a unit, and recompute its inside in the backward.
             "auto": the plan chooses for each rank, which takes more measuring. A given plan that
             does not say recomputes. With SyncBatchNorm only a given plan recomputes.
@@ -187,8 +188,7 @@ class CephaloStrategy(ParallelStrategy):
         plan: Plan | str | PathLike[str] | None = None,
         *,
         global_batch_size: int | None = None,
-        unit_types: list[Any] | None = None,
-        unit_names: list[str] | None = None,
+        units: Sequence[type[nn.Module] | str] | None = None,
         recompute: bool | Literal["auto"] = True,
         reshard_after_forward: bool | Literal["auto"] = "auto",
         split_batch: Callable[[Any, Sequence[int]], list[Any]] | None = None,
@@ -224,10 +224,7 @@ class CephaloStrategy(ParallelStrategy):
         self._options = Options(
             plan=plan,
             global_batch_size=global_batch_size,
-            units=UnitOptions(
-                None if unit_types is None else tuple(unit_types),
-                None if unit_names is None else tuple(unit_names),
-            ),
+            units=parse_units(units),
             recompute=Choice.parse("recompute", recompute),
             reshard_after_forward=Choice.parse("reshard_after_forward", reshard_after_forward),
             split_batch=split_batch,

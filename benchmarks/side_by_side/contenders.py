@@ -33,7 +33,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_cephalo.accelerator import accelerator_of
-from lightning_cephalo.execution.sharded_model import ShardedModel, UnitOptions
+from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.features.install import install
 from lightning_cephalo.ranks.groups import Groups
 
@@ -127,7 +127,7 @@ def cephalo(size: ModelSize, ranks: int) -> tuple[Contender, ShardedModel]:
     model = size.make()
     groups = Groups.create(datetime.timedelta(seconds=300))
     even = [1 / ranks] * ranks
-    sharded = ShardedModel(model, groups, accelerator_of(CPU), even, UnitOptions())
+    sharded = ShardedModel(model, groups, accelerator_of(CPU), even)
     install(sharded.executor)
     sharded.executor.recompute = size.recompute
 

@@ -435,8 +435,8 @@ def gradient_through_units() -> UnitUseError:
     return UnitUseError(
         "Your code computes a gradient through a unit itself (torch.autograd.grad for a gradient"
         " penalty or in evaluation, or a backward). A unit's parameters are there only in the"
-        " layered backward. Leave that network out of the units: CephaloStrategy(unit_types=[...])"
-        " with the blocks of other networks, or unit_names=[] if there is no other."
+        " layered backward. Leave that network out of the units: CephaloStrategy(units=[...])"
+        " with the blocks of other networks, or units=[] if there is no other."
     )
 
 

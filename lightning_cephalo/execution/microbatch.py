@@ -164,7 +164,7 @@ class Microbatch:
         if self.entered is not None:
             raise UnitUseError(
                 f"The unit {forward.name!r} is called inside of another unit. Name the units"
-                " without it, such as CephaloStrategy(unit_types=[Block]): what is no unit can be"
+                " without it, such as CephaloStrategy(units=[Block]): what is no unit can be"
                 " called everywhere."
             )
         grad = torch.is_grad_enabled()
@@ -178,7 +178,7 @@ class Microbatch:
         differentiable = grad and (trainable or _needs_gradient(flat))
         if differentiable and has_saved_tensor_hooks():
             refuse_saved_tensor_hooks(
-                f"unit ({forward.name})", ", or choose larger units with unit_names="
+                f"unit ({forward.name})", ", or choose larger units with units="
             )
         visit = visit_of(unit, differentiable, NONE)
         modes = self.code.park(visit)

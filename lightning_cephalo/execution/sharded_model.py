@@ -34,14 +34,6 @@ from lightning_cephalo.sharding.unit import Unit
 
 
 @dataclass(frozen=True)
-class UnitOptions:
-    """Options that choose the units of a model; see ``find_units``."""
-
-    types: tuple[type[nn.Module] | str, ...] | None = None
-    names: tuple[str, ...] | None = None
-
-
-@dataclass(frozen=True)
 class Dtypes:
     """Dtypes other than the parameters' own; None: their own.
 
@@ -90,7 +82,7 @@ class ShardedModel:
         groups: Groups,
         accelerator: Accelerator,
         fractions: Sequence[float] | Callable[[Sequence[UnitMembers]], Sequence[float]],
-        units: UnitOptions,
+        units: Sequence[type[nn.Module] | str] | None = None,
         dtypes: Dtypes = OWN_DTYPES,
         state_groups: Sequence[int] = (),
     ) -> None:
@@ -121,7 +113,7 @@ class ShardedModel:
         self.units: list[Unit] = []
         # code may read the dtype of what is away, which is that of the rows
         with_ends = dtypes.compute is None
-        members_of_units = find_units(module, units.types, units.names, with_ends=with_ends)
+        members_of_units = find_units(module, units, with_ends=with_ends)
         self.fractions = tuple(fractions(members_of_units) if callable(fractions) else fractions)
         divider = self._divider(self.fractions)
         # weak: only what holds them already, such as an optimizer, keeps the originals alive

@@ -101,7 +101,7 @@ def read_elsewhere(error: RuntimeError, unit: Unit) -> None:
         raise UnitUseError(
             f"training_step computes with the parameters of {unit.name!r} behind a call of it. Its"
             " parameters are freed then, and its backward gathers none. Name the units without it,"
-            " such as CephaloStrategy(unit_types=[Block]): what is no unit is there all step long."
+            " such as CephaloStrategy(units=[Block]): what is no unit is there all step long."
         ) from error
 
 
@@ -111,5 +111,5 @@ def used_outside(names: list[str]) -> str:
         f"A gradient has come to parameters of {spelled(names)} outside of the backward of their"
         " unit, so that it would be lost: the unit returns or stores a parameter that other code"
         " computes with, or code has called a backward itself. Use a unit's parameters in its"
-        " forward only, or choose units that hold both places: CephaloStrategy(unit_names=[...])."
+        " forward only, or choose units that hold both places: CephaloStrategy(units=[...])."
     )

@@ -117,7 +117,7 @@ class Visits:
                 " slower: the ranks exchange a message before each visit, and gather its unit only"
                 " then. Blocks that are skipped cost nothing; visits in another order do. Keep the"
                 " order, or let one unit hold all alternatives with"
-                " CephaloStrategy(unit_names=...).",
+                " CephaloStrategy(units=[...]).",
                 stacklevel=2,
             )
 

@@ -136,7 +136,7 @@ def _check(
         if name and isinstance(vars(inner).get("forward"), UnitForward):
             raise UnitUseError(
                 f"The head contains the unit {name!r}, whose logits would be held from forward to"
-                " backward. Name the head itself in CephaloStrategy(unit_names=[...]), or give the"
+                " backward. Name the head itself in CephaloStrategy(units=[...]), or give the"
                 f" module {name!r} as the head."
             )
 

@@ -454,6 +454,6 @@ class PhasedSteps:
             raise UnsupportedError(
                 "torch.autograd.grad() of something that units have computed (a gradient penalty?)"
                 " under strategy='cephalo': a unit's graph exists only in the layered backward."
-                " Leave that network out of the units: CephaloStrategy(unit_types=...) with the"
+                " Leave that network out of the units: CephaloStrategy(units=[...]) with the"
                 " blocks of the other networks."
             )

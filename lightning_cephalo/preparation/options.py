@@ -8,8 +8,8 @@ from os import PathLike
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
-from lightning_cephalo.execution.sharded_model import UnitOptions
 from lightning_cephalo.plan import Plan
 from lightning_cephalo.plan.replan import Replan
 from lightning_cephalo.preparation.limits import Cap
@@ -23,6 +23,8 @@ REMOVED_OPTIONS: dict[str, str] = {
         "Use lightning_cephalo.loss_over_batch() for a loss over the samples of all ranks, or"
         " CephaloStrategy(single_microbatch=True), with which training_step may use collectives."
     ),
+    "unit_types": "Give CephaloStrategy(units=[...]), a list of classes, or of their names.",
+    "unit_names": "Give CephaloStrategy(units=[...]), a list of full names of modules.",
     "vocabulary_sharding": (
         "Embedding and head are gathered whole. Less memory for logits:"
         " lightning_cephalo.chunked_cross_entropy(head, hidden, targets)."
@@ -115,6 +117,22 @@ def parse_optimizer_offload(value: bool | Literal["auto"]) -> bool | Literal["au
     return Choice.parse("optimizer_offload", value).as_given
 
 
+def parse_units(value: Sequence[Any] | None) -> tuple[type[nn.Module] | str, ...] | None:
+    """Read ``units``: None, or classes of modules and names; raise ValueError for others."""
+    if value is None:
+        return None
+    if isinstance(value, (list, tuple)) and all(isinstance(v, str) or _is_module(v) for v in value):
+        return tuple(value)
+    raise ValueError(
+        "units: expected a list of classes of modules, names of classes and full names of modules,"
+        f" but got {value!r}. An empty list makes the whole model one unit."
+    )
+
+
+def _is_module(item: Any) -> bool:
+    return isinstance(item, type) and issubclass(item, nn.Module)
+
+
 @dataclass(frozen=True)
 class Options:
     """The user's options for batches, units, memory and planning; see ``CephaloStrategy``.
@@ -122,6 +140,7 @@ class Options:
     Attributes:
         plan: A plan, or its path; None: one is made.
         global_batch_size: Samples of a step over all ranks; None: as the dataloader says.
+        units: Modules that are units, by class or name; None: they are searched.
         optimizer_scope: What updates of optimizers depend on, by class if it is a dict.
         reduce_dtype: Dtype that gradients travel in; None: their own.
         kept_bytes: Memory of its host that each rank keeps for a restart, on average.
@@ -130,7 +149,7 @@ class Options:
 
     plan: Plan | str | PathLike[str] | None = None
     global_batch_size: int | None = None
-    units: UnitOptions = field(default_factory=UnitOptions)
+    units: tuple[type[nn.Module] | str, ...] | None = None
     recompute: Choice = Choice(True)
     reshard_after_forward: Choice = Choice(True, is_planned=True)
     split_batch: Callable[[Any, Sequence[int]], list[Any]] | None = None

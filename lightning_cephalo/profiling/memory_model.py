@@ -147,7 +147,7 @@ def check_capacities(
     reshard_after_forward: bool = True,
 ) -> None:
     """Raise TooLittleMemoryError on all ranks if any cannot hold its minimum; collective."""
-    gathered, ways_out = model.gathered_bytes, "smaller units (unit_types=, unit_names=)"
+    gathered, ways_out = model.gathered_bytes, "smaller units (units=)"
     if not reshard_after_forward:
         gathered += model.unresharded_bytes
         ways_out = f"reshard_after_forward=True, {ways_out}"

@@ -259,7 +259,7 @@ def _nobody(prober: Prober, smallest: int) -> str:
     return (
         f"No rank has memory for a microbatch of {samples(smallest)} in addition to the model's"
         f" {format_bytes(prober.model.gathered_bytes)} of gathered buffers. Use recompute=True,"
-        " smaller units (unit_types=, unit_names=), a lower precision, or more or larger devices."
+        " smaller units (units=), a lower precision, or more or larger devices."
     )
 
 

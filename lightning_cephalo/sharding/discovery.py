@@ -56,8 +56,7 @@ class UnitMembers:
 
 def find_units(
     module: nn.Module,
-    unit_types: Sequence[type[nn.Module] | str] | None = None,
-    unit_names: Sequence[str] | None = None,
+    wanted: Sequence[type[nn.Module] | str] | None = None,
     *,
     with_ends: bool = True,
 ) -> list[UnitMembers]:
@@ -65,18 +64,19 @@ def find_units(
 
     Args:
         module: The whole model.
-        unit_types: Classes, or names of classes, whose instances are units.
-        unit_names: Full names of modules that are units. If both are given, their union counts.
-        with_ends: Whether embeddings and heads are units where neither types nor names are given.
+        wanted: Full names of modules, and classes or names of classes whose instances are units.
+            A string that names a module means that module. Empty: the root unit holds everything.
+            None: units are searched.
+        with_ends: Whether a search may find embeddings and heads.
 
     Returns:
         The root unit, then the units in order of definition. The root unit holds parameters
         outside of all units, and those that several units share (tied weights).
 
     Raises:
-        ValueError: If a name or type matches nothing, or a unit lies inside another unit.
+        ValueError: If an item matches nothing, or a unit lies inside another unit.
     """
-    if unit_types is None and unit_names is None:
+    if wanted is None:
         chosen = blocks_of(module)
         if not chosen:
             warnings.warn(
@@ -84,7 +84,7 @@ def find_units(
                 f" found in {type(module).__name__}, nor two layers that are large enough. So the"
                 " whole module is one unit, which a step gathers at its start and keeps to its end."
                 " Sharded parameters then save no memory, and no gather overlaps with compute. Name"
-                " the blocks with CephaloStrategy(unit_types=[...]) or unit_names=[...].",
+                " the blocks with CephaloStrategy(units=[...]).",
                 stacklevel=2,
             )
         elif with_ends:
@@ -92,36 +92,30 @@ def find_units(
             both = {**chosen, **ends}
             chosen = {name: inner for name, inner in module.named_modules() if name in both}
     else:
-        chosen = _requested(module, unit_types or (), unit_names or ())
+        chosen = _requested(module, wanted)
     _refuse_nesting(chosen)
     return _divide_parameters(module, chosen)
 
 
-def _requested(
-    module: nn.Module, types: Sequence[type[nn.Module] | str], names: Sequence[str]
-) -> dict[str, nn.Module]:
-    modules = dict(module.named_modules())
-    chosen: dict[str, nn.Module] = {}
-    for name in names:
-        if name not in modules or name == "":
-            raise ValueError(
-                f"unit_names has {name!r}, which is not the name of a submodule of"
-                f" {type(module).__name__}; expected one of model.named_modules()."
-            )
-        chosen[name] = modules[name]
-    for wanted in types:
+def _requested(module: nn.Module, wanted: Sequence[type[nn.Module] | str]) -> dict[str, nn.Module]:
+    modules = {name: inner for name, inner in module.named_modules() if name}
+    chosen: set[str] = set()
+    for item in wanted:
         found = {
-            name: candidate
-            for name, candidate in modules.items()
-            if name and (type_of(candidate).__name__ == wanted or type_of(candidate) is wanted)
+            name
+            for name, inner in modules.items()
+            if item in (type_of(inner), type_of(inner).__name__)
         }
+        found = {item} if isinstance(item, str) and item in modules else found
         if not found:
+            classes = ", ".join(sorted({type_of(inner).__name__ for inner in modules.values()}))
             raise ValueError(
-                f"unit_types has {wanted!r}, but {type(module).__name__} has no such submodule;"
-                f" it has: {', '.join(sorted({type(m).__name__ for m in modules.values()}))}."
+                f"units has {item!r}, which is neither the name of a submodule of"
+                f" {type(module).__name__} nor the class of one. Expected a name of"
+                f" model.named_modules(), or one of the classes: {classes}."
             )
-        chosen.update(found)
-    return {name: candidate for name, candidate in modules.items() if name in chosen}
+        chosen |= found
+    return {name: inner for name, inner in modules.items() if name in chosen}
 
 
 def _refuse_nesting(chosen: dict[str, nn.Module]) -> None:
@@ -130,7 +124,7 @@ def _refuse_nesting(chosen: dict[str, nn.Module]) -> None:
             if name.startswith(f"{other}."):
                 raise ValueError(
                     f"Units cannot lie inside one another: {name!r} is inside {other!r}."
-                    " Choose the inner or the outer ones with unit_types= or unit_names=."
+                    " Choose the inner or the outer ones with units=."
                 )
 
 

@@ -105,8 +105,8 @@ class LockedRows(Locked):
         "training_step reads or writes {names} ({operator}) while sharded: each rank holds some"
         " rows, and runs the code once per microbatch. Inside of a step a unit's parameters can be"
         " used in its forward only. To read them elsewhere, name the units without them, such as"
-        " CephaloStrategy(unit_types=[Block]), as what is no unit is there all step long; or name"
-        " one that holds the code that reads them, with unit_names=[...]. An empty list makes the"
+        " CephaloStrategy(units=[Block]), as what is no unit is there all step long; or name"
+        " one that holds the code that reads them, with units=[...]. An empty list makes the"
         f" whole model one unit. {REMEDY}"
     )
 

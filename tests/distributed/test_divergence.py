@@ -217,9 +217,7 @@ def test_orders_that_change_in_every_step_stay_exact_and_are_warned_of_once_on_e
     for messages, worst in run_ranks(3, _random_orders):
         assert worst <= 1e-5
         assert len(messages) == 1
-        assert re.match(
-            r"In 8 of the last \d+ steps, .*exchange a message.*unit_names", messages[0]
-        )
+        assert re.match(r"In 8 of the last \d+ steps, .*exchange a message.*units=", messages[0])
 
 
 class Breaks(EachItsOwn):

@@ -226,16 +226,16 @@ class Large(nn.Module):
 
 EVEN = Allocation(((2, 2), (2, 2)), (0.5, 0.5))
 # what a refusal says to do
-REMEDY = re.compile(r"unit_types=\[Block\]|unit_names=")
+REMEDY = re.compile(r"units=")
 
 
 def made(model: nn.Module, recompute: bool, **options: Any) -> Executor:
     """An executor of a model with ends as units, however small; of as many ranks as there are."""
     fractions = UNEVEN.fractions if dist.get_world_size() == 3 else EVEN.fractions
-    if "unit_names" not in options:
+    if "wanted" not in options:
         blocks = [f"blocks.{n}" for n in range(4)]
         ends = [name for name in ("embed", "places", "head") if hasattr(model, name)]
-        options["unit_names"] = [*blocks, *ends]
+        options["wanted"] = [*blocks, *ends]
     return make_executor(model, fractions, recompute, **options)
 
 
@@ -310,7 +310,7 @@ def _named(rank: int, kind: type[Language]) -> None:
     model = kind()
     batch = batch_of(4)
     wanted = _one_device(model, batch, UNEVEN)
-    executor = made(model, recompute=True, unit_names=[f"blocks.{n}" for n in range(4)])
+    executor = made(model, recompute=True, wanted=[f"blocks.{n}" for n in range(4)])
     for _ in range(2):
         model.zero_grad()
         sharded_step(executor, model, loss_of, microbatches_of(batch, UNEVEN, rank))
@@ -474,9 +474,9 @@ def test_ends_are_embeddings_and_what_is_behind_all_blocks():
         "places": "embedding",
         "head": "head",
     }
-    assert _kinds(Large(), unit_types=[Block]) == {"": "root"}
+    assert _kinds(Large(), wanted=[Block]) == {"": "root"}
     names = [*(f"blocks.{n}" for n in range(4)), "embed", "head"]
-    assert _kinds(Large(), unit_names=names) == {"": "root", "embed": "embedding", "head": "head"}
+    assert _kinds(Large(), wanted=names) == {"": "root", "embed": "embedding", "head": "head"}
     assert _kinds(Large(), with_ends=False) == {"": "root"}
 
 

@@ -137,9 +137,9 @@ def _reads(rank: int) -> float:
     parts = microbatches_of(batch, ALLOCATION, rank)
     executor = make_executor(copy.deepcopy(model), ALLOCATION.fractions, True)
     module = executor.units[0].module
-    with pytest.raises((UnitUseError, RemoteRankError), match=r"'first.weight'.*unit_names=\["):
+    with pytest.raises((UnitUseError, RemoteRankError), match=r"'first.weight'.*units=\["):
         sharded_step(executor, module, penalised, parts)
-    executor = make_executor(model, ALLOCATION.fractions, True, unit_names=[])
+    executor = make_executor(model, ALLOCATION.fractions, True, wanted=[])
     sharded_step(executor, model, penalised, parts)
     penalised(single, batch).backward()
     wanted = {name: parameter.grad for name, parameter in single.named_parameters()}
@@ -177,7 +177,7 @@ def _units_without_parameters(rank):
     alone(batch["x"]).backward()
     expected = {name: parameter.grad for name, parameter in alone.named_parameters()}
     names = ["layer", "activation"]
-    executor = make_executor(model, ALLOCATION.fractions, recompute=True, unit_names=names)
+    executor = make_executor(model, ALLOCATION.fractions, recompute=True, wanted=names)
     assert not executor.units[2].flats
     parts = microbatches_of(batch, ALLOCATION, rank)
     sharded_step(executor, model, lambda net, part: net(part["x"]), parts)

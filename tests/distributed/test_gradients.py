@@ -26,7 +26,7 @@ from zoo import ZOO, build, hugging_face_loss
 
 from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.adapters.optimizer import clip_by_norm, local_update
-from lightning_cephalo.execution.sharded_model import Dtypes, ShardedModel, UnitOptions
+from lightning_cephalo.execution.sharded_model import Dtypes, ShardedModel
 from lightning_cephalo.ranks.groups import Groups
 
 STEPS = 3
@@ -189,7 +189,7 @@ def _reduced(rank, dtype, reduce_dtype):
         Groups.create(timedelta(seconds=100)),
         accelerator_of(torch.device("cpu")),
         fractions=[0.5, 0.3, 0.2],
-        units=UnitOptions(types=(nn.Linear,)),
+        units=[nn.Linear],
         dtypes=Dtypes(reduce=reduce_dtype),
     )
     (flat,) = model.flats

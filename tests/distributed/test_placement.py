@@ -45,7 +45,7 @@ def shard(module: nn.Module, fractions) -> list[Unit]:
     groups = dist.new_group(), dist.new_group()
     context = ShardingContext(device, default_mesh("cpu"), *groups)
     divider = Divider(fractions)
-    units = find_units(module, unit_names=())
+    units = find_units(module, wanted=())
     return [Unit(members, divider, context) for members in units]
 
 

@@ -114,7 +114,7 @@ def _same(rank: int, expected: list[dict[str, Tensor | None]]) -> None:
         torch.manual_seed(3)
         model = Base()
         # the way out that the refusal names: no units
-        executor = make_executor(model, UNEVEN.fractions, True, unit_names=names)
+        executor = make_executor(model, UNEVEN.fractions, True, wanted=names)
         for _ in range(2):
             model.zero_grad()
             executor.forward(_calls(model, penalty, rank))

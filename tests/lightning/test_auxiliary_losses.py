@@ -60,7 +60,7 @@ class Net(LightningModule):
 def _trained(plan: str | None, kind: str, recompute: bool = True) -> dict[str, Tensor]:
     model = Net(kind)
     clip = {} if kind == "manual" else {"gradient_clip_val": 0.5}
-    options = {"unit_types": [Layer], "recompute": recompute}
+    options = {"units": [Layer], "recompute": recompute}
     runs = trainer(plan, options, sync_batchnorm=plan is not None, max_epochs=2, **clip)
     runs.fit(model, DataLoader(dataset(24), batch_size=8))
     return values_of(model)

@@ -53,17 +53,17 @@ def fit(plan, is_tied, strategy_options, **options):
     return values_of(module), module.losses, float(fitted.callback_metrics["seen"])
 
 
-HEAD = {"unit_types": ["LlamaDecoderLayer"]}
+HEAD = {"units": ["LlamaDecoderLayer"]}
 OPTIONS = {
     "as it is": {},
     "the head is of the root": HEAD,
-    "the head is a unit": {"unit_names": [f"model.model.layers.{n}" for n in range(3)]
+    "the head is a unit": {"units": [f"model.model.layers.{n}" for n in range(3)]
                            + ["model.lm_head"]},
     "nothing is recomputed": {"recompute": False},
-    "a unit, and nothing is recomputed": {"unit_names": ["model.model", "model.lm_head"],
+    "a unit, and nothing is recomputed": {"units": ["model.model", "model.lm_head"],
                                           "recompute": False},
     "units stay gathered": {**HEAD, "reshard_after_forward": False},
-    "one unit": {"unit_names": []},
+    "one unit": {"units": []},
 }  # fmt: skip
 WAYS = {
     **{(name, False): options for name, options in OPTIONS.items()},

@@ -170,7 +170,7 @@ def _of_experts() -> int:
     for early in ("auto", False):
         held = Left()
         options = {"callbacks": [held], "limit_val_batches": 0}
-        runs = trainer("3:1", {"early_update": early, "unit_types": [_Chosen]}, **options)
+        runs = trainer("3:1", {"early_update": early, "units": [_Chosen]}, **options)
         runs.fit(Experts(), loader(), loader(8))
         found.append(held)
     early, late = found

@@ -122,7 +122,7 @@ def _trained(plan: str | None) -> dict[str, Any]:
     for name, (module, options) in {**AS_IT_STANDS, **ELSEWHERE}.items():
         strategy: Any = "auto"
         if plan is not None:
-            strategy = _strategy(plan, **({"unit_types": [Block]} if name in ELSEWHERE else {}))
+            strategy = _strategy(plan, **({"units": [Block]} if name in ELSEWHERE else {}))
         devices = 1 if plan is None else len(PLANS[plan].ranks)
         run = Trainer(strategy=strategy, devices=devices, accelerator="cpu", **{**QUIET, **options})
         model = Language(**module)
@@ -160,5 +160,5 @@ def test_reading_an_end_without_a_call_is_refused_on_all_ranks_with_a_remedy():
     for rank in in_ranks(2, _refused):
         assert set(rank) == set(ELSEWHERE)
         for name, told in rank.items():
-            assert "unit_types=[Block]" in told, (name, told)
+            assert "units=[Block]" in told, (name, told)
             assert ("head" if name == "head ahead" else "embed") in told, (name, told)

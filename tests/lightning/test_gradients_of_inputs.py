@@ -50,7 +50,7 @@ def _fit(plan, place, options=None):
 @pytest.mark.parametrize("place", ["step", "hook"])
 def test_gradients_of_inputs_are_right_in_a_model_of_one_unit_and_refused_through_units(place):
     (wanted,) = in_ranks(1, _fit, None, place)
-    for slopes in in_ranks(2, _fit, "3:1", place, {"unit_names": []}):
+    for slopes in in_ranks(2, _fit, "3:1", place, {"units": []}):
         assert slopes == pytest.approx(wanted, rel=1e-5) and wanted
     with pytest.raises(RankFailure) as failure:
         in_ranks(2, _fit, "3:1", place)
@@ -59,7 +59,7 @@ def test_gradients_of_inputs_are_right_in_a_model_of_one_unit_and_refused_throug
 
 @pytest.mark.parametrize(
     ("place", "options"),
-    [("bare hook", {"unit_names": []}), ("last layer", None)],
+    [("bare hook", {"units": []}), ("last layer", None)],
     ids=["whole model", "layer of the root unit"],
 )
 def test_gradients_behind_a_call_in_a_hook_name_the_block_that_they_need(place, options):

@@ -345,7 +345,7 @@ KINDS = (
     *(Gan, LooksOnOneRank, WithClosures, OwnBackward, ByFlags, AddsUp, ActorCritic),
     KeepsNumbers,
 )
-WAYS = ({"recompute": False}, {"unit_types": ["Stack"]})
+WAYS = ({"recompute": False}, {"units": ["Stack"]})
 FITS = Cases(
     {
         **{kind: ("whole three", fit, kind, {}) for kind in KINDS},

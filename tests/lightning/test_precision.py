@@ -312,7 +312,7 @@ def _scale_steps(rank, overflowing, make):
     from lightning_cephalo.accelerator import accelerator_of
     from lightning_cephalo.adapters.optimizer import local_update
     from lightning_cephalo.adapters.precision import RanksGradScaler
-    from lightning_cephalo.execution.sharded_model import ShardedModel, UnitOptions
+    from lightning_cephalo.execution.sharded_model import ShardedModel
     from lightning_cephalo.ranks.groups import Groups
 
     torch.manual_seed(0)
@@ -322,7 +322,6 @@ def _scale_steps(rank, overflowing, make):
         Groups.create(timedelta(seconds=100)),
         accelerator_of(torch.device("cpu")),
         fractions=[0.75, 0.25],
-        units=UnitOptions(),
     )
     optimizer = make(model.parameters())
     scaler = RanksGradScaler("cpu", init_scale=8.0, growth_interval=2)

@@ -45,6 +45,13 @@ def test_anything_else_is_refused_when_the_strategy_is_made(name, given):
     assert repr(given) in str(caught.value)
 
 
+@pytest.mark.parametrize("given", ["Block", 3, [3], [int], {"Block": 1}])
+def test_units_that_are_no_list_of_classes_and_names_are_refused(given):
+    with pytest.raises(ValueError, match="units: expected a list of classes") as caught:
+        CephaloStrategy(units=given)
+    assert repr(given) in str(caught.value)
+
+
 @pytest.mark.parametrize("given", ["auto", None, 1])
 def test_whether_nodes_hold_the_whole_state_is_not_chosen_by_a_plan(given):
     with pytest.raises(ValueError, match="hybrid_sharding: expected True or False") as caught:

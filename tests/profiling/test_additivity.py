@@ -21,7 +21,7 @@ from lightning_cephalo import CephaloStrategy, loss_over_batch
 from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.common.errors import RemoteRankError
 from lightning_cephalo.data import BatchLayout
-from lightning_cephalo.execution.sharded_model import ShardedModel, UnitOptions
+from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.features.install import install
 from lightning_cephalo.profiling.additivity import LossOfParts, compared, warn_if_any_differs
 from lightning_cephalo.profiling.stored_values import StoredValues
@@ -150,7 +150,7 @@ def _warned(rank):
         Groups.create(timedelta(seconds=100)),
         accelerator_of(torch.device("cpu")),
         fractions=[0.7, 0.3],
-        units=UnitOptions(types=(nn.Linear,)),
+        units=[nn.Linear],
     )
     install(model.executor)
     x, rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(4)), torch.arange(4)

@@ -12,7 +12,7 @@ from launch import run_ranks
 from torch import nn
 
 from lightning_cephalo.accelerator import accelerator_of
-from lightning_cephalo.execution.sharded_model import Dtypes, ShardedModel, UnitOptions
+from lightning_cephalo.execution.sharded_model import Dtypes, ShardedModel
 from lightning_cephalo.plan.program import Operation, Visit, compile_step
 from lightning_cephalo.profiling.memory_model import state_bytes
 from lightning_cephalo.profiling.network import mean_times, measure_network
@@ -31,7 +31,7 @@ def _model(reduce_dtype: torch.dtype | None = None) -> ShardedModel:
         Groups.create(timedelta(seconds=100)),
         accelerator_of(torch.device("cpu")),
         fractions=[0.5, 0.3, 0.2],
-        units=UnitOptions(types=(nn.Linear,)),
+        units=[nn.Linear],
         dtypes=Dtypes(reduce=reduce_dtype),
     )
 

@@ -16,7 +16,7 @@ from virtual_time import VirtualHost
 from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.accelerator.emulated.operators import tensors_in
 from lightning_cephalo.adapters.optimizer import local_update
-from lightning_cephalo.execution.sharded_model import ShardedModel, UnitOptions
+from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Problem, RankProfile
 from lightning_cephalo.profiling.optimizer_time import clipping, optimizer_time
 from lightning_cephalo.ranks.groups import Groups
@@ -44,7 +44,6 @@ def sharded_model(vectors, numel, shares=(0.5, 0.5)):
         Groups.create(timedelta(seconds=100)),
         accelerator_of(torch.device("cpu")),
         fractions=list(shares),
-        units=UnitOptions(),
     )
     for unit in sharded.units:
         unit.arm()

@@ -162,7 +162,7 @@ def test_parametrised_blocks_of_one_type_are_units_though_each_has_its_own_class
     model = nn.Sequential(*(nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)) for _ in "ab"))
     assert type(model[0]) is not type(model[1])
     assert list(units_of(model)) == ["", "0", "1"]
-    assert list(units_of(model, unit_types=["Linear"])) == ["", "0", "1"]
+    assert list(units_of(model, wanted=["Linear"])) == ["", "0", "1"]
 
 
 def test_a_run_that_is_tiny_beside_the_largest_one_stays_in_the_root():
@@ -179,7 +179,7 @@ def test_blocks_without_parameters_are_not_units():
 
 
 def test_without_two_layers_all_is_one_unit_and_a_warning_says_what_is_lost():
-    with pytest.warns(UserWarning, match=r"whole module is one unit.*unit_types="):
+    with pytest.warns(UserWarning, match=r"whole module is one unit.*units="):
         units = find_units(Model(depth=0))
     assert [unit.name for unit in units] == [""]
     assert len(units[0].parameters) == 2
@@ -393,44 +393,47 @@ def test_one_block_used_several_times_is_no_repeated_block():
 @pytest.mark.parametrize("wanted", [Block, "Block"])
 def test_units_can_be_chosen_by_class_or_by_the_name_of_a_class(wanted):
     model = Model(1)
-    assert list(units_of(model, unit_types=[wanted])) == ["", "blocks.0"]
+    assert list(units_of(model, wanted=[wanted])) == ["", "blocks.0"]
 
 
 def test_units_can_be_chosen_by_name_and_only_those_count():
-    assert list(units_of(Model(), unit_names=["head", "blocks.1"])) == ["", "blocks.1", "head"]
+    assert list(units_of(Model(), wanted=["head", "blocks.1"])) == ["", "blocks.1", "head"]
 
 
 def test_types_and_names_together_are_united_in_order_of_definition():
-    units = units_of(Model(2), unit_types=[nn.Embedding], unit_names=["blocks.1"])
+    units = units_of(Model(2), wanted=[nn.Embedding, "blocks.1"])
     assert list(units) == ["", "embed", "blocks.1"]
 
 
 def test_a_class_without_parameters_can_be_asked_for():
     model = Model(2)
     model.dropout = nn.Dropout()
-    units = units_of(model, unit_types=[nn.Dropout, Block])
+    units = units_of(model, wanted=[nn.Dropout, Block])
     assert units["dropout"].parameters == ()
 
 
-@pytest.mark.parametrize("name", ["", "blocks.7", "block"])
-def test_an_unknown_name_is_refused(name):
-    with pytest.raises(ValueError, match="not the name of a submodule of Model"):
-        find_units(Model(), unit_names=[name])
+@pytest.mark.parametrize("item", ["", "blocks.7", "block", "LlamaDecoderLayer", nn.Conv2d])
+def test_what_is_neither_a_name_nor_a_class_is_refused_with_what_there_is(item):
+    with pytest.raises(ValueError, match="neither the name of a submodule of Model") as caught:
+        find_units(Model(), wanted=[item])
+    assert repr(item) in str(caught.value)
+    assert "the classes: Block, Embedding, Linear, ModuleList." in str(caught.value)
 
 
-def test_an_unknown_type_is_refused_with_the_types_that_there_are():
-    with pytest.raises(ValueError, match=r"no such submodule; it has: Block, Embedding, Linear"):
-        find_units(Model(), unit_types=["LlamaDecoderLayer"])
+def test_a_name_of_a_module_precedes_that_of_a_class():
+    model = Model(2)
+    model.Linear = nn.LayerNorm(3)
+    assert list(units_of(model, wanted=["Linear"])) == ["", "Linear"]
 
 
 def test_units_inside_one_another_are_refused():
     with pytest.raises(ValueError, match=r"'blocks.0.linear' is inside 'blocks.0'"):
-        find_units(Model(), unit_names=["blocks.0", "blocks.0.linear"])
+        find_units(Model(), wanted=["blocks.0", "blocks.0.linear"])
 
 
 def test_a_name_that_only_begins_alike_is_not_inside():
     model = Model(11)
-    assert len(units_of(model, unit_names=["blocks.1", "blocks.10"])) == 3
+    assert len(units_of(model, wanted=["blocks.1", "blocks.10"])) == 3
 
 
 def test_finding_units_changes_nothing():

@@ -99,7 +99,7 @@ def count_work(
     model: str,
     dtype: str,
     sequence_length: int,
-    unit_types: Sequence[type[nn.Module] | str] | None = None,
+    units: Sequence[type[nn.Module] | str] | None = None,
 ) -> ModelWork:
     """Count the work and memory that a model needs."""
     if dtype not in TORCH_DTYPES:
@@ -109,9 +109,9 @@ def count_work(
             with ZeroValues():
                 module = build()
                 # as training finds them: weights compute in another dtype than they have
-                first, last = _parameters_of_ends(module, unit_types)
+                first, last = _parameters_of_ends(module, units)
                 module = _cast(module, TORCH_DTYPES[dtype])
-            members = find_units(module, unit_types, with_ends=False)
+            members = find_units(module, units, with_ends=False)
             modules = [unit.module for unit in members[1:]]
             one, two = (_count(module, modules, run, samples) for samples in (1, 2))
         except (RuntimeError, TypeError, IndexError, AttributeError) as error:
@@ -157,12 +157,12 @@ class _Count:
 
 
 def _parameters_of_ends(
-    module: nn.Module, unit_types: Sequence[type[nn.Module] | str] | None
+    module: nn.Module, units: Sequence[type[nn.Module] | str] | None
 ) -> tuple[int, int]:
     """Return the parameters of embeddings and of heads."""
-    units = find_units(module, unit_types)
+    found = find_units(module, units)
     first, last = (
-        sum(p.numel() for unit in units if unit.kind is kind for p, _ in unit.parameters)
+        sum(p.numel() for unit in found if unit.kind is kind for p, _ in unit.parameters)
         for kind in (UnitKind.EMBEDDING, UnitKind.HEAD)
     )
     return first, last
