@@ -117,13 +117,6 @@ def read_states(generators: Iterable[Any]) -> list[Any]:
     return [_state_access(generator)[0]() for generator in generators]
 
 
-def mark_of(generator: Any) -> Any:
-    """Returns what is another after ``generator`` has drawn, to compare by ``==``."""
-    state = _state_access(generator)[0]()
-    # pickled tensors are not always the same bytes
-    return state.numpy().tobytes() if isinstance(state, torch.Tensor) else repr(state)
-
-
 def write_states(generators: Sequence[Any], states: Sequence[Any]) -> None:
     """Sets ``generators``; raises ValueError if ranks built samplers with other ones."""
     if len(generators) != len(states):

@@ -24,14 +24,12 @@ from lightning_cephalo.data.reading import (
 )
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.features.manual_step import PhasedSteps
-from lightning_cephalo.features.step_functions import warn_of_own_gradient
 from lightning_cephalo.plan import Problem
 from lightning_cephalo.preparation.prepare import Job
 from lightning_cephalo.profiling import additivity
 from lightning_cephalo.profiling.isolation import expect_samples, isolated, moved_to_device
 from lightning_cephalo.profiling.measure import read_batch
 from lightning_cephalo.profiling.progress import Progress
-from lightning_cephalo.profiling.stored_values import StoredValues, warn_of_kept
 from lightning_cephalo.ranks.control import not_connected
 
 if TYPE_CHECKING:
@@ -231,7 +229,6 @@ def _compare(
         refused = gathers.refused()
     in_half = "16" in str(trainer.precision)
     failure = ""  # the error itself would keep activations
-    kept = StoredValues(model.executor.overlay.places)
     with ExitStack() as undo:
         try:
             # one rank alone may lack the memory for copies
@@ -244,17 +241,15 @@ def _compare(
                 if manual is None:
                     repeated = job.layouts[0].repeated if job.loaders.spec is None else None
                     found = additivity.compared(
-                        model, step, context, batch, parts, kept, in_half, repeated
+                        model, step, context, batch, parts, in_half, repeated
                     )
                 else:
                     of_backwards = additivity.compared_manually(
-                        model, manual, step, context, batch, parts, kept, in_half
+                        model, manual, step, context, batch, parts, in_half
                     )
         except Exception as error:  # on every rank
             failure = f"{type(error).__name__}: {error}"
         control.together("putting back what modules hold", undo.close)
-    if any(control.gather(kept.takes_gradients)) and is_first:
-        warn_of_own_gradient()
     if failure:
         how = "steps without gradients" if manual is None else "steps without updates"
         Progress(job.options.verbose and is_first).warn(
@@ -265,5 +260,3 @@ def _compare(
         additivity.warn_if_any_differs(found, in_half)
     elif is_first:
         additivity.warn_if_any_backward_differs(of_backwards, in_half)
-    if is_first:
-        warn_of_kept(kept.rows)

@@ -24,7 +24,6 @@ from lightning_cephalo.execution.step import MicrobatchCall
 from lightning_cephalo.features.manual_step import PhasedSteps
 from lightning_cephalo.features.over_batch import was_called
 from lightning_cephalo.profiling.isolation import forget_gradients, preserved_state, same_flags
-from lightning_cephalo.profiling.stored_values import StoredValues
 
 SAMPLES = 4
 # Relative: of sums in another order, by the dtype of computing; and of the same sums again.
@@ -88,7 +87,6 @@ def compared(
     context: Callable[[], AbstractContextManager[Any]],
     batch: Any,
     parts: Sequence[tuple[Any, int]],
-    kept: StoredValues,
     in_half: bool = False,
     repeated: Callable[[Any, int], Any] | None = None,
 ) -> list[LossOfParts | None]:
@@ -102,7 +100,6 @@ def compared(
 
     Args:
         parts: The same samples in two parts, and how many each has. Empty: this rank has none.
-        kept: Compares what the step stores on modules, too.
         repeated: Returns a batch of so many copies of a part; None: it cannot be made.
 
     Raises:
@@ -112,18 +109,10 @@ def compared(
     whole, *pieces = [(batch, count), *parts] if parts else [None] * 3
     with _comparing(model, context) as put_back, torch.no_grad():
 
-        def loss_of(piece: tuple[Any, int] | None, is_copy: bool = False) -> tuple[float, float]:
+        def loss_of(piece: tuple[Any, int] | None) -> tuple[float, float]:
             # each finds buffers and numbers as the first one has found them
             put_back()
-            kept.begin()
-            loss = _loss_of(model, watched, piece)
-            if piece is not None and not is_copy:
-                kept.end(piece[1])
-            return loss
-
-        def watched(batch: Any) -> Any:
-            with kept.watching():
-                return step(own_copy(batch, with_arrays=True))
+            return _loss_of(model, lambda batch: step(own_copy(batch, with_arrays=True)), piece)
 
         losses = [loss_of(piece) for piece in (whole, *pieces)]
         found = _weighed(losses, tuple(size for _, size in parts)) if parts else None
@@ -133,16 +122,13 @@ def compared(
         if is_fine and any(row is not None and row.may_have_small_term for row in rows):
             copies = _of_one_size(parts, count, repeated) if parts else [None, None]
             if all(model.control.gather(copies is not None)) and copies is not None:
-                even = [loss_of(piece, is_copy=True) for piece in copies]
+                even = [loss_of(piece) for piece in copies]
                 again, _ = loss_of(whole)
                 found = found and _evened(replace(found, again=again), losses[1:], even)
                 rows = model.control.gather(found)
         elif differs:
             again, _ = loss_of(whole)
             rows = model.control.gather(found and replace(found, again=again))
-        if kept.need_another_run(model.control, in_half):
-            loss_of(whole)
-    kept.gather(model.control, in_half)
     return rows
 
 
@@ -153,7 +139,6 @@ def compared_manually(
     context: Callable[[], AbstractContextManager[Any]],
     batch: Any,
     parts: Sequence[tuple[Any, int]],
-    kept: StoredValues,
     in_half: bool = False,
 ) -> Sequence[Sequence[LossOfParts]]:
     """Return the same of each backward, which calls no hooks and updates nothing; collective."""
@@ -162,23 +147,19 @@ def compared_manually(
 
         def losses_of(piece: tuple[Any, int]) -> list[float]:
             put_back()
-            samples = piece[1]
             call = MicrobatchCall(
                 lambda: step(own_copy(piece[0], with_arrays=True)),
                 lambda _: (torch.zeros(()), 0.0),
-                samples=samples,
+                samples=piece[1],
             )
-            kept.begin()
             with manual.measuring(calls_hooks=False):
                 manual.run(call)
                 found = [float(loss) for loss in manual.losses if loss.numel() == 1]
-            kept.end(samples)
             forget_gradients(model.module)
             return found
 
         whole = (batch, sum(sizes))
         is_cut = len(parts) == 2
-        kept.compares_numbers = model.control.all(is_cut and sizes[0] == sizes[-1])
         losses = [losses_of(piece) for piece in (whole, *(parts if is_cut else [whole, whole]))]
         # code that takes another way with fewer samples is not compared
         found = [
@@ -195,9 +176,6 @@ def compared_manually(
             if len(again) == len(found):
                 found = [replace(e, again=a) for e, a in zip(found, again, strict=True)]
             rows = model.control.gather(tuple(found))
-        if kept.need_another_run(model.control, in_half):
-            losses_of(whole)
-    kept.gather(model.control, in_half)
     return rows
 
 

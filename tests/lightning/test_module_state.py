@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import warnings
 from functools import cache
-from itertools import cycle
 
 import pytest
 import torch
 from cases import Cases, on_one_device
-from common import assert_same_tensors, in_ranks, loader, trainer, values_of
+from common import assert_same_tensors, loader, trainer, values_of
 from lightning.pytorch import LightningModule
 from torch import nn
 
@@ -269,28 +268,6 @@ def _fit_collecting(plan):
     return texts, module.seen
 
 
-class _Drawing(_Numbers):
-    """Keeps what depends on how batches are cut: nothing that reads it is exact."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.noise, self.turns = torch.Generator().manual_seed(3), cycle([1.0, 2.0])
-        self.best, self.samples = 0.0, 0
-
-    def training_step(self, batch, batch_idx):
-        self.best = max(self.best, float(batch[0].max()))
-        self.samples += len(batch[0])
-        noise = torch.randn(batch[0].shape, generator=self.noise)
-        return super().training_step([batch[0] + next(self.turns) * noise, batch[1]], batch_idx)
-
-
-def _fit_drawing(plan):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer(plan, max_steps=1).fit(_Drawing(), loader(8))
-    return [str(one.message) for one in caught if "will differ from one" in str(one.message)]
-
-
 class _Adaptive(_Switching):
     """Weights a loss by the norm of a gradient of the last layer, as VQ-GAN does."""
 
@@ -299,15 +276,14 @@ class _Adaptive(_Switching):
         error, size = nn.functional.mse_loss(found, batch[1]), found.abs().mean()
         (slope,) = torch.autograd.grad(error, self.head.weight, retain_graph=True)
         loss = error + slope.norm().detach() * size
-        if not self.automatic_optimization:
-            self.manual_backward(loss)
+        self.manual_backward(loss)
         return loss
 
 
-def _fit_adaptive(plan, automatic):
+def _fit_adaptive(plan):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer(plan, max_steps=1).fit(_Adaptive(automatic), loader(8))
+        trainer(plan, max_steps=1).fit(_Adaptive(automatic=False), loader(8))
     return [str(one.message) for one in caught if "adaptive weight" in str(one.message)]
 
 
@@ -322,9 +298,7 @@ FITS = Cases(
         "samples": ("3:1", _fit_counting_samples),
         "in place": ("3:1", _fit_caching),
         "collecting": ("3:1", _fit_collecting),
-        "drawing": ("even", _fit_drawing),
-        "adaptive": ("3:1", _fit_adaptive, True),
-        "adaptive by hand": ("whole", _fit_adaptive, False),
+        "adaptive": ("whole", _fit_adaptive),
     }
 )
 
@@ -372,57 +346,5 @@ def test_numbers_that_a_step_collects_are_named_and_those_of_the_remedy_are_righ
         assert seen == pytest.approx(wanted, rel=1e-5)
 
 
-def test_what_depends_on_how_batches_are_cut_is_named_with_as_many_microbatches_too():
-    first, second = FITS["drawing"]
-    numbers, draws = first
-    assert "in 'best' for a batch" in numbers and "The same holds for 'samples'" in numbers
-    assert "draws from 'noise' (a Generator), 'turns' (a cycle)" in draws
-    assert not second  # said once
-
-
-@pytest.mark.parametrize(("kind", "ranks"), [("adaptive", (1, 0)), ("adaptive by hand", (1, 1))])
-def test_a_gradient_of_a_parameter_that_the_step_computes_is_named(kind, ranks):
-    assert tuple(len(said) for said in FITS[kind]) == ranks
-
-
-@pytest.mark.parametrize("kind", ["modes", "modes by hand"])
-def test_units_in_evaluation_mode_stay_in_it_when_they_are_computed_again(kind):
-    wanted = on_one_device(_fit_switching, kind == "modes")
-    assert_same_tensors(FITS[kind][0], wanted, TOLERANCE)
-
-
-def test_a_smaller_last_batch_begins_anew_as_on_one_device():
-    found, _ = FITS["smaller last batch"][0]
-    wanted, _ = _one_device("hidden", 14)
-    assert_same_tensors(found, wanted, TOLERANCE)
-
-
-def test_hooks_see_what_was_stored_for_all_samples_of_their_rank():
-    _, wanted = _one_device("features")
-    ranks = [seen for _, seen in FITS["3:1", "features"]]
-    for steps in zip(*ranks, wanted, strict=True):
-        *parts, (_, whole) = steps
-        for y, last in parts:
-            assert not last["found"].requires_grad
-            torch.testing.assert_close(last["pair"][0], y)
-            torch.testing.assert_close(last["pair"][1], last["found"].mean())
-        joined = torch.cat([last["found"] for _, last in parts])
-        torch.testing.assert_close(joined, whole["found"].detach(), rtol=1e-4, atol=1e-4)
-
-
-def _refused(plan, kind):
-    module = _Stateful(kind)
-    try:
-        trainer(plan, max_epochs=1).fit(module, loader(32))
-    except Exception as error:
-        return type(error).__name__, str(error), len(module.losses)
-    return "", "it trained", len(module.losses)
-
-
-@pytest.mark.parametrize(("kind", "steps"), [("queue", 0), ("late queue", 2)])
-def test_a_queue_of_the_batch_is_refused_by_name_on_every_rank(kind, steps):
-    ranks = in_ranks(3, _refused, "three", kind)
-    assert {kind for kind, _, _ in ranks} <= {"UnitUseError", "RemoteRankError"}
-    for _, message, losses in ranks:
-        assert "one for each sample, into the buffer 'queue' of shape (3, 11)" in message
-        assert "on_train_batch_end" in message and losses == steps
+def test_a_gradient_of_a_parameter_that_the_step_computes_is_named():
+    assert [len(said) for said in FITS["adaptive"]] == [1, 1]

@@ -24,7 +24,6 @@ from lightning_cephalo.data import BatchLayout
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.features.install import install
 from lightning_cephalo.profiling.additivity import LossOfParts, compared, warn_if_any_differs
-from lightning_cephalo.profiling.stored_values import StoredValues
 from lightning_cephalo.ranks.groups import Groups
 
 CLASSES = torch.tensor([0, 0, 0, 1])
@@ -166,7 +165,6 @@ def _warned(rank):
             try:
                 found = compared(
                     *(model, step, nullcontext, (x, rows), parts),
-                    StoredValues(model.executor.overlay.places),
                     repeated=BatchLayout().repeated,
                 )
             except (ValueError, TypeError, RemoteRankError) as error:
