@@ -36,17 +36,6 @@ def _copy_of(sample: Any) -> Any:
         return sample
 
 
-def rank_collate(dataset: Any) -> Callable[[Any], Any]:
-    """Returns a function that wraps a collate function into a `RankCollate`, once."""
-
-    def wrap(collate_fn: Any) -> Any:
-        return (
-            collate_fn if isinstance(collate_fn, RankCollate) else RankCollate(collate_fn, dataset)
-        )
-
-    return wrap
-
-
 class RankCollate:
     """The user's ``collate_fn``, extended to accept zero samples.
 

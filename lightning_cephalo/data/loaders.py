@@ -1,4 +1,4 @@
-"""Rebuilds the user's DataLoader so that each rank loads its part of every global batch.
+"""Copies the user's DataLoader so that each rank loads its part of every global batch.
 
 ================================  ==================================================================
 the user's loader                 one global step
@@ -22,11 +22,10 @@ from typing import Any
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_cephalo.data import reading
-from lightning_cephalo.data.collate import EmptyFetchDataset, rank_collate, tolerates_empty_fetch
+from lightning_cephalo.data.collate import EmptyFetchDataset, RankCollate, tolerates_empty_fetch
 from lightning_cephalo.data.dealing import Broadcast, Dealing
 from lightning_cephalo.data.randomness import read_states, samplers_within, write_states
 from lightning_cephalo.data.reading import original_of
-from lightning_cephalo.data.reinstantiate import reinstantiate
 from lightning_cephalo.data.samplers import RankBatchSampler
 from lightning_cephalo.data.shares import deal
 from lightning_cephalo.data.streams import deal_stream
@@ -46,8 +45,7 @@ def dealt_loader(loader: Any, dealing: Dealing) -> Any:
         ValueError: a DistributedSampler for several ranks, ``batch_size=None`` with a map-style
             dataset, or a global batch size that does not fit the batch sampler.
         BatchSplitError: a ready batch that cannot be cut.
-        UnsupportedError: a loader that can be read only once.
-        TypeError: a DataLoader subclass that cannot be created again.
+        UnsupportedError: a loader that can be read only once, or holds an iterator.
     """
     loader, ranks = original_of(loader), len(dealing.sizes)
     # A collective: called unconditionally, before anything can differ between ranks.
@@ -62,10 +60,10 @@ def dealt_loader(loader: Any, dealing: Dealing) -> Any:
         dealing = replace(dealing, sizes=deal(total, dealing.sizes))
     if reading.is_stream(loader):
         return deal_stream(loader, dealing)
-    return _rebuild_map_style(loader, dealing)
+    return _deal_map_style(loader, dealing)
 
 
-def _rebuild_map_style(loader: DataLoader[Any], dealing: Dealing) -> DataLoader[Any]:
+def _deal_map_style(loader: DataLoader[Any], dealing: Dealing) -> DataLoader[Any]:
     ranks = len(dealing.sizes)
     batch_sampler = reading.unwrapped_batch_sampler(loader)
     if batch_sampler is None:
@@ -85,32 +83,19 @@ def _rebuild_map_style(loader: DataLoader[Any], dealing: Dealing) -> DataLoader[
         lists_per_step = _lists_per_step(loader, ranks, dealing.global_batch_size)
     mine = RankBatchSampler(source, dealing, drop_last=drop_last, lists_per_step=lists_per_step)
     mine.warn_of_samples_left_out()
+    # Lightning's predict loop reads the indices from its own wrapper, around our sampler.
     recorder = loader.batch_sampler if loader.batch_sampler is not batch_sampler else None
-    rebuilt = reinstantiate(
-        loader,
-        # Lightning's predict loop reads the indices from its own wrapper, around our sampler.
-        batch_sampler=mine if recorder is None else type(recorder)(mine),  # type: ignore[call-arg]
-        # a single rank is never without samples
-        wrap_collate=rank_collate(loader.dataset) if ranks > 1 else None,
-    )
+    lists: Any = mine if recorder is None else type(recorder)(mine)  # type: ignore[call-arg]
+    changes: dict[str, Any] = {"batch_sampler": lists}
+    if mine.sampler.source is loader.sampler:
+        changes["sampler"] = mine.sampler
+    if ranks > 1:  # a single rank is never without samples
+        changes["collate_fn"] = RankCollate(loader.collate_fn, loader.dataset)
+        if not tolerates_empty_fetch(loader.dataset):
+            changes["dataset"] = EmptyFetchDataset(loader.dataset)
     # Not earlier: Lightning's wrapper copies attributes, and would pickle the loader.
     mine.original = loader
-    _show_options(rebuilt, loader, mine)
-    if ranks > 1 and not tolerates_empty_fetch(rebuilt.dataset):
-        # A built DataLoader forbids this, because its sampler was made for the dataset. Ours was
-        # not. The subclass may build the dataset itself, so it cannot be replaced earlier.
-        object.__setattr__(rebuilt, "dataset", EmptyFetchDataset(rebuilt.dataset))
-    return rebuilt
-
-
-def _show_options(
-    rebuilt: DataLoader[Any], loader: DataLoader[Any], mine: RankBatchSampler
-) -> None:
-    """Let a loader show the user's options: torch ignores and locks these with a batch sampler."""
-    sampler = mine.sampler if mine.sampler.source is loader.sampler else loader.sampler
-    shown = {"sampler": sampler, "batch_size": loader.batch_size, "drop_last": loader.drop_last}
-    for name, value in shown.items():
-        object.__setattr__(rebuilt, name, value)
+    return reading.with_changes(loader, **changes)
 
 
 def _reject_distributed_sampler(loader: Any, world_size: int) -> None:

@@ -1,7 +1,8 @@
-"""Reads properties and samples of a user's loader before it is rebuilt, and restores generators."""
+"""Reads properties and samples of a user's loader before it is dealt, and copies it."""
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
 )
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lightning_cephalo.common.errors import BatchSplitError, UnsupportedError
 from lightning_cephalo.data.batch_layout import BatchLayout, Splitter
@@ -66,6 +68,34 @@ def original_of(loader: Any) -> Any:
         return loader.original
     sampler = rank_batch_sampler(loader)
     return loader if sampler is None or sampler.original is None else sampler.original
+
+
+def with_changes(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
+    """Returns a copy of a loader, without a running iterator, with other values of attributes.
+
+    A built DataLoader forbids to set some, as its sampler was made for its dataset. Ours was not.
+
+    Raises:
+        UnsupportedError: the loader holds an iterator, of which the copy would get the batches.
+    """
+    changes["_iterator"] = None
+    for name, value in vars(loader).items():
+        if isinstance(value, _BaseDataLoaderIter) and name not in changes:
+            raise UnsupportedError(
+                f"{type(loader).__name__}.{name} is an iterator, whose batches were chosen before"
+                " cephalo could deal them. Create it in __iter__, or give a plain DataLoader."
+            )
+    copied = copy.copy(loader)
+    for name, value in changes.items():
+        object.__setattr__(copied, name, value)
+    return copied
+
+
+def with_batch_size(loader: DataLoader[Any], size: int, **changes: Any) -> DataLoader[Any]:
+    """Returns a copy of a stream's loader with another batch size."""
+    lists: Any = loader.batch_sampler
+    lists = type(lists)(loader.sampler, size, loader.drop_last)
+    return with_changes(loader, batch_size=size, batch_sampler=lists, **changes)
 
 
 def rank_batch_sampler(loader: Any) -> RankBatchSampler | None:

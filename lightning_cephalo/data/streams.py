@@ -28,7 +28,6 @@ from lightning_cephalo.data.fingerprints import fingerprint
 from lightning_cephalo.data.lockstep import LockStepLoader, is_stateful
 from lightning_cephalo.data.passes import Passes
 from lightning_cephalo.data.randomness import SwappedRandomness
-from lightning_cephalo.data.reinstantiate import reinstantiate
 from lightning_cephalo.data.samplers import too_few_samples
 from lightning_cephalo.data.shares import deal
 
@@ -220,18 +219,14 @@ def deal_stream(loader: Any, dealing: Dealing) -> DealtStream:
     """Returns a loader of this rank's part of each global batch; collective."""
     if reading.yields_ready_batches(loader):
         seeds = _equal_seeds(loader)
-        source = reinstantiate(loader, batch_size=None, **seeds) if seeds else loader
+        source = reading.with_changes(loader, **seeds) if seeds else loader
         return DealtStream(source, dealing, loader, ReadyCutter(dealing))
     if dealing.trains and len(dealing.sizes) > 1:
         _look_whether_it_begins_anew(loader, dealing)
-
-    def collate(function: Any) -> Any:
-        is_wrapped = isinstance(function, StreamCollate)
-        return function if is_wrapped else StreamCollate(function, dealing)
-
-    size = sum(dealing.sizes)
-    options = {"batch_size": size, "wrap_collate": collate, **_equal_seeds(loader)}
-    return DealtStream(reinstantiate(loader, **options), dealing, loader)
+    collate = StreamCollate(loader.collate_fn, dealing)
+    options = {"collate_fn": collate, **_equal_seeds(loader)}
+    source = reading.with_batch_size(loader, sum(dealing.sizes), **options)
+    return DealtStream(source, dealing, loader)
 
 
 def own_part(loader: Any, dealing: Dealing) -> LockStepLoader:
@@ -248,7 +243,7 @@ def own_part(loader: Any, dealing: Dealing) -> LockStepLoader:
         )
     is_batched = reading.is_stream(loader) and not reading.yields_ready_batches(loader)
     if dealing.trains and is_batched:
-        source = reinstantiate(loader, batch_size=dealing.sizes[dealing.rank])
+        source = reading.with_batch_size(loader, dealing.sizes[dealing.rank])
     return LockStepLoader(source, dealing, loader)
 
 

@@ -455,6 +455,7 @@ def test_a_stateful_loader_resumes_in_the_middle_of_an_epoch():
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
 
     def build():
+        torch.manual_seed(3)  # torchdata's sampler draws its seed when it is made
         return rebuilt_for_ranks(
             lambda: stateful.StatefulDataLoader(Numbers(40), batch_size=4, shuffle=True), (6, 2)
         )
