@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.plugins.precision import Precision
@@ -56,16 +56,17 @@ class Run:
     Attributes:
         precision: Returns the precision plugin, which code may replace.
         reduce: Lightning's function that reduces values over the ranks.
-        notes: Numbers that the exchange of each step carries to all ranks.
+        running: Returns the training, which begins when ranks are measured.
+        tells: What else adds numbers to the exchange of each step.
         settle: Waits until no copy of the state is under way, before it changes.
     """
 
     session: Session
-    training: Training
+    running: Callable[[], Training]
     module: LightningModule
     precision: Callable[[], Precision]
     reduce: Callable[..., Any]
-    notes: StepNotes
+    tells: tuple[TellsRanks, ...]
     watch: Watch
     settle: Callable[[], None]
 
@@ -76,6 +77,10 @@ class Steps(ABC):
     def __init__(self, run: Run) -> None:
         self._run, self._session = run, run.session
         self._batch_weight = 0.0  # of this rank, in the last step
+
+    @cached_property
+    def _notes(self) -> StepNotes:
+        return StepNotes(self._run.running(), *self._run.tells)
 
     @abstractmethod
     def training_step(self, batch: Any, arguments: Arguments) -> Any:
@@ -114,14 +119,14 @@ class Steps(ABC):
         pieces, failure = session.cut(batch)
         failure = attempts.cut_into(pieces) or failure
         counts = [count for _, count in pieces]
-        run.training.compare_losses(batch, pieces, lambda piece: step(piece, *rest, **kwargs))
+        run.running().compare_losses(batch, pieces, lambda piece: step(piece, *rest, **kwargs))
         log = session.logs.of_step(counts, is_seen=is_seen)
         calls = [
             _call(partial(step, piece, *rest, **kwargs), count, log, index)
             for index, (piece, count) in enumerate(pieces)
         ]
         session.user_gathers.before_step("training", len(calls), failed=failure is not None)
-        note = (lambda: run.notes.of(log.note())) if is_seen else tuple
+        note = (lambda: self._notes.of(log.note())) if is_seen else tuple
         with run.precision().train_step_context():
             outcome = self._forward_of(calls, note, failure)
         return counts, log, outcome
@@ -131,9 +136,9 @@ class Steps(ABC):
     ) -> tuple[list[int], StepLog, ForwardOutcome]:
         run, memory = self._run, self._session.memory
         memory.before_forward(batch)
-        attempts = Attempts(batch, may_repeat=run.training.may_repeat)
-        found = run.training.forward(partial(self._forward, attempts, arguments))
-        run.notes.learn(found[2].notes)
+        attempts = Attempts(batch, may_repeat=run.running().may_repeat)
+        found = run.running().forward(partial(self._forward, attempts, arguments))
+        self._notes.learn(found[2].notes)
         memory.after_forward()
         return found
 
@@ -175,7 +180,7 @@ class AutomaticSteps(Steps):
             session.logs.finish(log, outcome, weights, run.reduce)
         self._skipped.learn(outcome)
         if outcome.is_skipped:
-            run.training.end_without_backward()
+            run.running().end_without_backward()
             return no_loss()
         self._batch_weight = math.fsum(outcome.weights)
         joined = joined_result(outcome.results, outcome.weights, counts)
@@ -209,7 +214,7 @@ class AutomaticSteps(Steps):
 
     def _layered(self, **factors: float) -> None:
         run = partial(self._session.model.executor.backward, **factors)
-        self._run.training.backward(run)
+        self._run.running().backward(run)
 
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], options: Mapping[str, Any]
@@ -217,7 +222,7 @@ class AutomaticSteps(Steps):
         run, memory = self._run, self._session.memory
         with memory.step():
             result = self._update(optimizer, closure, options)
-        is_repeated = run.training.step_was_repeated
+        is_repeated = run.running().step_was_repeated
         run.watch.finish_step(counts=not memory.slowed and not is_repeated)
         return result
 

@@ -41,7 +41,6 @@ from lightning_cephalo.adapters.held_state import holds_rows
 from lightning_cephalo.adapters.hook_logs import HookLogs, mean_over_samples
 from lightning_cephalo.adapters.refusals import Situation, When, refuse
 from lightning_cephalo.adapters.resuming import KEY, Resumption, saved_order
-from lightning_cephalo.adapters.step_notes import StepNotes
 from lightning_cephalo.adapters.user_gathers import require_equal_shapes
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.observe import report
@@ -566,6 +565,7 @@ class CephaloStrategy(ParallelStrategy):
         """Measure the ranks, make a plan and follow it, or follow that which is given."""
         session, job = self.session, self.session.job
         control, plan = session.control, job.plan
+        self._steps = self._made_steps()
         memory: tuple[RankMemory, ...] = ()
         problem: Problem | None = None
         replans = replanning.wants(self._options.replan, job)
@@ -612,6 +612,21 @@ class CephaloStrategy(ParallelStrategy):
             check.of_samples,
         )
 
+    def _made_steps(self) -> Steps:
+        """Return the steps of this run; measured steps already use them."""
+        run = Run(
+            self.session,
+            lambda: self._running,
+            self._module,
+            lambda: self.precision_plugin,
+            self.reduce,
+            (self._recovering, self._ending.termination),
+            self._watch,
+            self._recovering.settle,
+        )
+        manual = self.session.manual
+        return AutomaticSteps(run) if manual is None else ManualSteps(run, manual)
+
     def _begin_training(self, trainer: Trainer, problem: Problem | None) -> None:
         """Train by the session's plan from now on."""
         self._watch.begin(self.session.model)
@@ -625,18 +640,6 @@ class CephaloStrategy(ParallelStrategy):
             self._plan_has_changed,
             self._loss_check,
         )
-        run = Run(
-            self.session,
-            self._training,
-            self._module,
-            lambda: self.precision_plugin,
-            self.reduce,
-            StepNotes(self._training, self._recovering, self._ending.termination),
-            self._watch,
-            self._recovering.settle,
-        )
-        manual = self.session.manual
-        self._steps = AutomaticSteps(run) if manual is None else ManualSteps(run, manual)
 
     def _shard(self, job: Job) -> Session:
         """Begin a session, and set it here: steps that are measured already use it."""
