@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_cephalo.common.errors import BatchSplitError, CephaloError
-from lightning_cephalo.data import BatchLayout, deal, split_sizes
-from lightning_cephalo.data.batch_layout import NoSamples
+from lightning_cephalo.data.batch_layout import BatchLayout, NoSamples
 from lightning_cephalo.data.containers import children_of, rebuild
+from lightning_cephalo.data.shares import deal, split_sizes
 
 
 class StepResultError(CephaloError, TypeError, MisconfigurationException):

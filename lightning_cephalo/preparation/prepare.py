@@ -28,10 +28,12 @@ from lightning_cephalo.adapters.held_state import OptimizerFacts
 from lightning_cephalo.adapters.precision import loss_scaler
 from lightning_cephalo.adapters.user_module import step_on
 from lightning_cephalo.common.errors import UnsupportedError
-from lightning_cephalo.data import BatchLayout, global_batch_size, learn_layout
+from lightning_cephalo.data.batch_layout import BatchLayout
 from lightning_cephalo.data.reading import (
     first_rows,
+    global_batch_size,
     is_stream,
+    learn_layout,
     refuse_one_pass,
     yields_ready_batches,
 )

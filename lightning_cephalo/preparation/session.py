@@ -32,19 +32,16 @@ from lightning_cephalo.common.errors import TooLittleMemoryError, UnsupportedErr
 from lightning_cephalo.common.lasting_objects import LastingObjects
 from lightning_cephalo.common.quantities import format_mib
 from lightning_cephalo.common.texts import printable
-from lightning_cephalo.data import (
-    BatchLayout,
-    Dealing,
-    agreed_seed,
-    deal,
-    dealt_loader,
-)
+from lightning_cephalo.data.batch_layout import BatchLayout
 from lightning_cephalo.data.cutting import (
     BatchCutter,
     EmptyPredictions,
     shown,
 )
-from lightning_cephalo.data.reading import original_of
+from lightning_cephalo.data.dealing import Dealing
+from lightning_cephalo.data.loaders import dealt_loader
+from lightning_cephalo.data.reading import agreed_seed, original_of
+from lightning_cephalo.data.shares import deal
 from lightning_cephalo.data.streams import own_part
 from lightning_cephalo.execution.memory_errors import is_out_of_memory
 from lightning_cephalo.execution.offload import HostArena

@@ -14,8 +14,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from lightning_cephalo.accelerator import Device
-from lightning_cephalo.data import BatchLayout, sample_batches
+from lightning_cephalo.data.batch_layout import BatchLayout
 from lightning_cephalo.data.containers import own_copy
+from lightning_cephalo.data.reading import sample_batches
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.features.chunked_cross_entropy import largest_call
 from lightning_cephalo.features.manual_step import PhasedSteps

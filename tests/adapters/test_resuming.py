@@ -7,7 +7,8 @@ import pytest
 from torch.utils.data import DataLoader
 
 from lightning_cephalo.adapters.resuming import KEY, Resumption
-from lightning_cephalo.data import Dealing, dealt_loader
+from lightning_cephalo.data.dealing import Dealing
+from lightning_cephalo.data.loaders import dealt_loader
 
 
 def _loader(size=4):

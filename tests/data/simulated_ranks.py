@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_cephalo.data import Dealing, RankBatchSampler, dealt_loader
 from lightning_cephalo.data.batch_layout import NoSamples
+from lightning_cephalo.data.dealing import Dealing
+from lightning_cephalo.data.loaders import dealt_loader
+from lightning_cephalo.data.samplers import RankBatchSampler
 
 
 class Numbers(Dataset):

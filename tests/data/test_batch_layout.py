@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import default_collate
 
 from lightning_cephalo.common.errors import BatchSplitError
-from lightning_cephalo.data import BatchLayout
+from lightning_cephalo.data.batch_layout import BatchLayout
 from lightning_cephalo.data.containers import children_of, is_array
 
 Pair = namedtuple("Pair", "inputs targets")

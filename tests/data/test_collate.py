@@ -9,9 +9,8 @@ import torch
 from simulated_ranks import Numbers, rebuilt_for_ranks
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from lightning_cephalo.data import RankCollate
 from lightning_cephalo.data.batch_layout import NoSamples
-from lightning_cephalo.data.collate import EmptyFetchDataset, tolerates_empty_fetch
+from lightning_cephalo.data.collate import EmptyFetchDataset, RankCollate, tolerates_empty_fetch
 
 
 class Augmented(Dataset):

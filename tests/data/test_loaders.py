@@ -28,7 +28,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
-from lightning_cephalo.data import (
+from lightning_cephalo.data.reading import (
     agreed_seed,
     global_batch_size,
     learn_layout,

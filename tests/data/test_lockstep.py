@@ -6,8 +6,10 @@ from simulated_ranks import ThreadGroup, gathered_alone, numbers_of, same
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_cephalo.common.errors import UnsupportedError
-from lightning_cephalo.data import Dealing, LockStepLoader, original_of
 from lightning_cephalo.data.batch_layout import NoSamples
+from lightning_cephalo.data.dealing import Dealing
+from lightning_cephalo.data.lockstep import LockStepLoader
+from lightning_cephalo.data.reading import original_of
 from lightning_cephalo.data.streams import own_part
 
 

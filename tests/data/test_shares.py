@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_cephalo.data import deal, split_sizes
+from lightning_cephalo.data.shares import deal, split_sizes
 
 shares_of_ranks = st.lists(st.integers(0, 50), min_size=1, max_size=8).filter(any)
 

@@ -21,14 +21,10 @@ from simulated_ranks import (
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_cephalo.common.errors import BatchSplitError, UnsupportedError
-from lightning_cephalo.data import (
-    BatchLayout,
-    sample_batches,
-)
-from lightning_cephalo.data.batch_layout import NoSamples
+from lightning_cephalo.data.batch_layout import BatchLayout, NoSamples
 from lightning_cephalo.data.cutting import evaluation_samples
 from lightning_cephalo.data.fingerprints import fingerprint
-from lightning_cephalo.data.reading import first_rows
+from lightning_cephalo.data.reading import first_rows, sample_batches
 
 
 class Lines(IterableDataset):

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_cephalo import CephaloStrategy, loss_over_batch
 from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.common.errors import RemoteRankError
-from lightning_cephalo.data import BatchLayout
+from lightning_cephalo.data.batch_layout import BatchLayout
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.features.install import install
 from lightning_cephalo.profiling.additivity import LossOfParts, compared, warn_if_any_differs
