@@ -8,15 +8,25 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain, islice
 from typing import Any
 
-from torch.utils.data import Sampler
+from torch.utils.data import (
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from lightning_cephalo.data.containers import known_length
 from lightning_cephalo.data.dealing import Dealing
 from lightning_cephalo.data.passes import Pass, Passes
 from lightning_cephalo.data.shares import deal
+
+# they draw from global generators, if at all, before their first item
+_DRAW_AT_ONCE = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 def too_few_samples(step: str, samples: int, ranks: int) -> str:
@@ -58,12 +68,15 @@ class GlobalOrder(Sampler[Any]):
             for _ in islice(items, own.skipped * size):
                 pass
         own.steps = own.skipped
+        randomness: AbstractContextManager[None] = own.randomness
         while True:
-            with own.randomness:
+            with randomness:
                 step = list(islice(items, size))
             if not step:
                 return
             yield own, step
+            if type(self.source) in _DRAW_AT_ONCE:
+                randomness = nullcontext()
 
     def __iter__(self) -> Iterator[Any]:
         return chain.from_iterable(step for _, step in self.steps(1))
