@@ -36,6 +36,7 @@ from lightning_cephalo.execution.overlay_merge import (
     retains_gradient,
 )
 from lightning_cephalo.execution.overlay_slots import (
+    CONTAINERS,
     MISSING,
     OF_TORCH,
     Look,
@@ -46,7 +47,6 @@ from lightning_cephalo.execution.overlay_slots import (
     TrainingModes,
     are_same,
     is_metric,
-    items_of,
     may_store,
 )
 from lightning_cephalo.ranks.control import ControlGroup
@@ -80,6 +80,7 @@ class _Step:
     shown: int | None = field(default=None, init=False)
     others: dict[tuple[int, str], Any] = field(default_factory=dict, init=False)
     last: set[str] = field(default_factory=set, init=False)
+    apart: list[tuple[str, Sequence[Any]]] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         rows = [[column[i] for column in self.firsts] for i, _ in enumerate(self.sizes)]
@@ -131,7 +132,6 @@ class Overlay:
 
     def begin(self, sizes: Sequence[int], walks: bool = True) -> None:
         """Begin a step; ``walks``: look into containers for what microbatches share."""
-        self._joined = {slot: left for slot, left in self._joined.items() if left.has_rows}
         self._step = self._now = self._before_backward = None
         empty = self.buffers.begin(tuple(sizes))
         if sizes:  # else this rank's values stay as they are
@@ -238,7 +238,11 @@ class Overlay:
             if any(map(retains_gradient, column)):
                 raise _retained(slot.name)
             left = joined(column, now.sizes, compares=self._first_steps > 0)
-            self._joined[slot] = left
+            self._joined.pop(slot, None)
+            if left.has_rows:
+                self._joined[slot] = left
+            if type(left.shown) in CONTAINERS and all(value is not left.shown for value in column):
+                now.apart.append((slot.name, column))
             slot.write(left.shown)
             if slot.name:
                 new.append(slot)
@@ -260,25 +264,28 @@ class Overlay:
     def backward(self, *, has_hooks: bool) -> Iterator[None]:
         """Refuse what hooks in a ``with`` block store, if there are several microbatches."""
         self._modes.now()  # hooks before it may have switched some
-        step = self._step
+        step, apart = self._step, []
+        if step is not None:
+            apart, step.apart = step.apart, []
         if step is None or not has_hooks:
+            apart.clear()
             yield
             return
         start = self._before_backward = Start(self.places)
         known = {path: {*names} for path, names in self._of_torch.items()}
-        apart = [(slot.name, left.values) for slot, left in self._joined.items() if left.is_apart]
-        before = [pytree.tree_leaves(values) for _, values in apart]
+        before = [pytree.tree_leaves(containers) for _, containers in apart]
         yield
-        if len(step.sizes) > 1:
-            names = [name for look in start.looks for name in _stored(look)]
-            for path, found in self._of_torch.items():  # a recomputed unit sets what it has set
-                new = found.keys() - known[path]
-                names += [f"{path}.{key}" for key in new if is_own(found[key])]
-            for (name, values), leaves in zip(apart, before, strict=True):
-                now = pytree.tree_leaves(values)
-                names += [] if len(now) == len(leaves) and are_same(now, leaves) else [name]
-            if names:
-                raise _stored_in_backward(names[0], len(step.sizes))
+        if len(step.sizes) < 2:
+            return
+        names = [name for look in start.looks for name in _stored(look)]
+        for path, found in self._of_torch.items():  # a recomputed unit sets what it has set
+            new = found.keys() - known[path]
+            names += [f"{path}.{key}" for key in new if is_own(found[key])]
+        for (name, containers), leaves in zip(apart, before, strict=True):
+            now = pytree.tree_leaves(containers)
+            names += [] if len(now) == len(leaves) and are_same(now, leaves) else [name]
+        if names:
+            raise _stored_in_backward(names[0], len(step.sizes))
 
     def abandon(self) -> None:
         """Show the module's own buffers again after a failure."""
@@ -355,9 +362,7 @@ class Overlay:
     def _warn_of_shared(self, now: _Step) -> None:
         """Name containers that have got values of samples in place: microbatches share them."""
         for look in now.start.looks if now.walks else ():
-            for key, (held, before) in look.items.items():
-                name, known = look.name(key), set(map(id, before))
-                new = [item for item in items_of(held) if id(item) not in known]
+            for name, held, _, new in look.filled():
                 if name not in self._told and any(is_of_samples(item, now.sizes) for item in new):
                     self._told.add(name)
                     warnings.warn(
@@ -379,19 +384,10 @@ def _stored(look: Look) -> Iterator[str]:
     for key, value in look.names.items():
         if key not in OF_TORCH and value is not look.values.get(key) and is_own(value):
             yield look.name(key)
-    for key, (held, before) in look.items.items():
-        known = set(map(id, before))
-        new = [item for item in items_of(held) if id(item) not in known]
-        if any(map(is_own, new)) and not _has_grown(held, before):
-            yield look.name(key)
-
-
-def _has_grown(container: Any, before: Sequence[Any]) -> bool:
-    """Whether a container keeps all that it is given, and has not lost anything."""
-    if isinstance(container, dict) or getattr(container, "maxlen", None) is not None:
-        return False
-    items = items_of(container)
-    return isinstance(container, set) or (len(items) >= len(before) and are_same(items, before))
+    for name, held, before, new in look.filled():
+        keeps_all = isinstance(held, list | set) and len(held) >= len(before) + len(new)
+        if not keeps_all and any(map(is_own, new)):
+            yield name
 
 
 _INSTEAD = (

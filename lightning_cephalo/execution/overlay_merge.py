@@ -55,11 +55,6 @@ class Joined:
     def is_shown_by(self, value: Any) -> bool:
         return value is self.shown and _versions(value) == self.versions
 
-    @property
-    def is_apart(self) -> bool:
-        """Whether microbatches hold other objects than the one that is shown."""
-        return all(value is not self.shown for value in self.values)
-
 
 def joined(values: Sequence[Any], sizes: tuple[int, ...], *, compares: bool) -> Joined:
     """Join values along their samples; tensors are only compared on request: the host waits."""
@@ -176,7 +171,7 @@ def _dimensions(tensors: Sequence[Any], sizes: Sequence[int]) -> list[int]:
 def first_values(value: Any, sizes: tuple[int, ...], left: Joined | None) -> list[Any]:
     """Return what each microbatch finds first in a slot that shows a value."""
     rows = sum(sizes)
-    if left is not None and left.has_rows and left.is_shown_by(value):
+    if left is not None and left.is_shown_by(value):
         if left.sizes == sizes:
             return [*left.values]
         if sum(left.sizes) != rows:
