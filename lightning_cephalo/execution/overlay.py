@@ -13,6 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -47,6 +48,7 @@ from lightning_cephalo.execution.overlay_slots import (
     TrainingModes,
     are_same,
     is_metric,
+    items_of,
     may_store,
 )
 from lightning_cephalo.ranks.control import ControlGroup
@@ -336,7 +338,8 @@ class Overlay:
     def _replayed(self, view: View) -> Iterator[None]:
         assert self._step is not None
         before, modes = self._slots.read(), self._modes.shown
-        self._slots.write(self._step.values_of(view))
+        found = self._step.values_of(view)
+        self._slots.write([copy(each) if type(each) in CONTAINERS else each for each in found])
         self._modes.show(view.modes)
         buffers, tensors = show(view.buffers)
         try:
@@ -362,7 +365,9 @@ class Overlay:
     def _warn_of_shared(self, now: _Step) -> None:
         """Name containers that have got values of samples in place: microbatches share them."""
         for look in now.start.looks if now.walks else ():
-            for name, held, _, new in look.filled():
+            for key, (held, before) in look.items.items():
+                name, known = look.name(key), set(map(id, before))
+                new = [item for item in items_of(held) if id(item) not in known]
                 if name not in self._told and any(is_of_samples(item, now.sizes) for item in new):
                     self._told.add(name)
                     warnings.warn(
@@ -384,15 +389,16 @@ def _stored(look: Look) -> Iterator[str]:
     for key, value in look.names.items():
         if key not in OF_TORCH and value is not look.values.get(key) and is_own(value):
             yield look.name(key)
-    for name, held, before, new in look.filled():
-        keeps_all = isinstance(held, list | set) and len(held) >= len(before) + len(new)
-        if not keeps_all and any(map(is_own, new)):
-            yield name
+    for name, (held, before) in look.items.items():
+        # a list keeps what all microbatches append; a recomputed unit fills the same keys
+        new = held.keys() - {*before[::2]} if isinstance(held, dict) else ()
+        if any(is_own(held[key]) for key in new):
+            yield look.name(name)
 
 
 _INSTEAD = (
-    "Append it to a list: h.register_hook(self.gradients.append) gives one gradient for each"
-    " microbatch. Join them in on_after_backward(), and clear the list."
+    "Append it to a list: h.register_hook(lambda gradient: self.gradients.append(gradient)) gives"
+    " one for each microbatch. Join them in on_after_backward(), and clear the list."
 )
 
 

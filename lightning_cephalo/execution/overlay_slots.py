@@ -157,14 +157,6 @@ class Look:
         """Whether the module holds other objects or another order; in C, for every visit."""
         return len(self._now) != len(self._then) or not are_same(self._now, self._then)
 
-    def filled(self) -> Iterator[tuple[str, Any, list[Any], list[Any]]]:
-        """Yield names, containers, what these held, and what of it is new."""
-        for key, (held, before) in self.items.items():
-            known = set(map(id, before))
-            new = [item for item in items_of(held) if id(item) not in known]
-            if new:
-                yield self.name(key), held, before, new
-
     def name(self, key: str) -> str:
         return f"{self.path}.{key}" if self.path else key
 

@@ -188,12 +188,8 @@ def _fill_own(module):
     module.local[1]["h"] = torch.ones(2)
 
 
-def _replace_item(module):
-    module.items[0] = torch.ones(2)
-
-
-def _append_to_the_last(module):
-    module.last.append(1.0)
+def _append_to_own(module):
+    module.local[2].append(torch.ones(2))
 
 
 @pytest.mark.parametrize(
@@ -204,18 +200,16 @@ def _append_to_the_last(module):
         (_average, "mean"),
         (_fill, "held"),
         (_fill_own, "kept"),
-        (_replace_item, "items"),
-        (_append_to_the_last, "last"),
+        (_append_to_own, "kept"),
     ],
 )
 def test_what_hooks_of_a_backward_store_is_refused_by_name_with_several_microbatches(store, name):
     module = _Top()
-    module.mean, module.held, module.items = 1.0, {}, [0.0]
-    module.last = deque(maxlen=1)
+    module.mean, module.held = 1.0, {}
     overlay = _overlay(module)
-    stores: list[Any] = [{}, {}]
+    stores: list[Any] = [[], []] if store is _append_to_own else [{}, {}]
     _step(overlay, module, (3, 2), stores)
-    module.local = (None, stores[0])  # of a closure
+    module.local = (None, stores[0], stores[0])  # of closures
     with (
         pytest.raises(UnitUseError, match=f"A hook stores '{name}'.* this rank has 2"),
         overlay.backward(has_hooks=True),
@@ -337,6 +331,21 @@ def test_a_recomputed_unit_finds_its_attributes_and_modes_and_what_it_writes_is_
             assert module.kept == kept and module.inner[0].training == mode
             module.kept = 99
         assert module.kept == 50 and module.inner[0].training
+
+
+def test_what_a_recomputed_unit_appends_is_dropped():
+    module = _Top()
+    overlay = _overlay(module)
+    overlay.begin((1,))
+    overlay.resume(0)
+    module.kept = []
+    overlay.pause(0)
+    view = overlay.now([])
+    module.kept.append(1.0)
+    overlay.finish()
+    with overlay.replayed(view):
+        module.kept.append(1.0)
+    assert module.kept == [1.0]
 
 
 @pytest.mark.parametrize("kind", ["dict", "list", "deque"])
