@@ -158,23 +158,6 @@ def test_a_distributed_sampler_is_refused_with_the_remedy(inside, evaluate):
         rebuilt_for_ranks(lambda: loader, (2, 2), evaluate=evaluate)
 
 
-def test_a_distributed_sampler_of_one_rank_is_a_seeded_shuffle():
-    def make(batch_size):
-        sampler = DistributedSampler(Numbers(8), num_replicas=1, rank=0, seed=4)
-        return DataLoader(Numbers(8), batch_size=batch_size, sampler=sampler)
-
-    loaders, one = rebuilt_for_ranks(lambda: make(2), (3, 1)), make(4)
-    for epoch in range(2):
-        one.sampler.set_epoch(epoch)
-        assert joined(steps_of(loaders, epoch)) == single_device(one)
-
-
-@pytest.mark.parametrize("sizes", [(0, 0), (2, -1)])
-def test_impossible_batch_sizes_are_refused(sizes):
-    with pytest.raises(ValueError, match="not all 0"):
-        rebuilt_for_ranks(lambda: DataLoader(Numbers(4)), sizes)
-
-
 def test_a_rebuilt_loader_is_traced_back_to_the_users():
     user = DataLoader(Numbers(12), batch_size=2)
     combined = CombinedLoader([user])

@@ -4,17 +4,20 @@ import math
 import pickle
 import random
 import warnings
-from itertools import count, islice
+from functools import partial
+from itertools import count, islice, product
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from lightning.fabric.utilities.data import _set_sampler_epoch
 from simulated_ranks import Numbers, joined, ranked, rebuilt_for_ranks, single_device, steps_of
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    DistributedSampler,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -82,26 +85,62 @@ class Buckets(BatchSampler):
         return sum(1 for _ in self)
 
 
-def loader_of(length, plan, **options):
-    """A user's loader whose batch size times the number of ranks is the plan's global batch."""
-    return DataLoader(Numbers(length), **({"batch_size": sum(plan) // len(plan)} | options))
-
-
 def whole(plan):
     """What the plan's loader is dealt in: its batch size times the ranks."""
     return sum(plan) // len(plan) * len(plan)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("length", [64, 61, 9, 1])
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_sequential_order_stays_sequential(plan, length, drop_last):
-    loaders = rebuilt_for_ranks(lambda: loader_of(length, plan, drop_last=drop_last), plan)
-    one = DataLoader(Numbers(length), batch_size=whole(plan), drop_last=drop_last)
+def seeded():
+    return torch.Generator().manual_seed(3)
 
-    steps = steps_of(loaders)
 
-    assert joined(steps) == single_device(one)
+def shuffled(length, size, **options):
+    return DataLoader(Numbers(length), size, shuffle=True, generator=seeded(), **options)
+
+
+def of_batch_sampler(length, size, drop_last=False):
+    lists = BatchSampler(SequentialSampler(range(length)), size, drop_last)
+    return DataLoader(Numbers(length), batch_sampler=lists)
+
+
+def of_distributed_sampler(length, size):
+    sampler = DistributedSampler(Numbers(length), num_replicas=1, rank=0, seed=4)
+    return DataLoader(Numbers(length), batch_size=size, sampler=sampler)
+
+
+ORDERS = {
+    "sequential": lambda length, size: DataLoader(Numbers(length), size),
+    "drop_last": lambda length, size: DataLoader(Numbers(length), size, drop_last=True),
+    "shuffle": shuffled,
+    "own sampler": lambda length, size: DataLoader(
+        Numbers(length), size, sampler=EveryThird(length)
+    ),
+    "batch sampler": of_batch_sampler,
+    "batch sampler, drop_last": partial(of_batch_sampler, drop_last=True),
+    "distributed sampler of one rank": of_distributed_sampler,
+}
+WITH_WORKERS = {
+    "a worker": partial(shuffled, num_workers=1),
+    "a worker that stays": partial(shuffled, num_workers=1, persistent_workers=True),
+}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("order", "plan", "length"),
+    [
+        *product(ORDERS, PLANS, [64, 61, 9, 1]),
+        *product(WITH_WORKERS, [(6, 2), (5, 3, 0)], [21]),
+    ],
+)
+def test_each_step_has_the_samples_of_one_device_in_every_epoch(order, plan, length):
+    make = {**ORDERS, **WITH_WORKERS}[order]
+    loaders = rebuilt_for_ranks(lambda: make(length, sum(plan) // len(plan)), plan)
+    one = make(length, whole(plan))
+
+    for epoch in range(2):
+        _set_sampler_epoch(one, epoch)
+        assert joined(steps_of(loaders, epoch)) == single_device(one)
     assert {len(loader) for loader in loaders} == {len(one)}
 
 
@@ -119,72 +158,6 @@ def test_full_steps_have_the_planned_sizes_and_idle_ranks_none(plan):
     for rank, size in enumerate(plan):
         if size == 0:
             assert not any(step[rank] for step in steps)
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("plan", [(6, 2), (5, 3, 0)])
-@pytest.mark.parametrize("workers", [0, 1])
-def test_shuffle_with_a_generator_gives_the_order_of_one_device_in_every_epoch(plan, workers):
-    def make(batch_size):
-        return DataLoader(
-            Numbers(21),
-            batch_size=batch_size,
-            shuffle=True,
-            generator=torch.Generator().manual_seed(3),
-            num_workers=workers,
-        )
-
-    loaders = rebuilt_for_ranks(lambda: make(sum(plan) // len(plan)), plan)
-    one = make(whole(plan))
-
-    for epoch in range(3):
-        assert joined(steps_of(loaders, epoch)) == single_device(one)
-
-
-@pytest.mark.processes
-def test_persistent_workers_give_the_order_of_one_device_in_every_epoch():
-    def make(batch_size):
-        return DataLoader(
-            Numbers(21),
-            batch_size=batch_size,
-            shuffle=True,
-            generator=torch.Generator().manual_seed(3),
-            num_workers=1,
-            persistent_workers=True,
-        )
-
-    loaders, one = rebuilt_for_ranks(lambda: make(4), (6, 2)), make(8)
-
-    for epoch in range(2):
-        assert joined(steps_of(loaders, epoch)) == single_device(one)
-
-
-def test_ranks_whose_generators_differ_take_rank_zeros():
-    seeds = iter([11, 12])
-    loaders = rebuilt_for_ranks(
-        lambda: DataLoader(
-            Numbers(20),
-            batch_size=4,
-            shuffle=True,
-            generator=torch.Generator().manual_seed(next(seeds)),
-        ),
-        (6, 2),
-    )
-    one = DataLoader(
-        Numbers(20), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(11)
-    )
-
-    assert joined(steps_of(loaders)) == single_device(one)
-
-
-@pytest.mark.parametrize("length", [24, 19])
-def test_custom_samplers_are_honoured(length):
-    loaders = rebuilt_for_ranks(
-        lambda: DataLoader(Numbers(length), batch_size=4, sampler=EveryThird(length)), (6, 2)
-    )
-    one = DataLoader(Numbers(length), batch_size=8, sampler=EveryThird(length))
-
-    assert joined(steps_of(loaders)) == single_device(one)
 
 
 @pytest.mark.processes
@@ -316,8 +289,6 @@ def test_every_rank_has_a_sample_and_a_rest_without_is_left_out_with_one_warning
 
 
 def test_set_epoch_reaches_the_users_sampler_through_lightning():
-    from lightning.fabric.utilities.data import _set_sampler_epoch
-
     users = EpochRecorder(range(8))
     (loader,) = rebuilt_for_ranks(lambda: DataLoader(Numbers(8), batch_size=2, sampler=users), (2,))
     _set_sampler_epoch(loader, 3)
@@ -327,23 +298,6 @@ def test_set_epoch_reaches_the_users_sampler_through_lightning():
     assert loader.batch_sampler.sampler.data_source == range(
         8
     )  # the user's attributes show through
-
-
-@pytest.mark.parametrize("plan", [(4, 2), (3, 3), (6, 0)])
-@pytest.mark.parametrize("length", [24, 22, 20])
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_an_exact_batch_sampler_is_one_device_with_the_global_batch(plan, length, drop_last):
-    loaders = rebuilt_for_ranks(
-        lambda: DataLoader(
-            Numbers(length),
-            batch_sampler=BatchSampler(SequentialSampler(range(length)), 3, drop_last),
-        ),
-        plan,
-    )
-    one = DataLoader(Numbers(length), batch_size=6, drop_last=drop_last)
-
-    assert joined(steps_of(loaders)) == single_device(one)
-    assert {len(loader) for loader in loaders} == {len(one)}
 
 
 @pytest.mark.parametrize("plan", [(6, 2), (4, 4), (8, 0), (1, 2, 3)])
