@@ -83,6 +83,7 @@ class _Step:
     others: dict[tuple[int, str], Any] = field(default_factory=dict, init=False)
     last: set[str] = field(default_factory=set, init=False)
     apart: list[tuple[str, Sequence[Any]]] = field(default_factory=list, init=False)
+    before_backward: Start | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         rows = [[column[i] for column in self.firsts] for i, _ in enumerate(self.sizes)]
@@ -125,7 +126,6 @@ class Overlay:
         self._joined: dict[Slot, Joined] = {}
         self._step: _Step | None = None
         self._now: _Step | None = None  # until its forward ends
-        self._before_backward: Start | None = None
         self._first_steps = FIRST_STEPS  # that look for what the host must wait or walk for
         self._looks_everywhere = True
         self._told: set[str] = set()
@@ -134,7 +134,7 @@ class Overlay:
 
     def begin(self, sizes: Sequence[int], walks: bool = True) -> None:
         """Begin a step; ``walks``: look into containers for what microbatches share."""
-        self._step = self._now = self._before_backward = None
+        self._step = self._now = None
         empty = self.buffers.begin(tuple(sizes))
         if sizes:  # else this rank's values stay as they are
             for slot in empty:
@@ -273,7 +273,7 @@ class Overlay:
             apart.clear()
             yield
             return
-        start = self._before_backward = Start(self.places)
+        start = step.before_backward = Start(self.places)
         known = {path: {*names} for path, names in self._of_torch.items()}
         before = [pytree.tree_leaves(containers) for _, containers in apart]
         yield
@@ -298,12 +298,11 @@ class Overlay:
         """Undo what the last step has stored, unless code behind its forward stored it."""
         self.merge.drop()
         self.buffers.put_back()
-        step, before = self._step, self._before_backward
-        self._now = self._before_backward = None
-        if before is not None:
-            before.put_back()
+        step, self._now = self._step, None
         if step is None:
             return
+        if step.before_backward is not None:
+            step.before_backward.put_back()
         self._modes.show(step.modes)
         self._joined = step.joined
         for slot, begun in zip(self._slots, step.begun, strict=False):
@@ -312,7 +311,7 @@ class Overlay:
         step.start.put_back()
 
     def forget_start(self) -> None:
-        self._step = self._before_backward = None
+        self._step = None
 
     # -- recomputation ------------------------------------------------------------------------
 
