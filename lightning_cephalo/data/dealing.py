@@ -44,12 +44,8 @@ class Dealing:
     layout: BatchLayout = field(default_factory=BatchLayout)
 
     def __post_init__(self) -> None:
-        check_sizes(self.sizes, self.rank)
-
-
-def check_sizes(sizes: tuple[int, ...], rank: int) -> None:
-    """Raises ValueError unless there is a size for the rank, none negative and not all 0."""
-    if not 0 <= rank < len(sizes) or min(sizes) < 0 or sum(sizes) == 0:
-        raise ValueError(
-            f"Expects one batch size of 0 or more for each rank, not all 0, but got {sizes}."
-        )
+        sizes = self.sizes
+        if not 0 <= self.rank < len(sizes) or min(sizes) < 0 or sum(sizes) == 0:
+            raise ValueError(
+                f"Expects one batch size of 0 or more for each rank, not all 0, but got {sizes}."
+            )

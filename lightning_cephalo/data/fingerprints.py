@@ -37,7 +37,7 @@ def fingerprint(value: Any) -> int:
     """
     parts: list[bytes] = []
     seen = _visit(value, parts, 0)
-    return zlib.crc32(b"\0".join(parts)) if seen else 0
+    return (zlib.crc32(b"\0".join(parts)) or 1) if seen else 0
 
 
 def _visit(node: Any, parts: list[bytes], depth: int) -> bool:

@@ -100,10 +100,8 @@ def with_batch_size(loader: DataLoader[Any], size: int, **changes: Any) -> DataL
 
 def rank_batch_sampler(loader: Any) -> RankBatchSampler | None:
     """Returns the `RankBatchSampler` of a rebuilt loader, or None."""
-    for sampler in (unwrapped_batch_sampler(loader), getattr(loader, "sampler", None)):
-        if isinstance(sampler, RankBatchSampler):
-            return sampler
-    return None
+    sampler = unwrapped_batch_sampler(loader)
+    return sampler if isinstance(sampler, RankBatchSampler) else None
 
 
 def generators_of_loader(loader: Any) -> list[Any]:

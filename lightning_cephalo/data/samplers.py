@@ -119,10 +119,6 @@ class RankBatchSampler(Sampler[list[Any]]):
         self.original: object | None = None
         self._has_warned = False
 
-    def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the order; Lightning calls it if this is a loader's ``sampler``."""
-        self.sampler.set_epoch(epoch)
-
     def __iter__(self) -> Iterator[list[Any]]:
         for own, step in self.sampler.steps(self.passes.items):
             keys = step if self.lists_per_step is None else list(chain.from_iterable(step))
