@@ -33,7 +33,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "lightnin
 from common import in_ranks
 from launch import RankFailure
 
-from lightning_cephalo import CephaloStrategy, Plan, RankPlan
+from lightning_cephalo import CephaloStrategy, Plan, Planner, RankPlan
 
 SAMPLES, GLOBAL_BATCH, EPOCHS, CLASSES = 48, 16, 2, 4
 WORDS, LENGTH, SIDE = 99, 16, 32
@@ -280,7 +280,7 @@ def trained(name: str, plan: str | None) -> dict[str, Tensor]:
     task = _Task(make())
     ranks = 1 if plan is None else len(PLANS[plan].ranks)
     strategy = "auto" if plan is None else CephaloStrategy(
-        plan=PLANS[plan], global_batch_size=GLOBAL_BATCH, verbose=False
+        plan=PLANS[plan], global_batch_size=GLOBAL_BATCH, planner=Planner(verbose=False)
     )  # fmt: skip
     trainer = Trainer(
         accelerator="cpu",

@@ -86,7 +86,7 @@ def train(
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
 
-    from lightning_cephalo import CephaloStrategy, Plan, RankPlan, Recovery
+    from lightning_cephalo import CephaloStrategy, Plan, Planner, RankPlan, Recovery
     from lightning_cephalo.recovery import storage as storages
     from lightning_cephalo.recovery import store
 
@@ -166,7 +166,10 @@ def train(
         "ddp"
         if is_ddp
         else CephaloStrategy(
-            plan=plan, global_batch_size=GLOBAL_BATCH, recover=recover, verbose=False
+            plan=plan,
+            global_batch_size=GLOBAL_BATCH,
+            recover=recover,
+            planner=Planner(verbose=False),
         )
     )
     callbacks: list[Any] = [Tells()]

@@ -42,7 +42,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_cephalo import CephaloStrategy, Plan, RankPlan
+from lightning_cephalo import CephaloStrategy, Plan, Planner, RankPlan
 from lightning_cephalo.profiling.network import mean_times
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -164,17 +164,20 @@ def _planned(*ranks: tuple[tuple[int, ...], float], **options: Any) -> CephaloSt
     parts = tuple(RankPlan(sizes, share) for sizes, share in ranks)
     plan = Plan(parts, padded=padded)
     # collectives are timed behind the last step, on gradients that early updates give back
-    return _of_plan(plan, early_update=False, **options)
+    return _of_plan(plan, False, **options)
 
 
 def _alone(sizes: tuple[int, ...], *, early: bool = False, **choices: Any) -> CephaloStrategy:
     plan = Plan((RankPlan(sizes, 1.0, **choices),))
-    return _of_plan(plan, early_update="auto" if early else False, recompute=len(sizes) > 1)
+    return _of_plan(plan, early, recompute=len(sizes) > 1)
 
 
-def _of_plan(plan: Plan, **options: Any) -> CephaloStrategy:
+def _of_plan(plan: Plan, early: bool = True, **options: Any) -> CephaloStrategy:
     return CephaloStrategy(
-        plan=plan, global_batch_size=plan.global_batch_size, verbose=False, **options
+        plan=plan,
+        global_batch_size=plan.global_batch_size,
+        planner=Planner(verbose=False, early_update="auto" if early else False),
+        **options,
     )
 
 
@@ -225,7 +228,7 @@ def _predicted(size: Size, samples: int) -> dict[str, list[float | None]]:
     """Train by a plan that is measured and solved; return predictions beside measurements."""
     kept = _Predictions()
     strategy = CephaloStrategy(
-        global_batch_size=samples, verbose=False, remeasure=True, replan=False
+        global_batch_size=samples, planner=Planner(verbose=False, remeasure=True), replan=False
     )
     watch = _fit(size, strategy, samples, [kept])
     assert strategy.measured_memory is not None

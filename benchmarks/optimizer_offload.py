@@ -138,7 +138,7 @@ def _fit(
         is_time_shared=depth is None,  # ranks that run out of memory would wait for shared time
         max_steps=steps,
         callbacks=callbacks,
-        strategy={"replan": False, "profile_budget_s": 5.0, **strategy},
+        strategy={"replan": False, "budget_s": 5.0, **strategy},
         **options,
     )
 

@@ -39,7 +39,7 @@ sys.path[:0] = [str(ROOT / "tests" / "distributed")]
 
 from launch import run_ranks, torchrun_environments  # noqa: E402
 
-from lightning_cephalo import CephaloStrategy  # noqa: E402
+from lightning_cephalo import CephaloStrategy, Planner  # noqa: E402
 from lightning_cephalo.emulation import Emulation  # noqa: E402
 from lightning_cephalo.execution.overlay_slots import Start  # noqa: E402
 from lightning_cephalo.preparation.replanning import line_of  # noqa: E402
@@ -148,7 +148,7 @@ def _train(
     rate = _TOTAL_FLOPS_PER_S / 2
     emulation = Emulation(speeds=(1, speed), total_flops_per_s=rate * (1 + speed))
     times = SlowsDown(emulation, slow, factor, noise)
-    strategy = CephaloStrategy(replan=replan, verbose=False, profile_budget_s=20)
+    strategy = CephaloStrategy(replan=replan, planner=Planner(verbose=False, budget_s=20))
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
@@ -260,7 +260,7 @@ class CountsWatching(Callback):
 
 def _watch(count: int) -> tuple[list[float], list[float]]:
     counts = CountsWatching()
-    strategy = CephaloStrategy(replan=True, verbose=False, profile_budget_s=2)
+    strategy = CephaloStrategy(replan=True, planner=Planner(verbose=False, budget_s=2))
     trainer = Trainer(
         accelerator="cpu",
         devices=2,

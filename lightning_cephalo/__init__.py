@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_cephalo.features.chunked_cross_entropy import chunked_cross_entropy
     from lightning_cephalo.features.over_batch import loss_over_batch
     from lightning_cephalo.plan import Plan, Problem, RankPlan, RankProfile, solve
+    from lightning_cephalo.preparation.options import Planner
     from lightning_cephalo.ranks.slurm import UnevenSLURMEnvironment
     from lightning_cephalo.recovery.options import Recovery
     from lightning_cephalo.sharding.writable_parameters import writable_parameters
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CephaloStrategy",
     "Plan",
+    "Planner",
     "Problem",
     "RankPlan",
     "RankProfile",
@@ -42,6 +44,7 @@ __all__ = [
 _HOME_OF = {
     "CephaloStrategy": "lightning_cephalo.strategy",
     "Plan": "lightning_cephalo.plan",
+    "Planner": "lightning_cephalo.preparation.options",
     "Problem": "lightning_cephalo.plan",
     "RankPlan": "lightning_cephalo.plan",
     "RankProfile": "lightning_cephalo.plan",

@@ -57,13 +57,13 @@ from lightning_cephalo.preparation.loss_check import LossCheck
 from lightning_cephalo.preparation.options import (
     Choice,
     Options,
-    parse_early_update,
-    parse_hybrid_sharding,
+    Planner,
+    check_ranks_options,
+    parse_items,
     parse_optimizer_offload,
     parse_reduce_dtype,
     parse_units,
     refuse_removed,
-    verbosity,
 )
 from lightning_cephalo.preparation.prepare import Job, make_plan, measure_or_load, read_job
 from lightning_cephalo.preparation.session import Session
@@ -109,6 +109,16 @@ class CephaloStrategy(ParallelStrategy):
         units: What is gathered together: a list of full names of modules, and of classes, or names
             of classes, whose instances are units. A name of a module precedes that of a class. An
             empty list makes the whole model one unit. None: repeated blocks and large ends.
+        memory_cap: How much of its device's memory each rank may use: a fraction (a float up to
+            1.0), or bytes (an int, or "8 GB"). One value is for every rank. With a mapping from
+            ranks, ranks that it does not name have no cap. The plan obeys the cap; an emulated
+            device enforces it.
+        optimizer_offload: Keep optimizer state in host memory. "auto": the part that does not fit
+            on the devices, or whose room makes steps shorter. True: all of it. Only torch's
+            element-wise optimizers, and devices with memory apart from the host's.
+        optimizer_scope: What an optimizer's update of one element depends on, for optimizers that
+            are not torch's: "element", "parameter" or "model". "auto": a trial on a copy decides
+            between the last two. A dict gives one for each class, or name of a class.
         recompute: Retain only the inputs of a unit, and recompute its inside in the backward.
             "auto": the plan chooses for each rank, which takes more measuring. A given plan that
             does not say recomputes. With SyncBatchNorm only a given plan recomputes.
@@ -116,60 +126,27 @@ class CephaloStrategy(ParallelStrategy):
             backward. False: they stay gathered in between. This communicates a third less, but
             needs memory for the whole model's parameters on every rank. "auto": the plan chooses.
             A given plan decides itself; one that does not say reshards, unless this is False.
-        split_batch: ``split_batch(batch, sizes)`` returns one batch per size. It replaces cutting
-            every tensor along its first dimension, for graphs and objects of your own.
-        single_microbatch: In measured plans every rank runs all of its samples at once, so that
-            code in ``training_step`` may use collectives of its own. With manual optimization it
-            always does.
-        summed_buffers: Full names of buffers to which ``training_step`` adds sums over samples,
-            such as counts of codes; ``"*.count"`` names those of all modules. All other buffers
-            get the mean over the samples.
-        memory_cap: How much of its device's memory each rank may use: a fraction (a float up to
-            1.0), or bytes (an int, or "8 GB"). One value is for every rank. With a mapping from
-            ranks, ranks that it does not name have no cap. The plan obeys the cap; an emulated
-            device enforces it.
-        host_memory_cap: How much of its host's memory each rank may use for activations that the
-            plan offloads because a device is too small for them, and for optimizer state. A
-            fraction or bytes, as in ``memory_cap``, or 0 for none; None: an equal part of half of
-            the free memory.
-        early_update: Update each unit's rows inside the backward, as soon as their gradients are
-            reduced, so that gradients are never held whole. "auto": where the result is the same to
-            the last bit and no code of the user's reads gradients; the plan's table says why not.
-            False: all updates follow the backward.
-        optimizer_offload: Keep optimizer state in host memory. "auto": the part that does not fit
-            on the devices, or whose room makes steps shorter. True: all of it. Only torch's
-            element-wise optimizers, and devices with memory apart from the host's.
-        optimizer_scope: What an optimizer's update of one element depends on, for optimizers that
-            are not torch's: "element", "parameter" or "model". "auto": a trial on a copy decides
-            between the last two. A dict gives one for each class, or name of a class.
         reduce_dtype: Dtype that gradients travel in between ranks: ``torch.bfloat16`` halves their
             bytes. Each rank's gradient is rounded once, and sums over gloo are in float32. None:
             their own dtype, as on one device.
-        hybrid_sharding: Let each node hold the whole state, cut unevenly among its ranks, in place
-            of all ranks together. Gathers then stay inside of a node, and gradients cross to
-            another node once. For slow links between nodes that have the memory, over gloo. A plan
-            that is given says so itself (``state_groups``).
-        profile_budget_s: Seconds that measuring may take, approximately.
+        split_batch: ``split_batch(batch, sizes)`` returns one batch per size. It replaces cutting
+            every tensor along its first dimension, for graphs and objects of your own.
+        summed_buffers: Full names of buffers to which ``training_step`` adds sums over samples,
+            such as counts of codes; ``"*.count"`` names those of all modules. All other buffers
+            get the mean over the samples.
+        planner: How ranks are measured and plans are made, a :class:`~lightning_cephalo.Planner`.
         replan: Follow another plan where ranks change their pace while they train, if that pays:
             "auto" where the plan was solved. True also measures where ``plan`` is given, and then
             replaces it. Samples and losses stay those of one device.
         on_replan: ``on_replan(change)`` is called on every rank after each such change.
-        remeasure: Measure even if an earlier start of the same job on the same devices has.
         recover: Keep the state of training in the hosts' memory after each step, and go on from
             there when an agent has restarted the ranks. "auto": where an agent may restart them,
             and there is room, after so many steps that it takes a fiftieth of the time. A
             :class:`~lightning_cephalo.Recovery` says how.
-        verbose: Whether rank 0 prints the plan before and the prediction after training. 2 also
-            prints how the plan was solved, and how far from the optimum it may be.
         trace: Where to write a timeline of the fifth step of every rank, up to 64: JSON for
             Perfetto, with the memory by kind.
         record: A folder for the record of the run, with that step: ``cephalo report FOLDER`` shows
             it. It is made if it does not exist.
-        accelerator: Given by Lightning, like the next four.
-        parallel_devices: Devices of this node.
-        cluster_environment: Gives the rank of this process.
-        checkpoint_io: Writes checkpoints; None: files are replaced whole, and verified on loading.
-        precision_plugin: Casts to the precision of the Trainer.
         process_group_backend: Backend of ``torch.distributed``, such as "gloo"; None: chosen by
             the device.
         timeout: Timeout of collectives.
@@ -188,72 +165,47 @@ class CephaloStrategy(ParallelStrategy):
         *,
         global_batch_size: int | None = None,
         units: Sequence[type[nn.Module] | str] | None = None,
-        recompute: bool | Literal["auto"] = True,
-        reshard_after_forward: bool | Literal["auto"] = "auto",
-        split_batch: Callable[[Any, Sequence[int]], list[Any]] | None = None,
-        single_microbatch: bool = False,
-        summed_buffers: Sequence[str] = (),
         memory_cap: float | int | str | Mapping[int, float | int | str] | None = None,
-        host_memory_cap: float | int | str | None = None,
-        early_update: Literal["auto", False] = "auto",
         optimizer_offload: bool | Literal["auto"] = False,
         optimizer_scope: str | Mapping[type | str, str] = "auto",
+        recompute: bool | Literal["auto"] = True,
+        reshard_after_forward: bool | Literal["auto"] = "auto",
         reduce_dtype: torch.dtype | str | None = None,
-        hybrid_sharding: bool = False,
-        profile_budget_s: float = 20.0,
+        split_batch: Callable[[Any, Sequence[int]], list[Any]] | None = None,
+        summed_buffers: Sequence[str] = (),
+        planner: Planner = Planner(),
         replan: bool | Literal["auto"] = "auto",
         on_replan: Callable[[Replan], Any] | None = None,
-        remeasure: bool = False,
         recover: bool | Literal["auto"] | Recovery = "auto",
-        verbose: bool | Literal[0, 1, 2] = True,
         trace: str | PathLike[str] | None = None,
         record: str | PathLike[str] | None = None,
-        accelerator: Any = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: Any = None,
-        precision_plugin: Precision | None = None,
         process_group_backend: str | None = None,
-        timeout: timedelta | None = timedelta(minutes=30),
+        timeout: timedelta = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **removed: Any,
     ) -> None:
         refuse_removed(removed)
-        level = verbosity(verbose)
+        check_ranks_options(process_group_backend, timeout, start_method)
         self._options = Options(
             plan=plan,
             global_batch_size=global_batch_size,
             units=parse_units(units),
-            recompute=Choice.parse("recompute", recompute),
-            reshard_after_forward=Choice.parse("reshard_after_forward", reshard_after_forward),
-            split_batch=split_batch,
-            single_microbatch=single_microbatch,
-            summed_buffers=tuple(summed_buffers),
             memory_cap=Cap.parse("memory_cap", memory_cap, by_rank=True),
-            host_memory_cap=Cap.parse("host_memory_cap", host_memory_cap, zero=True),
-            early_update=parse_early_update(early_update),
             optimizer_offload=parse_optimizer_offload(optimizer_offload),
             optimizer_scope=optimizer_scope,
+            recompute=Choice.parse("recompute", recompute),
+            reshard_after_forward=Choice.parse("reshard_after_forward", reshard_after_forward),
             reduce_dtype=parse_reduce_dtype(reduce_dtype),
-            hybrid_sharding=parse_hybrid_sharding(hybrid_sharding),
-            profile_budget_s=profile_budget_s,
+            split_batch=split_batch,
+            summed_buffers=parse_items("summed_buffers", summed_buffers, (), "a list of names"),
+            planner=planner,
             replan=replanning.parse(replan),
             on_replan=on_replan,
-            remeasure=remeasure,
-            verbose=level > 0,
-            details=level > 1,
             records_step=trace is not None or record is not None,
         )
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-        )
+        super().__init__()
         self._process_group_backend = process_group_backend
-        self._timeout = timeout or timedelta(minutes=30)
-        self._start_method = start_method
+        self._timeout, self._start_method = timeout, start_method
         self._num_nodes = 1
         self._samplers = SamplerTakeover()
         self._ending = Ending(self._is_half_updated)
@@ -502,7 +454,7 @@ class CephaloStrategy(ParallelStrategy):
                 self._follow_plan(trainer)
             self._use_optimizers(trainer)
             if self._options.verbose and self.is_global_zero:
-                report.show(self.session.plan_table(self._options.details))
+                report.show(self.session.plan_table(details=self._options.planner.verbose > 1))
         else:
             self._shard(Job.of_evaluation(self._options, self.world_size))
         self.setup_precision_plugin()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
+from lightning_cephalo import CephaloStrategy, Planner
 from lightning_cephalo.plan import Plan, RankPlan
 
 GLOBAL_BATCH = 8
@@ -17,6 +19,13 @@ QUIET: dict[str, Any] = {
     "num_sanity_val_steps": 0,
 }
 """Options of a Trainer that shows and writes nothing."""
+
+
+def quiet_strategy(**options: Any) -> CephaloStrategy:
+    """Return a strategy that prints nothing; options of its planner may stand among its own."""
+    of_planner = {field.name for field in fields(Planner)} & options.keys()
+    planner = {"verbose": False, **{name: options.pop(name) for name in of_planner}}
+    return CephaloStrategy(planner=Planner(**planner), **options)
 
 
 def plan_of(

@@ -16,7 +16,7 @@ import pytest
 from common import assert_same_tensors, in_ranks, values_of
 from plans import QUIET, plan_of
 
-from lightning_cephalo import CephaloStrategy
+from lightning_cephalo import CephaloStrategy, Planner
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 README = EXAMPLES.with_name("README.md")
@@ -38,7 +38,7 @@ def trained(name: str, plan: Any, options: dict[str, Any]) -> Any:
     if plan is not None:
         made = plan_of(*plan)
         strategy = CephaloStrategy(
-            plan=made, global_batch_size=made.global_batch_size, verbose=False
+            plan=made, global_batch_size=made.global_batch_size, planner=Planner(verbose=False)
         )
     devices = 1 if plan is None else len(plan)
     given = {**QUIET, "accelerator": "cpu", "devices": devices, "strategy": strategy, **options}

@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous import (
     registry,
 )
 
-from lightning_cephalo import CephaloStrategy, run
+from lightning_cephalo import CephaloStrategy, Planner, run
 from lightning_cephalo.ranks import agents
 from lightning_cephalo.ranks.starter import TOLD
 from lightning_cephalo.recovery.options import AGENT, LAUNCHES, MOST_HOSTS
@@ -56,7 +56,9 @@ def trained(folder, recover):
                 file.write(json.dumps(told) + "\n")
 
     plan = plan_of(((24, 24), 0.6), ((16,), 0.4))
-    strategy = CephaloStrategy(plan=plan, global_batch_size=64, recover=recover, verbose=False)
+    strategy = CephaloStrategy(
+        plan=plan, global_batch_size=64, recover=recover, planner=Planner(verbose=False)
+    )
     options = {"strategy": strategy, "max_epochs": STEPS // 4, "callbacks": [Tells()]}
     spot.main(samples=256, **{**QUIET, "devices": 2, **options})
 

@@ -93,7 +93,7 @@ def _train(job: Job, rank: int, folder: Path) -> None:
     from torch import nn
     from torch.utils.data import DataLoader, TensorDataset
 
-    from lightning_cephalo import CephaloStrategy, Plan, RankPlan
+    from lightning_cephalo import CephaloStrategy, Plan, Planner, RankPlan
 
     is_searching = job.what == "in the LR finder"
 
@@ -166,9 +166,8 @@ def _train(job: Job, rank: int, folder: Path) -> None:
         strategy = Cephalo(
             plan=None if job.what in _MEASURED else plan,
             global_batch_size=GLOBAL_BATCH,
-            profile_budget_s=20.0,
+            planner=Planner(verbose=job.what in _CACHES),
             timeout=timeout,
-            verbose=job.what in _CACHES,
         )
     callbacks: list[Any] = [OnExceptionCheckpoint(folder), Tells()]
     if is_searching:

@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 from lightning.pytorch import Trainer
 
-from lightning_cephalo import CephaloStrategy
+from lightning_cephalo import CephaloStrategy, Planner
 from lightning_cephalo.emulation import Emulation
 from lightning_cephalo.observe.pace import predicted_busy_s
 from lightning_cephalo.plan import Plan, Problem
@@ -78,7 +78,10 @@ def _planned(model: Model, steps: int) -> tuple[Problem, CephaloStrategy]:
 
 def _fit(model: Model, steps: int, **options: Any) -> CephaloStrategy:
     strategy = CephaloStrategy(
-        global_batch_size=model.global_batch_size, verbose=False, timeout=_TIMEOUT, **options
+        global_batch_size=model.global_batch_size,
+        planner=Planner(verbose=False),
+        timeout=_TIMEOUT,
+        **options,
     )
     Trainer(
         accelerator="cpu",

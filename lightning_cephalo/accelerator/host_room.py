@@ -101,16 +101,17 @@ class HostRoom:
         except (MemoryError, RuntimeError) as error:  # torch raises either, by the platform
             raise HostMemoryError(
                 f"This rank's host did not give {format_mib(nbytes)} for optimizer state: {error}"
-                " Lower host_memory_cap=, or use a plan that keeps more of it on the devices"
-                " (resident_fraction)."
+                " Lower Planner(host_memory_cap=...), or use a plan that keeps more of it on the"
+                " devices (resident_fraction)."
             ) from error
         self._used.append(0)
 
     def _refuse(self, nbytes: int) -> None:
         raise HostMemoryError(
             f"Optimizer state needs {format_mib(self.held_bytes + nbytes)} of host memory; this"
-            f" rank may use {format_mib(self._capacity_bytes)}. Raise host_memory_cap=, or use a"
-            " plan that keeps more of it on the devices (resident_fraction)."
+            f" rank may use {format_mib(self._capacity_bytes)}. Raise"
+            " Planner(host_memory_cap=...), or use a plan that keeps more of it on the devices"
+            " (resident_fraction)."
         )
 
 

@@ -235,7 +235,8 @@ class EarlyUpdater:
                 f"Code has changed {what} inside of the backward, where units are updated: some"
                 " updates have used the value of before. On one device all use the last value."
                 " Change it before the backward or behind the step, such as in"
-                " on_train_batch_start(). Or say CephaloStrategy(early_update=False)."
+                " on_train_batch_start(). Or say"
+                " CephaloStrategy(planner=Planner(early_update=False))."
             )
 
     def finish(self) -> None:

@@ -119,7 +119,7 @@ def _refusal(name: str, counts: str) -> UnsupportedError:
     return UnsupportedError(
         f"{name}() inside a step, of which ranks run {counts} microbatches: it would hang. For a"
         " loss over the samples of all ranks use lightning_cephalo.loss_over_batch(). Or let every"
-        " rank run one microbatch: CephaloStrategy(single_microbatch=True), with"
+        " rank run one microbatch: CephaloStrategy(planner=Planner(single_microbatch=True)), with"
         " DataLoader(drop_last=True) if it is a smaller last step. Or gather after the step, in a"
         " hook."
     )

@@ -158,13 +158,14 @@ class HostArena:
             raise HostMemoryError(
                 f"Offloaded boundaries need {format_mib(self.held_bytes + least)} of host"
                 f" memory; this rank may use {format_mib(self.capacity_bytes)}. Raise"
-                " host_memory_cap=, use a smaller global batch, or a plan that offloads less."
+                " Planner(host_memory_cap=...), use a smaller global batch, or a plan that offloads"
+                " less."
             )
         try:
             return self._accelerator.allocate_host(int(min(nbytes, free)))
         except (MemoryError, RuntimeError) as error:  # torch raises either, by the platform
             raise HostMemoryError(
                 f"This rank's host did not give {format_mib(nbytes)} for offloaded boundaries:"
-                f" {error} Lower host_memory_cap=, use a smaller global batch, or a plan that"
-                " offloads less."
+                f" {error} Lower Planner(host_memory_cap=...), use a smaller global batch, or a"
+                " plan that offloads less."
             ) from error

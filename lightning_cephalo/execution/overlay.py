@@ -405,9 +405,9 @@ def _stored_in_backward(name: str, microbatches: int) -> UnitUseError:
     return UnitUseError(
         f"A hook stores {name!r} on a module during the backward. It sees the gradient of one"
         f" microbatch, of which this rank has {microbatches}, so that only the last one's would"
-        f" stay. {_INSTEAD} CephaloStrategy(single_microbatch=True), or a plan with one microbatch"
-        " per rank, allows the hook as it is. For gradients of parameters read p.grad in"
-        " on_after_backward()."
+        f" stay. {_INSTEAD} CephaloStrategy(planner=Planner(single_microbatch=True)), or a plan"
+        " with one microbatch per rank, allows the hook as it is. For gradients of parameters"
+        " read p.grad in on_after_backward()."
     )
 
 

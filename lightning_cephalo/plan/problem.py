@@ -38,7 +38,7 @@ _MEASURE_AGAIN = "Measure the job again: embedding and head are gathered whole n
 _IN_TURNS = (
     0.0,
     "Manual optimization runs one microbatch on each rank. Measure again, such as with"
-    " CephaloStrategy(remeasure=True).",
+    " CephaloStrategy(planner=Planner(remeasure=True)).",
 )
 _REMOVED = {
     "disturbance": ("", ""),

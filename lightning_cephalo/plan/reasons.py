@@ -104,7 +104,7 @@ def surprises(problem: Problem, plan: Plan) -> list[str]:
             found.append(
                 f"Ranks {quick} and {slow} are both {name!r}, but rank {slow} took {factor:.1f}"
                 " times as long for a sample while it was measured: another program may have used"
-                " it. CephaloStrategy(remeasure=True) measures again."
+                " it. CephaloStrategy(planner=Planner(remeasure=True)) measures again."
             )
     best = min((seconds for seconds in fastest if seconds), default=None)
     for index, planned in enumerate(plan.ranks):
@@ -116,7 +116,8 @@ def surprises(problem: Problem, plan: Plan) -> list[str]:
         found.append(
             f"Rank {index} ({problem.ranks[index].name!r}) gets no samples although it took only"
             f" {own / best:.1f} times as long for one as the fastest rank. If the machine was busy"
-            " while it was measured, CephaloStrategy(remeasure=True) measures again."
+            " while it was measured, CephaloStrategy(planner=Planner(remeasure=True)) measures"
+            " again."
         )
     return found
 

@@ -94,7 +94,7 @@ class HostState:
             raise HostMemoryError(
                 f"The plan keeps {format_mib(needed)} of optimizer state and boundaries in host"
                 f" memory; this rank may use {format_mib(self._capacity_bytes)}. Raise"
-                " host_memory_cap=, or use a plan that keeps more on the devices"
+                " Planner(host_memory_cap=...), or use a plan that keeps more on the devices"
                 f" (resident_fraction).{self._limit()}"
             )
 

@@ -323,7 +323,8 @@ def reserve_host_memory(
         raise HostMemoryError(
             f"The plan offloads {format_mib(needed)}, but this rank may use"
             f" {format_mib(host.capacity_bytes)} of its host's memory{_by(host.limited_by)}. Raise"
-            " host_memory_cap=, or leave the plan out (plan=None) to have one made that fits."
+            " Planner(host_memory_cap=...), or leave the plan out (plan=None) to have one made"
+            " that fits."
         )
     arena.reserve(math.ceil(needed))
     return arena

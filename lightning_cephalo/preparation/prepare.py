@@ -163,7 +163,7 @@ def read_job(
         own = _limits(trainer, control, options)
         doing = "finding when updates may run"
         late = "early_update=False"
-        if options.early_update:
+        if options.planner.early_update:
             late = late_by_job(trainer, trainer.lightning_module)
     except Exception as error:
         failure = error
@@ -207,7 +207,7 @@ def read_job(
 def _state_groups(options: Options, plan: Plan | None, nodes: Sequence[int]) -> tuple[int, ...]:
     """Return the group of every rank, where each holds the whole state; equal on every rank."""
     given = plan is not None and plan.state_groups
-    if not given and (not options.hybrid_sharding or len(nodes) == 1):
+    if not given and (not options.planner.hybrid_sharding or len(nodes) == 1):
         return ()
     if options.optimizer_offload is not False:
         raise UnsupportedError(
@@ -218,16 +218,16 @@ def _state_groups(options: Options, plan: Plan | None, nodes: Sequence[int]) -> 
         return plan.state_groups
     if plan is not None:
         raise PlanError(
-            "hybrid_sharding=True, but the plan has no state_groups: in it all ranks hold the state"
-            f" together. Give a plan with state_groups: {list(nodes)} and shares that sum to 1 in"
-            " each, or leave one of the two out."
+            "Planner(hybrid_sharding=True), but the plan has no state_groups: in it all ranks hold"
+            f" the state together. Give a plan with state_groups: {list(nodes)} and shares that"
+            " sum to 1 in each, or leave one of the two out."
         )
     if len(set(nodes)) == 1:
         raise PlanError(
-            f"hybrid_sharding=True, but all {len(nodes)} ranks are on one node, so that there are"
-            " no groups to hold the whole state each. Nodes are told apart by the launcher's node"
-            " number, the host name, the kernel and the network namespace. Leave it out, or give a"
-            " plan with state_groups, the group of every rank."
+            f"Planner(hybrid_sharding=True), but all {len(nodes)} ranks are on one node, so that"
+            " there are no groups to hold the whole state each. Nodes are told apart by the"
+            " launcher's node number, the host name, the kernel and the network namespace. Leave it"
+            " out, or give a plan with state_groups, the group of every rank."
         )
     return groups_by_node(nodes)
 
@@ -285,10 +285,6 @@ def _answer_next_request(source: Any, loaders: Any) -> None:
 
 def _global_batch_size(loaders: Loaders, options: Options, world_size: int) -> int | None:
     if options.global_batch_size is not None:
-        if options.global_batch_size < 1:
-            raise PlanError(
-                f"global_batch_size: expected 1 or more samples, got {options.global_batch_size}."
-            )
         return options.global_batch_size
     size = global_batch_size(loaders.flat[0], world_size)
     if size is None and options.plan is None and not is_stream(loaders.flat[0]):
@@ -340,7 +336,7 @@ def _limits(trainer: Trainer, control: ControlGroup, options: Options) -> Limits
         control.rank,
         control.world_size,
         options.memory_cap,
-        options.host_memory_cap,
+        options.planner.host_cap,
         options.kept_bytes,
     )
 
@@ -403,14 +399,14 @@ def measure_or_load(
             job.global_batch_size,
             options.of_measuring(),
         ),
-        remeasure=options.remeasure,
+        remeasure=options.planner.remeasure,
     )
     if found.said is not None:
         Progress(options.verbose and control.rank == 0).warn(found.said)
     problem = found.problem
     if problem is None:
         module: Any = model.module
-        has_one_microbatch = options.single_microbatch or manual is not None
+        has_one_microbatch = options.planner.single_microbatch or manual is not None
         with named_where_nothing_fits(job.limits):
             problem = measure(
                 model=model,
@@ -422,7 +418,7 @@ def measure_or_load(
                 pause=pause,
                 global_batch_size=job.global_batch_size,
                 options=ProfileOptions(
-                    budget_s=options.profile_budget_s,
+                    budget_s=options.planner.budget_s,
                     minimum_microbatch_size=smallest,
                     ready_samples=job.ready_samples,
                     single_microbatch=has_one_microbatch,

@@ -148,7 +148,7 @@ class Session:
             executor = self.model.executor
             end = synchronise_lists(groups.control, lambda: executor.inside_microbatch)
             self._at_end.callback(end)
-        self.user_gathers = UserGathers(groups.control, options.single_microbatch)
+        self.user_gathers = UserGathers(groups.control, options.planner.single_microbatch)
         self.manual: PhasedSteps | None = None
         if job.trains and not module.automatic_optimization:
             self.manual = PhasedSteps(self.model.executor)
@@ -257,7 +257,7 @@ class Session:
                         "The plan counts on updates inside the backward, but they have to follow"
                         f" it: {self.late}. Rank {index} would need {format_mib(needed)} of its"
                         f" {format_mib(capacity)}. Have a plan made for late updates:"
-                        " CephaloStrategy(early_update=False)."
+                        " CephaloStrategy(planner=Planner(early_update=False))."
                     )
                 rank = replace(rank, memory_bytes=needed)
             if kinds.state_bytes is not None:
@@ -484,7 +484,7 @@ class Session:
     @property
     def _updates(self) -> str:
         """When updates run, in a few words; empty if nobody has asked for another way."""
-        if not self.job.options.early_update:
+        if not self.job.options.planner.early_update:
             return ""
         return f"after the backward: {self.late}" if self.late else "inside the backward"
 

@@ -119,7 +119,8 @@ def _read(path: Path, capacities: Sequence[float]) -> CachedProblem:
         ]
     )
     said = (
-        f"Using times measured on {day} ({path}); CephaloStrategy(remeasure=True) measures again."
+        f"Using times measured on {day} ({path});"
+        " CephaloStrategy(planner=Planner(remeasure=True)) measures again."
     )
     return CachedProblem(path, dataclasses.replace(problem, ranks=tuple(ranks)), said)
 

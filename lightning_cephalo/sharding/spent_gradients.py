@@ -34,7 +34,7 @@ class SpentGradient(Locked):
         " backward and gives the gradient back at once, or after it has left for the host. Use"
         " gradients in on_after_backward() or on_before_optimizer_step(): with these, updates"
         " follow the backward, and gradients stay. Or say"
-        " CephaloStrategy(early_update=False)."
+        " CephaloStrategy(planner=Planner(early_update=False))."
     )
 
 

@@ -217,8 +217,11 @@ def test_remote_file_systems_are_written_and_read():
 def test_the_strategy_uses_it_unless_the_user_gives_a_plugin(path):
     assert isinstance(CephaloStrategy().checkpoint_io, AtomicCheckpointIO)
     own = TorchCheckpointIO()
-    assert CephaloStrategy(checkpoint_io=own).checkpoint_io is own
-    wraps_own = CephaloStrategy(checkpoint_io=AsyncCheckpointIO(own)).checkpoint_io
+    strategy = CephaloStrategy()
+    strategy.checkpoint_io = own
+    assert strategy.checkpoint_io is own
+    strategy.checkpoint_io = AsyncCheckpointIO(own)
+    wraps_own = strategy.checkpoint_io
     assert wraps_own.checkpoint_io is own
     strategy = CephaloStrategy()
     strategy.checkpoint_io = AsyncCheckpointIO()  # as the Trainer's connector sets it

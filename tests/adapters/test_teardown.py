@@ -14,7 +14,9 @@ from lightning_cephalo import CephaloStrategy
 @pytest.mark.parametrize("broken", ["session", "samplers"])
 def test_an_error_in_one_part_leaves_out_none_of_the_others(broken):
     parts = {name: Mock() for name in ("accelerator", "cluster_environment", "checkpoint_io")}
-    strategy = CephaloStrategy(**parts)
+    strategy = CephaloStrategy()
+    for name, part in parts.items():
+        setattr(strategy, name, part)
     strategy._precision_plugin = parts["precision"] = Mock()
     strategy._samplers, strategy._ending, session = Mock(), Mock(), Mock()
     strategy._session = session

@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_cephalo import CephaloStrategy, Plan, RankPlan
+from lightning_cephalo import CephaloStrategy, Plan, Planner, RankPlan
 
 GLOBAL_BATCH = 8
 NO_SYNCS_IN = (3, 4, 5)
@@ -59,7 +59,9 @@ class Model(pl.LightningModule):
 def strategy(options: argparse.Namespace) -> pl.strategies.Strategy | str:
     if options.solve:
         return CephaloStrategy(
-            global_batch_size=GLOBAL_BATCH, process_group_backend=options.backend, verbose=False
+            global_batch_size=GLOBAL_BATCH,
+            process_group_backend=options.backend,
+            planner=Planner(verbose=False),
         )
     if options.plan is None:
         return "auto"
@@ -72,7 +74,7 @@ def strategy(options: argparse.Namespace) -> pl.strategies.Strategy | str:
         global_batch_size=GLOBAL_BATCH,
         recompute=not options.keep,
         process_group_backend=options.backend,
-        verbose=False,
+        planner=Planner(verbose=False),
         trace=options.folder / "trace.json" if options.trace else None,
     )
 

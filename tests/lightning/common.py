@@ -16,7 +16,7 @@ import torch
 from launch import RankFailure as RankFailure
 from launch import run_ranks, torchrun_environments
 from lightning.pytorch import LightningModule, Trainer
-from plans import GLOBAL_BATCH, PLANS, QUIET
+from plans import GLOBAL_BATCH, PLANS, QUIET, quiet_strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -30,7 +30,7 @@ for solver in ("cvxpy", "highspy"):
 
 def strategy(plan: str, **options: Any) -> CephaloStrategy:
     given = {"global_batch_size": GLOBAL_BATCH, "timeout": timedelta(seconds=400)}
-    return CephaloStrategy(plan=PLANS[plan], **{"verbose": False, **given, **options})
+    return quiet_strategy(plan=PLANS[plan], **{**given, **options})
 
 
 def trainer(plan: str | None, strategy_options: dict[str, Any] | None = None, **options: Any):

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from plans import GLOBAL_BATCH, PLANS, QUIET
+from plans import GLOBAL_BATCH, PLANS, QUIET, quiet_strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from warm_ranks import in_ranks
 
-from lightning_cephalo import CephaloStrategy, Plan
+from lightning_cephalo import Plan
 
 RECORDED = ("even", "3:1", "idle last", "idle first", "three")
 
@@ -130,12 +130,11 @@ def make_trainer(
     defaults: dict[str, Any] = {
         "start_method": "fork",
         "timeout": timedelta(seconds=100),
-        "verbose": False,
     }
     if isinstance(plan, str):
         plan = PLANS[plan]
         defaults["global_batch_size"] = GLOBAL_BATCH
-    strategy = CephaloStrategy(plan=plan, **{**defaults, **(strategy_options or {})})
+    strategy = quiet_strategy(plan=plan, **{**defaults, **(strategy_options or {})})
     return Trainer(strategy=strategy, devices=len(plan.ranks), **options)
 
 

@@ -28,7 +28,7 @@ from plans import PLANS, QUIET, plan_of
 from recording import Recorder, assert_same_weights, loader, make_trainer, samples
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from lightning_cephalo import CephaloStrategy
+from lightning_cephalo import CephaloStrategy, Planner
 from lightning_cephalo.common.errors import (
     BatchSplitError,
     RemoteRankError,
@@ -105,7 +105,7 @@ def assert_everywhere(found: list[Failure], kind: type[BaseException], *parts: s
 
 def test_more_ranks_than_samples(tmp_path: Path) -> None:
     def fit() -> None:
-        strategy = CephaloStrategy(global_batch_size=1, verbose=False)
+        strategy = CephaloStrategy(global_batch_size=1, planner=Planner(verbose=False))
         options = {"accelerator": "cpu", "devices": 2, "max_epochs": 1, "logger": False}
         quiet = {"enable_checkpointing": False, "enable_progress_bar": False}
         trainer = Trainer(strategy=strategy, enable_model_summary=False, **options, **quiet)
@@ -162,7 +162,7 @@ def test_a_plan_that_does_not_fit(case: str, tmp_path: Path) -> None:
     plan = make(folder)
 
     def fit() -> None:
-        strategy = CephaloStrategy(plan=plan, global_batch_size=8, verbose=False)
+        strategy = CephaloStrategy(plan=plan, global_batch_size=8, planner=Planner(verbose=False))
         trainer = Trainer(
             strategy=strategy,
             accelerator="cpu",
@@ -591,7 +591,7 @@ def test_ready_batches_of_a_map_style_dataset(tmp_path: Path) -> None:
     assert_everywhere(found, ValueError, "batch_size=None", "single samples")
 
     def measured() -> None:
-        strategy = CephaloStrategy(verbose=False)
+        strategy = CephaloStrategy(planner=Planner(verbose=False))
         trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, **QUIET)
         trainer.fit(Recorder(tmp_path), data)
 

@@ -22,7 +22,7 @@ from lightning.pytorch import Callback, Trainer
 from plans import GLOBAL_BATCH, QUIET, plan_of
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from lightning_cephalo import CephaloStrategy, Plan
+from lightning_cephalo import CephaloStrategy, Plan, Planner
 from lightning_cephalo.common.errors import (
     PlanError,
     RemoteRankError,
@@ -113,7 +113,9 @@ def _fit(
     }
     strategy = "auto"
     if plan is not None:
-        strategy = CephaloStrategy(plan=plan, global_batch_size=GLOBAL_BATCH, verbose=False)
+        strategy = CephaloStrategy(
+            plan=plan, global_batch_size=GLOBAL_BATCH, planner=Planner(verbose=False)
+        )
     devices = 1 if plan is None else len(plan.ranks)
     run = Trainer(strategy=strategy, devices=devices, **options, **common)
     data = _loader(num_workers=workers)
@@ -333,7 +335,9 @@ def _asked(kind: str):
     seven = plan_of(((3, 2), 0.5), ((2,), 0.5))
     bad = [(three, three), (seven, seven), (A, SHARES), ("none.yaml", SHARES), (C, C)]
     asks = Asks(*(bad if kind == "map" else [(B, B), (SHARES, SHARES)]))
-    strategy = CephaloStrategy(plan=A, global_batch_size=GLOBAL_BATCH, verbose=False)
+    strategy = CephaloStrategy(
+        plan=A, global_batch_size=GLOBAL_BATCH, planner=Planner(verbose=False)
+    )
     data = _loader()
     if kind == "kept workers":
         process: Any = multiprocessing.current_process()
@@ -389,7 +393,9 @@ def _swapped(plan: Plan | None, early: Any):
     if plan is not None:
         data = DataLoader(data.dataset, GLOBAL_BATCH // 2)
         strategy = CephaloStrategy(
-            plan=plan, global_batch_size=GLOBAL_BATCH, verbose=False, early_update=early
+            plan=plan,
+            global_batch_size=GLOBAL_BATCH,
+            planner=Planner(verbose=False, early_update=early),
         )
     options = {**QUIET, "accumulate_grad_batches": 4, "max_epochs": 1}
     devices = 1 if plan is None else 2

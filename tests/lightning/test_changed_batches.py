@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, default_collate
 
-from lightning_cephalo import CephaloStrategy
+from lightning_cephalo import CephaloStrategy, Planner
 
 
 class Rebinds(Net):
@@ -62,7 +62,8 @@ def fit(plan: str | None, kind: type[Any]) -> Any:
     model = kind()
     if plan == "measured":
         strategy = CephaloStrategy(
-            verbose=False, profile_budget_s=1.0, remeasure=True, global_batch_size=GLOBAL_BATCH
+            planner=Planner(verbose=False, budget_s=1.0, remeasure=True),
+            global_batch_size=GLOBAL_BATCH,
         )
         fitting = Trainer(accelerator="cpu", strategy=strategy, devices=2, **QUIET)
     else:

@@ -529,10 +529,10 @@ def test_optimizers_that_cannot_be_updated_by_units_are_named():
 
 @pytest.mark.parametrize("value", [True, None, "late"])
 def test_no_other_value_than_auto_and_false_is_taken(value):
-    from lightning_cephalo import CephaloStrategy
+    from lightning_cephalo import CephaloStrategy, Planner
 
     with pytest.raises(ValueError, match="early_update: expected 'auto' or False"):
-        CephaloStrategy(early_update=value)
+        CephaloStrategy(planner=Planner(early_update=value))
 
 
 def test_a_step_of_another_optimizer_than_the_first_is_late():

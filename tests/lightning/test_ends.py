@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from common import assert_same_tensors, in_ranks, values_of
 from lightning.pytorch import LightningModule, Trainer
-from plans import GLOBAL_BATCH, PLANS, QUIET
+from plans import GLOBAL_BATCH, PLANS, QUIET, quiet_strategy
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
@@ -112,9 +112,7 @@ ELSEWHERE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def _strategy(plan: str, **options: Any) -> CephaloStrategy:
-    return CephaloStrategy(
-        plan=PLANS[plan], global_batch_size=GLOBAL_BATCH, verbose=False, **options
-    )
+    return quiet_strategy(plan=PLANS[plan], global_batch_size=GLOBAL_BATCH, **options)
 
 
 def _trained(plan: str | None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from plans import QUIET
 from torch import Tensor, nn
 from warm_ranks import in_ranks
 
-from lightning_cephalo import CephaloStrategy
+from lightning_cephalo import CephaloStrategy, Planner
 from lightning_cephalo.common.errors import RemoteRankError, UnitUseError
 
 _TOLERANCE = 1e-5
@@ -293,7 +293,9 @@ def test_a_function_that_clips_residuals_sees_their_whole_gradient(recompute):
 def _measured() -> bool:
     _seen.clear()
     torch.manual_seed(2)
-    strategy = CephaloStrategy(global_batch_size=4, single_microbatch=True, verbose=False)
+    strategy = CephaloStrategy(
+        global_batch_size=4, planner=Planner(single_microbatch=True, verbose=False)
+    )
     ready = Trainer(accelerator="cpu", devices=2, strategy=strategy, **QUIET)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

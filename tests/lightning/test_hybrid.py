@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import WeightAveraging
 from plans import GLOBAL_BATCH, PLANS, QUIET
 from torch.distributed.tensor import DTensor
 
-from lightning_cephalo import CephaloStrategy
+from lightning_cephalo import CephaloStrategy, Planner
 from lightning_cephalo.common.errors import RemoteRankError, UnsupportedError
 from lightning_cephalo.plan import Plan, PlanError, RankPlan
 from lightning_cephalo.ranks import groups
@@ -167,7 +167,9 @@ def _all_refused(plan):
         "offload": _refused(plan, UnsupportedError, None, optimizer_offload="auto"),
         "no groups": _refused("whole three", PlanError, None, hybrid_sharding=True),
     }
-    own = CephaloStrategy(hybrid_sharding=True, global_batch_size=GLOBAL_BATCH, verbose=False)
+    own = CephaloStrategy(
+        planner=Planner(hybrid_sharding=True, verbose=False), global_batch_size=GLOBAL_BATCH
+    )
     with pytest.raises(PlanError) as one_node:
         Trainer(strategy=own, devices=3, accelerator="cpu", **QUIET).fit(
             Net(), loader(14), loader(8)
@@ -220,11 +222,8 @@ class _Manual(Net):
 def _fit_that_solves(kind=Net):
     module = kind()
     strategy = CephaloStrategy(
-        hybrid_sharding=True,
+        planner=Planner(hybrid_sharding=True, budget_s=0.5, remeasure=True, verbose=False),
         global_batch_size=GLOBAL_BATCH,
-        profile_budget_s=0.5,
-        remeasure=True,
-        verbose=False,
         timeout=timedelta(seconds=400),
     )
     fitted = Trainer(

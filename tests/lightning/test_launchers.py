@@ -23,7 +23,7 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from plans import PLANS
 
-from lightning_cephalo import CephaloStrategy, UnevenSLURMEnvironment
+from lightning_cephalo import CephaloStrategy, Planner, UnevenSLURMEnvironment
 from lightning_cephalo.accelerator import host
 from lightning_cephalo.ranks import launch
 from lightning_cephalo.ranks.starter import STARTER
@@ -122,7 +122,7 @@ def test_hydra_instantiates_the_strategy_inside_the_trainer(plan_file, one_devic
             "plan": str(plan_file),
             "global_batch_size": 8,
             "start_method": "fork",
-            "verbose": False,
+            "planner": {"_target_": "lightning_cephalo.Planner", "verbose": False},
         },
     }
     _assert_trained(*_fit_launched(Net(), instantiate(config)), one_device)
@@ -154,8 +154,11 @@ def test_the_command_line_takes_class_and_arguments(command_line, plan_file, one
         f"--trainer.strategy.plan={plan_file}",
         "--trainer.strategy.global_batch_size=8",
         "--trainer.strategy.start_method=fork",
-        "--trainer.strategy.verbose=false",
+        "--trainer.strategy.planner.verbose=false",
+        "--trainer.strategy.planner.budget_s=3",
     )
+    planner = interface.trainer.strategy._options.planner
+    assert planner == Planner(verbose=False, budget_s=3.0)
     _assert_trained(*_fit_launched(interface.model, interface.trainer), one_device)
 
 
@@ -172,12 +175,17 @@ def test_the_command_line_reads_class_path_and_init_args_from_yaml(
                 init_args:
                   plan: {plan_file}
                   recompute: false
+                  planner:
+                    verbose: 2
+                    early_update: false
             """
         )
     )
     interface = command_line(f"--config={config}")
     assert isinstance(interface.trainer.strategy, CephaloStrategy)
-    assert interface.trainer.strategy._options.recompute.default is False
+    options = interface.trainer.strategy._options
+    assert options.recompute.default is False
+    assert options.planner == Planner(verbose=2, early_update=False)
 
 
 # -- interpreters of their own -----------------------------------------------------------------
@@ -315,11 +323,11 @@ def test_a_script_that_never_imports_the_package_trains_with_the_name(tmp_path, 
 
 
 _GIVEN = """
-from lightning_cephalo import CephaloStrategy, Plan, RankPlan
+from lightning_cephalo import CephaloStrategy, Plan, Planner, RankPlan
 def plan(*ranks):
     ranks = [RankPlan(microbatch_sizes=sizes, state_fraction=part) for sizes, part in ranks]
     plan = Plan(ranks=tuple(ranks))
-    return CephaloStrategy(global_batch_size=8, verbose=False, plan=plan)
+    return CephaloStrategy(global_batch_size=8, planner=Planner(verbose=False), plan=plan)
 """
 
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 from torch.utils.data import DataLoader
 
-from lightning_cephalo import CephaloStrategy
+from lightning_cephalo import CephaloStrategy, Planner
 from lightning_cephalo.common.errors import RemoteRankError, UnitUseError, UnsupportedError
 from lightning_cephalo.plan import PlanError
 
@@ -558,7 +558,7 @@ def fit_measured(devices: int) -> Any:
     before = values_of(model)
     strategy: Any = "auto"
     if devices > 1:
-        strategy = CephaloStrategy(verbose=False, profile_budget_s=1.0, remeasure=True)
+        strategy = CephaloStrategy(planner=Planner(verbose=False, budget_s=1.0, remeasure=True))
     fitting = Trainer(
         accelerator="cpu", strategy=strategy, devices=devices, **{**QUIET, "max_epochs": 2}
     )

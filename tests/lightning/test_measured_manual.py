@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader
 
-from lightning_cephalo import CephaloStrategy
+from lightning_cephalo import CephaloStrategy, Planner
 
 BATCH = 512
 
@@ -91,7 +91,7 @@ def fit(kind: type[Any], devices: int) -> Any:
     strategy: Any = "auto"
     if devices > 1:
         strategy = CephaloStrategy(
-            verbose=False, profile_budget_s=1.0, remeasure=True, replan=False
+            planner=Planner(verbose=False, budget_s=1.0, remeasure=True), replan=False
         )
     fitting = Trainer(accelerator="cpu", strategy=strategy, devices=devices, **QUIET)
     fitting.fit(model, DataLoader(dataset(3 * BATCH), batch_size=BATCH // devices))

@@ -12,7 +12,7 @@ from common import Net, RankFailure, in_ranks, loader, trainer
 from lightning.pytorch import Callback, Trainer
 from plans import PLANS, QUIET
 
-from lightning_cephalo import CephaloStrategy
+from lightning_cephalo import CephaloStrategy, Planner
 from lightning_cephalo.observe.run_record import RECORD_NAME, RunRecord, read_record
 from lightning_cephalo.plan.program import NONE, Operation
 from lightning_cephalo.plan.timeline import MEASURED_KINDS, Kind, Phase
@@ -92,7 +92,9 @@ def fit_with_state_on_the_host(folder: str) -> Any:
     plan = PLANS["3:1"]
     moved = {"resident_fraction": 0.4, "host_update_fraction": 0.3}
     plan = replace(plan, ranks=tuple(replace(rank, **moved) for rank in plan.ranks))
-    chosen = CephaloStrategy(plan=plan, global_batch_size=8, verbose=False, record=folder)
+    chosen = CephaloStrategy(
+        plan=plan, global_batch_size=8, planner=Planner(verbose=False), record=folder
+    )
     options = {**QUIET, "max_epochs": -1, "max_steps": 4}
     made = Trainer(accelerator="cpu", devices=2, strategy=chosen, **options)
     made.fit(Net(), loader(32))

@@ -11,13 +11,13 @@ import pytest
 import torch
 from common import Net, assert_same_optimizer_state, assert_same_tensors, in_ranks, loader
 from lightning.pytorch import Callback, Trainer
-from plans import GLOBAL_BATCH, PLANS, QUIET, plan_of
+from plans import GLOBAL_BATCH, PLANS, QUIET, plan_of, quiet_strategy
 from profiled import GPT, fit
 from profiled import in_ranks as in_emulated_ranks
 from profiled import loader as profiled_loader
 from torch import Tensor, nn
 
-from lightning_cephalo import CephaloStrategy, Plan
+from lightning_cephalo import Plan
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.emulation import active_device
 from lightning_cephalo.execution.observer import Observer
@@ -100,11 +100,10 @@ class Notes(Callback, Observer):
 
 
 def trainer(plan: Plan, early: Any, strategy: Any = None, **options: Any) -> Trainer:
-    by_plan = CephaloStrategy(
+    by_plan = quiet_strategy(
         plan=plan,
         global_batch_size=GLOBAL_BATCH,
         early_update=early,
-        verbose=False,
         timeout=timedelta(seconds=400),
         **strategy or {},
     )
@@ -326,7 +325,7 @@ def test_what_cannot_be_is_named_on_all_ranks():
         assert lacks.startswith("HostMemoryError: This rank's host did not give")
         assert told.startswith("RemoteRankError: Rank 1") and "allocating host memory" in told
         for said in (lacks, told):
-            assert "CUDA error: out of memory" in said and "Lower host_memory_cap=" in said
+            assert "CUDA error: out of memory" in said and "Lower Planner(host_memory_cap=" in said
 
 
 class Poisoned(Partly):

@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from plans import QUIET, plan_of
 from torch.utils.data import DataLoader
 
-from lightning_cephalo import CephaloStrategy
+from lightning_cephalo import CephaloStrategy, Planner
 from lightning_cephalo.common.errors import UnsupportedError
 
 ENVIRONMENT = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE")
@@ -40,7 +40,9 @@ def in_a_script(function: Callable[[], Any]) -> Any:
 
 
 def one_rank(**options: Any) -> Trainer:
-    strategy = CephaloStrategy(verbose=False, profile_budget_s=1.0, timeout=timedelta(seconds=400))
+    strategy = CephaloStrategy(
+        planner=Planner(verbose=False, budget_s=1.0), timeout=timedelta(seconds=400)
+    )
     return Trainer(strategy=strategy, accelerator="cpu", **{"devices": 1, **QUIET, **options})
 
 
@@ -130,7 +132,7 @@ class Batches:
 
 
 def with_one_microbatch(**options: Any) -> Trainer:
-    strategy = CephaloStrategy(plan_of(((1,), 1.0)), verbose=False)
+    strategy = CephaloStrategy(plan_of(((1,), 1.0)), planner=Planner(verbose=False))
     return Trainer(strategy=strategy, accelerator="cpu", devices=1, **{**QUIET, **options})
 
 

@@ -86,7 +86,7 @@ def _trained(
         strategy={
             "optimizer_offload": offload,
             "replan": False,
-            "profile_budget_s": 1.0,
+            "budget_s": 1.0,
             **strategy,
         },
     )

@@ -67,7 +67,7 @@ def _loader() -> DataLoader:
 def _run(kind: Any, automatic: bool, **options: Any) -> Any:
     module = Watching(kind, automatic, **options)
     before = [p.detach().clone() for p in module.parameters()]
-    strategy = {"profile_budget_s": 0.3, "remeasure": True}
+    strategy = {"budget_s": 0.3, "remeasure": True}
     trainer = fit(module, _loader(), max_steps=-1, max_epochs=1, strategy=strategy)
     moved = [not torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True)]
     return CALLS, FOUND, module.steps, moved, trainer.global_step
@@ -97,7 +97,7 @@ def _planned(kind: Any, options: dict[str, Any]) -> tuple[list[Problem], Any, bo
     module = Watching(kind, **options)
     before = module.net[0][0].weight.detach().clone()
     try:
-        trainer = fit(module, _loader(), strategy={"profile_budget_s": 0.3, "remeasure": True})
+        trainer = fit(module, _loader(), strategy={"budget_s": 0.3, "remeasure": True})
     finally:
         prepare.solve = solve
     moved = not torch.equal(before, module.net[0][0].weight)

@@ -47,7 +47,7 @@ def _trained(amsgrad: bool, capacity_bytes: int) -> tuple[tuple[int, ...], int]:
             world_size=1,
             capacity_bytes=(capacity_bytes,),
             max_steps=1,
-            strategy={"profile_budget_s": 0.3, "replan": False, "early_update": False},
+            strategy={"budget_s": 0.3, "replan": False, "early_update": False},
         )
     warned = sum("batch normalisation" in str(one.message) for one in said)
     return trainer.strategy.plan.ranks[0].microbatch_sizes, warned

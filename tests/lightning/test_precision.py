@@ -24,7 +24,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from plans import PLANS
 from torch.distributed.tensor import DTensor
 
-from lightning_cephalo import CephaloStrategy, Plan
+from lightning_cephalo import CephaloStrategy, Plan, Planner
 
 TOLERANCE = 1e-5
 CLOSE = {"rtol": TOLERANCE, "atol": TOLERANCE}
@@ -131,7 +131,7 @@ def _recomputing(name, chosen):
     ranks = zip(PLANS[name].ranks, chosen, strict=True)
     plan = Plan(tuple(replace(rank, recompute=own) for rank, own in ranks))
     runs = Trainer(
-        strategy=CephaloStrategy(plan=plan, global_batch_size=8, verbose=False),
+        strategy=CephaloStrategy(plan=plan, global_batch_size=8, planner=Planner(verbose=False)),
         accelerator="cpu",
         devices=2,
         max_epochs=1,
@@ -437,7 +437,8 @@ class _UsersPrecision(Precision):
 
 def test_a_users_own_precision_plugin_stays_as_it_is():
     plugin, own = MixedPrecision("bf16-mixed", "cpu"), _UsersPrecision()
-    strategy = CephaloStrategy(precision_plugin=own)
+    strategy = CephaloStrategy()
+    strategy.precision_plugin = own
     assert strategy.precision_plugin is own
     strategy.precision_plugin = plugin
     assert isinstance(strategy.precision_plugin, MixedPrecision)

@@ -32,10 +32,10 @@ from launch import SOON_S
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.tuner import Tuner
-from plans import QUIET, plan_of
+from plans import QUIET, plan_of, quiet_strategy
 from torch.utils import _pytree as pytree
 
-from lightning_cephalo import CephaloStrategy, Recovery
+from lightning_cephalo import Recovery
 from lightning_cephalo.common.errors import RecoveryError
 from lightning_cephalo.ranks import refusals
 from lightning_cephalo.recovery import store
@@ -150,10 +150,10 @@ def _one(folder: Path, *callbacks: Callback, model: Any = None, **options: Any) 
 
     begin = {"ckpt_path": options.pop("ckpt_path", None)}
     plan = plan_of((options.pop("microbatches", (4, 4)), 1.0))
-    given = {"plan": plan, "global_batch_size": 8, "recover": recover, "verbose": False}
+    given = {"plan": plan, "global_batch_size": 8, "recover": recover}
     used = Trainer(
         accelerator="cpu",
-        strategy=CephaloStrategy(**given),
+        strategy=quiet_strategy(**given),
         devices=1,
         callbacks=[Steps(), *callbacks],
         **{**QUIET, **options},

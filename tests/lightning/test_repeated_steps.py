@@ -22,7 +22,7 @@ from profiled import in_ranks as in_emulated_ranks
 from profiled import loader as tokens
 from torchmetrics import MeanMetric, SumMetric
 
-from lightning_cephalo import CephaloStrategy, Plan
+from lightning_cephalo import CephaloStrategy, Plan, Planner
 from lightning_cephalo.adapters.repeated_step import RepeatedStep
 from lightning_cephalo.execution.memory_errors import OutOfMemoryInStepError
 from lightning_cephalo.plan import Problem, RankProfile, solve
@@ -170,9 +170,11 @@ def _fit(model: Net, plan: Plan | None, problem: Problem = PROBLEM, early: Any =
     callbacks: list[Callback] = []
     strategy: Any = "auto"
     if plan is not None:
-        callbacks = [BeginsToReplan(problem, on_replan=seen.append, verbose=False)]
+        callbacks = [BeginsToReplan(problem, on_replan=seen.append, planner=Planner(verbose=False))]
         strategy = CephaloStrategy(
-            plan=plan, global_batch_size=GLOBAL_BATCH, verbose=False, early_update=early
+            plan=plan,
+            global_batch_size=GLOBAL_BATCH,
+            planner=Planner(verbose=False, early_update=early),
         )
     options = {**QUIET, "max_epochs": -1, "max_steps": STEPS, "limit_val_batches": 0, **options}
     devices = 1 if plan is None else 2
@@ -340,7 +342,7 @@ ON_DEVICES = Problem([DEVICE, DEVICE], units=3, state_bytes=2e6, global_batch_si
 
 def _grown(capacity_bytes: int):
     model = Grows()
-    callback = BeginsToReplan(ON_DEVICES, verbose=False)
+    callback = BeginsToReplan(ON_DEVICES, planner=Planner(verbose=False))
     plan = plan_of(((4,), 0.5), ((4,), 0.5))
     run = fit(
         model,

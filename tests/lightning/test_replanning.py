@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger
 from plans import GLOBAL_BATCH, QUIET, plan_of
 
-from lightning_cephalo import CephaloStrategy
+from lightning_cephalo import CephaloStrategy, Planner
 from lightning_cephalo.plan import Problem, RankProfile, predict, solve
 from lightning_cephalo.plan.replan import ReplanPolicy
 from lightning_cephalo.preparation import replanning
@@ -92,7 +92,9 @@ def _fit(plan, folder=None, problem=PROBLEM, steps=STEPS, **options):
     }
     strategy = "auto"
     if plan is not None:
-        strategy = CephaloStrategy(plan=plan, global_batch_size=GLOBAL_BATCH, verbose=False)
+        strategy = CephaloStrategy(
+            plan=plan, global_batch_size=GLOBAL_BATCH, planner=Planner(verbose=False)
+        )
     devices = 1 if plan is None else 2
     run = Trainer(
         strategy=strategy, devices=devices, accelerator="cpu", callbacks=callbacks, **quiet
@@ -183,7 +185,9 @@ NOT_MEASURED = {
 def _by_hand(problem, changed):
     callbacks = [BeginsToReplan(problem), ChangesByHand(changed)]
     plan = plan_of(((4,), 0.5), ((4,), 0.5))
-    strategy = CephaloStrategy(plan=plan, global_batch_size=GLOBAL_BATCH, verbose=False)
+    strategy = CephaloStrategy(
+        plan=plan, global_batch_size=GLOBAL_BATCH, planner=Planner(verbose=False)
+    )
     run = Trainer(
         strategy=strategy, devices=2, accelerator="cpu", callbacks=callbacks, max_steps=4, **QUIET
     )
@@ -208,8 +212,12 @@ def test_behind_a_plan_of_the_users_that_was_not_measured_no_other_follows():
 def _measured(**each):
     """A given plan that is replaced; its own sizes are measured."""
     plan = plan_of(((2, 2), 0.5), ((4,), 0.5), **each)
-    options = {"verbose": False, "global_batch_size": GLOBAL_BATCH, "profile_budget_s": 60.0}
-    strategy = CephaloStrategy(plan=plan, replan=True, **options)
+    strategy = CephaloStrategy(
+        plan=plan,
+        replan=True,
+        global_batch_size=GLOBAL_BATCH,
+        planner=Planner(verbose=False, budget_s=60.0),
+    )
     seen = []
 
     class Looks(Callback):

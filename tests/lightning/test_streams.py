@@ -27,7 +27,7 @@ from recording import (
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from warm_ranks import in_ranks
 
-from lightning_cephalo import CephaloStrategy
+from lightning_cephalo import CephaloStrategy, Planner
 from lightning_cephalo.common.errors import UnsupportedError
 
 
@@ -262,8 +262,8 @@ def fit(
 ) -> Any:
     module, strategy = MeasuredSealed(folder), "auto"
     if ranks > 1:
-        fast: Any = {"verbose": False, "profile_budget_s": 0.5, "remeasure": True}
-        strategy = CephaloStrategy(**fast, **options)
+        fast = Planner(verbose=False, budget_s=0.5, remeasure=True)
+        strategy = CephaloStrategy(planner=fast, **options)
     given = {"accelerator": "cpu", "devices": ranks, "use_distributed_sampler": not is_divided}
     trainer = Trainer(strategy=strategy, **given, **QUIET)
     with warnings.catch_warnings():

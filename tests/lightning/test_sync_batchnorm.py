@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAver
 from plans import GLOBAL_BATCH, QUIET
 from torch import Tensor, nn
 
-from lightning_cephalo import CephaloStrategy
+from lightning_cephalo import CephaloStrategy, Planner
 
 TOLERANCE = 2e-5
 
@@ -99,9 +99,7 @@ def _measured() -> Any:
     model = _Recomputes()
     strategy = CephaloStrategy(
         global_batch_size=GLOBAL_BATCH,
-        verbose=False,
-        profile_budget_s=0.5,
-        remeasure=True,
+        planner=Planner(verbose=False, budget_s=0.5, remeasure=True),
         timeout=timedelta(seconds=400),
     )
     run = Trainer(strategy=strategy, accelerator="cpu", devices=2, sync_batchnorm=True, **QUIET)

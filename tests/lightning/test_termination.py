@@ -16,9 +16,7 @@ from lightning.pytorch.callbacks import (
     OnExceptionCheckpoint,
 )
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from plans import GLOBAL_BATCH, QUIET
-
-from lightning_cephalo import CephaloStrategy
+from plans import GLOBAL_BATCH, QUIET, quiet_strategy
 
 # Lightning says so of every fit with this callback
 pytestmark = pytest.mark.filterwarnings("ignore:.*fit.ckpt_path=")
@@ -170,9 +168,7 @@ def ends_before_training(module, folder, strategy_options=None, *more):
     if strategy_options is None:
         used = trainer("3:1", callbacks=callbacks, **options)
     else:
-        strategy = CephaloStrategy(
-            global_batch_size=GLOBAL_BATCH, verbose=False, profile_budget_s=5.0, **strategy_options
-        )
+        strategy = quiet_strategy(global_batch_size=GLOBAL_BATCH, budget_s=5.0, **strategy_options)
         used = Trainer(
             strategy=strategy, accelerator="cpu", devices=2, callbacks=callbacks, **options
         )

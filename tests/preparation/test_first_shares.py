@@ -12,7 +12,7 @@ from torch import nn
 from lightning_cephalo.plan import Plan, RankPlan
 from lightning_cephalo.preparation.first_shares import first_shares
 from lightning_cephalo.preparation.limits import Device, Limits
-from lightning_cephalo.preparation.options import Options
+from lightning_cephalo.preparation.options import Options, Planner
 from lightning_cephalo.preparation.prepare import Job
 from lightning_cephalo.sharding.discovery import find_units
 
@@ -22,7 +22,7 @@ def job(*capacities, **fields):
         replace(Limits.none(), device=Device("card", capacity_bytes=capacity))
         for capacity in capacities
     )
-    return Job(Options(verbose=False), limits, len(capacities), **fields)
+    return Job(Options(planner=Planner(verbose=False)), limits, len(capacities), **fields)
 
 
 def shares(asked, dtype=None, trained=True):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 
-from lightning_cephalo import CephaloStrategy
+from lightning_cephalo import CephaloStrategy, Planner
+from lightning_cephalo.plan import PlanError
 from lightning_cephalo.preparation.options import (
     REMOVED_OPTIONS,
     Choice,
@@ -55,7 +58,7 @@ def test_units_that_are_no_list_of_classes_and_names_are_refused(given):
 @pytest.mark.parametrize("given", ["auto", None, 1])
 def test_whether_nodes_hold_the_whole_state_is_not_chosen_by_a_plan(given):
     with pytest.raises(ValueError, match="hybrid_sharding: expected True or False") as caught:
-        CephaloStrategy(hybrid_sharding=given)
+        Planner(hybrid_sharding=given)
     assert repr(given) in str(caught.value) and "--hybrid-sharding auto" in str(caught.value)
 
 
@@ -82,3 +85,49 @@ def test_the_key_of_a_cached_job_has_the_names_that_it_always_had():
         "reshard_after_forward": "auto",
         "memory_cap": None,
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        ("budget_s", 0, "seconds above 0"),
+        ("budget_s", "20", "seconds above 0"),
+        ("budget_s", float("nan"), "seconds above 0"),
+        ("remeasure", 1, "True or False"),
+        ("verbose", 3, "True, False, or 0, 1 or 2"),
+        ("verbose", "yes", "True, False, or 0, 1 or 2"),
+        ("early_update", True, "'auto' or False"),
+        ("single_microbatch", None, "True or False"),
+    ],
+)
+def test_a_planner_refuses_other_values_when_it_is_made(name, given, expected):
+    with pytest.raises(ValueError, match=f"{name}: expected {expected}, but got") as caught:
+        Planner(**{name: given})
+    assert repr(given) in str(caught.value)
+
+
+def test_a_planner_refuses_what_is_no_amount_of_memory():
+    with pytest.raises(PlanError, match="host_memory_cap: "):
+        Planner(host_memory_cap="much")
+    assert Planner(host_memory_cap=0).host_cap.of(3) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        ("global_batch_size", 0, "None, or 1 or more samples"),
+        ("global_batch_size", "8", "None, or 1 or more samples"),
+        ("split_batch", 3, "None, or a function"),
+        ("summed_buffers", "counts", "a list of names"),
+        ("summed_buffers", [3], "a list of names"),
+        ("planner", {"verbose": False}, "a lightning_cephalo.Planner"),
+        ("process_group_backend", 3, "None, or a name"),
+        ("timeout", None, "a datetime.timedelta above 0"),
+        ("timeout", timedelta(0), "a datetime.timedelta above 0"),
+        ("start_method", "thread", "one of"),
+    ],
+)
+def test_a_strategy_refuses_other_values_when_it_is_made(name, given, expected):
+    with pytest.raises(ValueError, match=f"{name}: expected {expected}") as caught:
+        CephaloStrategy(**{name: given})
+    assert f"but got {given!r}" in str(caught.value)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_cephalo.data.shares import deal
 from lightning_cephalo.preparation.loss_check import _are_divided_alike, check_measured
-from lightning_cephalo.preparation.options import Options
+from lightning_cephalo.preparation.options import Options, Planner
 from lightning_cephalo.preparation.prepare import Job, Loaders
 
 
@@ -22,7 +22,7 @@ from lightning_cephalo.preparation.prepare import Job, Loaders
     [
         ({}, 3, 1, "takes microbatches of 2 and 4 samples"),
         ({}, 8, 3, "takes microbatches of 2 and 4 samples"),
-        ({"verbose": False}, 3, 1, ""),
+        ({"planner": Planner(verbose=False)}, 3, 1, ""),
     ],
 )
 def test_a_loss_that_cannot_be_compared_is_named_in_a_line(

@@ -19,12 +19,12 @@ from byte_gpt import ByteGPT, ByteLanguageModel
 from common import in_ranks as in_ranks_of_real_time
 from launch import SOON_S, RankFailure
 from lightning.pytorch import LightningModule, Trainer
+from plans import quiet_strategy
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 from virtual_time import SharedTime, VirtualHost
 
-from lightning_cephalo import CephaloStrategy
 from lightning_cephalo.emulation import Emulation
 from lightning_cephalo.plan import Problem
 from lightning_cephalo.preparation import prepare as planning
@@ -118,12 +118,12 @@ def fit(
             speeds, capacity_bytes, total_flops_per_s, host.clock, **emulation or {}
         )
         callbacks.insert(0, emulated)
-    chosen = {"verbose": False, "timeout": timedelta(minutes=30), **(strategy or {})}
+    chosen = {"timeout": timedelta(minutes=30), **(strategy or {})}
     options = {"max_steps": 1, "logger": False, "num_sanity_val_steps": 0, **options}
     trainer = Trainer(
         accelerator="cpu",
         devices=world_size,
-        strategy=CephaloStrategy(**chosen),
+        strategy=quiet_strategy(**chosen),
         callbacks=callbacks,
         enable_checkpointing=False,
         enable_progress_bar=False,

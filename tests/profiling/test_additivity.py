@@ -17,7 +17,7 @@ from plans import GLOBAL_BATCH, QUIET, plan_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_cephalo import CephaloStrategy, loss_over_batch
+from lightning_cephalo import CephaloStrategy, Planner, loss_over_batch
 from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.common.errors import RemoteRankError
 from lightning_cephalo.data.batch_layout import BatchLayout
@@ -237,7 +237,8 @@ class _Trained(LightningModule):
 def _fit_measured(rank, environments, loss, verbose=False):
     os.environ.update(environments[rank], OMP_NUM_THREADS="1")
     strategy = CephaloStrategy(
-        global_batch_size=GLOBAL_BATCH, verbose=verbose, profile_budget_s=30, remeasure=True
+        global_batch_size=GLOBAL_BATCH,
+        planner=Planner(verbose=verbose, budget_s=30, remeasure=True),
     )
     run = Trainer(strategy=strategy, accelerator="cpu", devices=2, max_steps=1, **QUIET)
     rows = TensorDataset(torch.randn(16, 6), torch.arange(16))
@@ -318,7 +319,7 @@ class _Full(np.ndarray):
 
 def _fit_where_one_rank_is_full(rank, environments):
     os.environ.update(environments[rank], OMP_NUM_THREADS="1")
-    strategy = CephaloStrategy(plan_of(((2, 2), 0.5), ((4,), 0.5)), verbose=True)
+    strategy = CephaloStrategy(plan_of(((2, 2), 0.5), ((4,), 0.5)), planner=Planner(verbose=True))
     run = Trainer(strategy=strategy, accelerator="cpu", devices=2, max_steps=2, **QUIET)
     rows = TensorDataset(torch.randn(16, 6), torch.arange(16))
     module = _Counting(_mean)
@@ -342,7 +343,7 @@ def _fit_given(rank, environments):
     said = {}
     for name, (loss, sizes, _) in GIVEN.items():
         plan = plan_of(*((own, 0.5) for own in sizes))
-        strategy = CephaloStrategy(plan, verbose=False)
+        strategy = CephaloStrategy(plan, planner=Planner(verbose=False))
         run = Trainer(strategy=strategy, accelerator="cpu", devices=2, max_steps=2, **QUIET)
         torch.manual_seed(5)
         rows = TensorDataset(torch.randn(16, 6), torch.arange(16))
@@ -413,7 +414,9 @@ def _fit_of_two(rank, environments):
         torch.manual_seed(5)
         rows = {key: TensorDataset(torch.randn(n, 6)) for key, n in (("a", 16), ("b", count))}
         loaders = {key: DataLoader(own, batch_size=4) for key, own in rows.items()}
-        strategy = CephaloStrategy(plan_of((first, 0.5), ((2, 1), 0.5)), verbose=False)
+        strategy = CephaloStrategy(
+            plan_of((first, 0.5), ((2, 1), 0.5)), planner=Planner(verbose=False)
+        )
         run = Trainer(strategy=strategy, accelerator="cpu", devices=2, max_steps=1, **QUIET)
         with warnings.catch_warnings(record=True) as caught:
             _ours_is_no_error()

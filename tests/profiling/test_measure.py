@@ -173,7 +173,7 @@ def test_profiling_takes_less_than_ten_steps():
 
 def test_a_budget_that_is_spent_leaves_the_smallest_size():
     def tight():
-        return problem_of_a_gpt(strategy={"profile_budget_s": 1e-3})
+        return problem_of_a_gpt(strategy={"budget_s": 1e-3})
 
     problem = in_ranks(2, tight)[0]
     assert [len(rank["forward_s"]) for rank in problem["ranks"]] == [1, 1]

@@ -300,7 +300,7 @@ class WholePeak(Callback):
 def predicted_and_held_after_validation():
     """Of this rank, with and without resharding."""
     options = {"speeds": (1.0, 1.0), "num_sanity_val_steps": 2, "is_time_shared": False}
-    problem = profile(Unequal(), samples(), strategy={"profile_budget_s": 4.0}, **options)
+    problem = profile(Unequal(), samples(), strategy={"budget_s": 4.0}, **options)
     found = []
     for reshard in (True, False):
         plan = Plan(parts(((2, 2), (2, 2)), HALVES), reshard_after_forward=reshard)

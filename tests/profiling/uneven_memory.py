@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from profiled import ByteLanguageModel, in_ranks
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_cephalo import CephaloStrategy
+from lightning_cephalo import CephaloStrategy, Planner
 from lightning_cephalo.emulation import EmulatedDevice, Emulation, active_device
 
 CONTEXT, STEPS = 32, 4
@@ -134,5 +134,7 @@ def under_cephalo(size: Size) -> list[Outcome]:
     """Outcomes of both ranks under cephalo."""
     return in_ranks(
         2,
-        lambda: trained(CephaloStrategy(verbose=False, timeout=timedelta(seconds=100)), 4, size),
+        lambda: trained(
+            CephaloStrategy(planner=Planner(verbose=False), timeout=timedelta(seconds=100)), 4, size
+        ),
     )

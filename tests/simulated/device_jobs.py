@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
-from plans import GLOBAL_BATCH, QUIET, plan_of
+from plans import GLOBAL_BATCH, QUIET, plan_of, quiet_strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -182,7 +182,7 @@ def data(samples: int = GLOBAL_BATCH * STEPS, without_target: int = 0) -> DataLo
 
 def strategy(plan: Plan | None, **options: Any) -> CephaloStrategy:
     """A quiet strategy; without a plan it measures and solves."""
-    return CephaloStrategy(plan=plan, global_batch_size=GLOBAL_BATCH, verbose=False, **options)
+    return quiet_strategy(plan=plan, global_batch_size=GLOBAL_BATCH, **options)
 
 
 def trainer(strategy: Any, **options: Any) -> pl.Trainer:

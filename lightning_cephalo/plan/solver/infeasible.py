@@ -117,7 +117,7 @@ def _state_on_hosts(
         return f"{said}: more of it would not do."
     less = max(moments - most, 0.0)
     amount = f", {_bytes(less)} in all for all of it" if less else ""
-    return f"{said}. More host memory would do (host_memory_cap{amount})."
+    return f"{said}. More host memory would do (host_memory_cap of Planner{amount})."
 
 
 def _rank_too_small(problem: Problem, types: Sequence[RankType]) -> str | None:
@@ -143,7 +143,7 @@ def _no_rank_for_samples(problem: Problem, types: Sequence[RankType]) -> str | N
         return (
             f"Samples bind on rank {_members(without[0])}: it can take none "
             f"({_why_none(problem, without[0].profile)}), but every rank runs one microbatch "
-            f"(manual optimization, or single_microbatch=True). Leave this rank out."
+            f"(manual optimization, or Planner(single_microbatch=True)). Leave this rank out."
         )
     if len(without) < len(types):
         return None
@@ -217,8 +217,8 @@ def _too_little_for_a_group(problem: Problem) -> str:
         f"Memory binds in a group of ranks: with hybrid sharding each of {len(capacities)} groups "
         f"holds the whole state, {_bytes(problem.full_state_bytes)}, next to "
         f"the gathered buffers of {_bytes(idle_bytes(problem))} on each rank, and its samples. The "
-        f"capacity of the groups is {have}. hybrid_sharding=False holds the state once, on all "
-        f"ranks together."
+        f"capacity of the groups is {have}. Planner(hybrid_sharding=False) holds the state once, "
+        f"on all ranks together."
     )
 
 
