@@ -116,9 +116,6 @@ class CephaloStrategy(ParallelStrategy):
         optimizer_offload: Keep optimizer state in host memory. "auto": the part that does not fit
             on the devices, or whose room makes steps shorter. True: all of it. Only torch's
             element-wise optimizers, and devices with memory apart from the host's.
-        optimizer_scope: What an optimizer's update of one element depends on, for optimizers that
-            are not torch's: "element", "parameter" or "model". "auto": a trial on a copy decides
-            between the last two. A dict gives one for each class, or name of a class.
         recompute: Retain only the inputs of a unit, and recompute its inside in the backward.
             "auto": the plan chooses for each rank, which takes more measuring. A given plan that
             does not say recomputes. With SyncBatchNorm only a given plan recomputes.
@@ -138,15 +135,13 @@ class CephaloStrategy(ParallelStrategy):
         replan: Follow another plan where ranks change their pace while they train, if that pays:
             "auto" where the plan was solved. True also measures where ``plan`` is given, and then
             replaces it. Samples and losses stay those of one device.
-        on_replan: ``on_replan(change)`` is called on every rank after each such change.
         recover: Keep the state of training in the hosts' memory after each step, and go on from
             there when an agent has restarted the ranks. "auto": where an agent may restart them,
             and there is room, after so many steps that it takes a fiftieth of the time. A
             :class:`~lightning_cephalo.Recovery` says how.
-        trace: Where to write a timeline of the fifth step of every rank, up to 64: JSON for
-            Perfetto, with the memory by kind.
-        record: A folder for the record of the run, with that step: ``cephalo report FOLDER`` shows
-            it. It is made if it does not exist.
+        record: A folder for the record of the run, with the fifth step of every rank, up to 64:
+            ``cephalo report FOLDER`` shows it. ``FOLDER/trace.json`` has that step for Perfetto,
+            with the memory by kind. The folder is made if it does not exist.
         process_group_backend: Backend of ``torch.distributed``, such as "gloo"; None: chosen by
             the device.
         timeout: Timeout of collectives.
@@ -167,7 +162,6 @@ class CephaloStrategy(ParallelStrategy):
         units: Sequence[type[nn.Module] | str] | None = None,
         memory_cap: float | int | str | Mapping[int, float | int | str] | None = None,
         optimizer_offload: bool | Literal["auto"] = False,
-        optimizer_scope: str | Mapping[type | str, str] = "auto",
         recompute: bool | Literal["auto"] = True,
         reshard_after_forward: bool | Literal["auto"] = "auto",
         reduce_dtype: torch.dtype | str | None = None,
@@ -175,9 +169,7 @@ class CephaloStrategy(ParallelStrategy):
         summed_buffers: Sequence[str] = (),
         planner: Planner = Planner(),
         replan: bool | Literal["auto"] = "auto",
-        on_replan: Callable[[Replan], Any] | None = None,
         recover: bool | Literal["auto"] | Recovery = "auto",
-        trace: str | PathLike[str] | None = None,
         record: str | PathLike[str] | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
@@ -192,7 +184,6 @@ class CephaloStrategy(ParallelStrategy):
             units=parse_units(units),
             memory_cap=Cap.parse("memory_cap", memory_cap, by_rank=True),
             optimizer_offload=parse_optimizer_offload(optimizer_offload),
-            optimizer_scope=optimizer_scope,
             recompute=Choice.parse("recompute", recompute),
             reshard_after_forward=Choice.parse("reshard_after_forward", reshard_after_forward),
             reduce_dtype=parse_reduce_dtype(reduce_dtype),
@@ -200,8 +191,7 @@ class CephaloStrategy(ParallelStrategy):
             summed_buffers=parse_items("summed_buffers", summed_buffers, (), "a list of names"),
             planner=planner,
             replan=replanning.parse(replan),
-            on_replan=on_replan,
-            records_step=trace is not None or record is not None,
+            records_step=record is not None,
         )
         super().__init__()
         self._process_group_backend = process_group_backend
@@ -211,7 +201,7 @@ class CephaloStrategy(ParallelStrategy):
         self._ending = Ending(self._is_half_updated)
         self._wish = Wish.parse(recover)
         self._recovering = Recovering(self._wish)
-        self._watch = Watch(trace, record)
+        self._watch = Watch(record)
         self._hook_logs = HookLogs(self._hook_lacks_samples)
         # from setup_environment() until the process ends, or until this rank fails alone on a
         # backend that must be aborted
@@ -263,7 +253,7 @@ class CephaloStrategy(ParallelStrategy):
     def memory_timeline(self) -> tuple[MemoryTimeline, ...]:
         """What every rank held and moved over one step, by phase and kind, at the end of ``fit``.
 
-        Known on all ranks, with ``trace=`` or ``record=``; else empty.
+        Known on all ranks, with ``record=``; else empty.
         """
         return self._watch.timelines(self._plan)
 
@@ -491,7 +481,7 @@ class CephaloStrategy(ParallelStrategy):
         self._plan = self._measured_memory = None
         control = self._connection.control
         control.together(
-            "checking where to write the trace", partial(self._watch.check, self.is_global_zero)
+            "checking where to write the record", partial(self._watch.check, self.is_global_zero)
         )
         recovering = self._recovering
         size, kept_bytes = recovering.global_batch_size, recovering.kept_bytes(self._module)

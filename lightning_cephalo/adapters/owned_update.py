@@ -126,7 +126,7 @@ class OwnedUpdate:
             raise UnsupportedError(
                 f"{type(self._optimizer).__name__} evaluates its closure several times a step, and"
                 " ranks may do so differently often. Use"
-                ' CephaloStrategy(optimizer_scope="model"): one rank then decides for all.'
+                " a form of it that evaluates its closure once a step."
             )
         self._control.broadcast(True, self._owners.largest)
         state = self._optimizer.state

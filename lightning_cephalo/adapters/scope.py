@@ -3,14 +3,13 @@
 A copy of an unknown optimizer updates a few small random parameters: all together, and each alone.
 If the results differ, its update depends on the whole model. A trial never decides that an update
 is element-wise, as many optimizers factor or quantise only tensors above some size. Users say so
-with ``CephaloStrategy(optimizer_scope="element")``; a trial contradicts what is plainly wrong.
+with ``Planner(elementwise=[...])``; a trial contradicts what is plainly wrong.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-import itertools
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -130,14 +129,11 @@ def is_listed(optimizer: Optimizer) -> bool:
     return (kind.__module__.partition(".")[0], kind.__name__) in _ELEMENT_WISE_PACKAGES
 
 
-def claimed_scope(optimizer: Optimizer, claims: str | Mapping[Any, str]) -> Scope | None:
-    """Return the scope that the user's option gives an optimizer; None: it is to be found out."""
-    claim: Any = claims
-    if isinstance(claims, Mapping):
-        kinds = type(optimizer).__mro__
-        names = itertools.chain.from_iterable((kind, kind.__name__) for kind in kinds)
-        claim = next((claims[name] for name in names if name in claims), "auto")
-    return None if claim == "auto" else Scope(claim)
+def is_named(optimizer: Optimizer, elementwise: Sequence[type[Optimizer] | str]) -> bool:
+    """Return whether the user names the optimizer's class, or one that it is made from."""
+    return any(
+        kind in elementwise or kind.__name__ in elementwise for kind in type(optimizer).__mro__
+    )
 
 
 def try_out(optimizer: Optimizer) -> Trial:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,8 +23,8 @@ from lightning_cephalo.sharding.owners import Owners
 class OptimizerUpdates:
     """The updates of all optimizers of a training."""
 
-    def __init__(self, model: ShardedModel, claims: str | Mapping[Any, str]) -> None:
-        self._model, self._claims = model, claims
+    def __init__(self, model: ShardedModel, elementwise: Sequence[type[Optimizer] | str]) -> None:
+        self._model, self._elementwise = model, elementwise
         self._chosen: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def of(self, optimizer: Optimizer) -> OwnedUpdate | None:
@@ -60,15 +60,6 @@ class OptimizerUpdates:
         if known is not None:
             return known
         _check_held(optimizer)
-        try:
-            claimed = scope.claimed_scope(optimizer, self._claims)
-        except ValueError:
-            raise UnsupportedError(
-                f"optimizer_scope: expected 'auto', 'element', 'parameter' or 'model', or a dict of"
-                f" them by optimizer class, but got {self._claims!r}."
-            ) from None
-        if claimed is Scope.MODEL:
-            return claimed
         name = type(optimizer).__name__
         trial = scope.try_out(optimizer)
         if trial.moves_first:
@@ -77,13 +68,14 @@ class OptimizerUpdates:
                 " of them. Use a form of it that calls the closure first (for ScheduleFree: the"
                 " class without 'Closure' in its name)."
             )
-        found = _judged(name, claimed, trial, scope.is_listed(optimizer))
+        is_named = scope.is_named(optimizer, self._elementwise)
+        found = _judged(optimizer, trial, is_named=is_named)
         switches = [callable(getattr(optimizer, name, None)) for name in ("train", "eval")]
         if found is not Scope.ELEMENT and all(switches):
             raise UnsupportedError(
                 f"{name} has train() and eval(), which change parameters outside of step(). That"
                 " works for element-wise updates only. If its update is element-wise, say so:"
-                ' CephaloStrategy(optimizer_scope="element"). Else use another optimizer.'
+                f" Planner(elementwise=[{name!r}]). Else use another optimizer."
             )
         if found is Scope.MODEL:
             self._warn(optimizer, trial)
@@ -98,9 +90,8 @@ class OptimizerUpdates:
         rank_zero_warn(
             f"{type(optimizer).__name__}: {trial.why}. So rank {rank} gathers all its parameters"
             f" ({format_mib(nbytes)}), updates them, and holds all its state, which the plan has"
-            f" not counted.{draws} If each parameter's update depends on that parameter alone, say"
-            ' so: CephaloStrategy(optimizer_scope="parameter"), or "element" if it depends on the'
-            " element alone (docs/optimizers.md)."
+            f" not counted.{draws} If each element's update depends on that element alone, say so:"
+            f" Planner(elementwise=[{type(optimizer).__name__!r}]) (docs/optimizers.md)."
         )
 
     def whole_loss(self, optimizer: Optimizer, loss: Any, weight: float) -> Any:
@@ -124,28 +115,20 @@ class OptimizerUpdates:
         return torch.full_like(loss, value, requires_grad=False)
 
 
-def _judged(name: str, claimed: Scope | None, trial: Trial, listed: bool) -> Scope:
+def _judged(optimizer: Optimizer, trial: Trial, *, is_named: bool) -> Scope:
     """Return the scope of an optimizer that is none of torch's."""
-    if claimed is not None and not trial.ran:
-        rank_zero_warn(
-            f'optimizer_scope="{claimed.value}" of {name} is followed, but it could not be checked:'
-            f" {trial.why}."
-        )
-        return claimed
-    if claimed is Scope.ELEMENT and not trial.is_element_wise and not trial.draws:
+    if not is_named:
+        is_listed = scope.is_listed(optimizer)
+        return Scope.ELEMENT if is_listed and trial.is_element_wise else trial.scope
+    option = f"Planner(elementwise=[...]) names {type(optimizer).__name__}"
+    if not trial.ran:
+        rank_zero_warn(f"{option}, which is followed. It could not be checked: {trial.why}.")
+    elif not trial.is_element_wise and not trial.draws:
         raise UnsupportedError(
-            f'optimizer_scope="element", but a trial of {name} updates rows in another way than'
-            f" whole parameters{': ' + trial.why if trial.why else ''}. Leave the option out, or"
-            ' use "parameter" or "model".'
+            f"{option}, but a trial of it updates rows in another way than whole parameters"
+            f"{': ' + trial.why if trial.why else ''}. Do not name it."
         )
-    if claimed is Scope.PARAMETER and trial.scope is Scope.MODEL:
-        rank_zero_warn(
-            f'optimizer_scope="parameter" is followed, but a trial of {name} contradicts it:'
-            f" {trial.why}."
-        )
-    if claimed is not None:
-        return claimed
-    return Scope.ELEMENT if listed and trial.is_element_wise else trial.scope
+    return Scope.ELEMENT
 
 
 def _check_held(optimizer: Optimizer) -> None:

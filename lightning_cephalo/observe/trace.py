@@ -28,6 +28,7 @@ from lightning_cephalo.plan.timeline import (
 )
 
 RANKS_IN_FULL = 64
+TRACE_NAME = "trace.json"  # in the record of a run
 _MICROSECONDS = 1e6
 _LANES = 100
 _SIMULATED = (Stream.COMPUTE, Stream.COMMUNICATION, Stream.COPY)

@@ -55,17 +55,11 @@ class Watch:
     ``ranks`` and ``recordings`` are filled after a training that ended without a failure.
 
     Args:
-        trace_path: Where to write a timeline of the fifth step, or of the last step if there are
-            fewer; None: nowhere.
-        folder: Where to write the record of the run, with that step; None: nowhere.
+        folder: Where to write the record of the run and its timeline, with the fifth step, or the
+            last step if there are fewer; None: nowhere.
     """
 
-    def __init__(
-        self,
-        trace_path: str | PathLike[str] | None = None,
-        folder: str | PathLike[str] | None = None,
-    ) -> None:
-        self._path = None if trace_path is None else trace.json_path(trace_path)
+    def __init__(self, folder: str | PathLike[str] | None = None) -> None:
         self._folder = None if folder is None else Path(folder)
         self.recordings: tuple[Recording, ...] = ()
         self._recorder: Recorder | None = None
@@ -104,7 +98,7 @@ class Watch:
         return median(counted(self._steps_s)) if self._steps_s else None
 
     def check(self, writes: bool) -> None:
-        """Raise PlanError if this rank will write the trace and the record, and cannot."""
+        """Raise PlanError if this rank will write the record, and cannot."""
         if writes and self._folder is not None:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
@@ -113,11 +107,6 @@ class Watch:
                     f"record={str(self._folder)!r}: the folder cannot be made:"
                     f" {error.strerror or error}. Name another one."
                 ) from error
-        if writes and self._path is not None and not self._path.absolute().parent.is_dir():
-            raise PlanError(
-                f"trace={str(self._path)!r}: there is no folder {str(self._path.parent)!r}."
-                " Make it, or name another file."
-            )
 
     def begin(self, model: ShardedModel) -> None:
         """Watch a training that is about to start."""
@@ -129,7 +118,7 @@ class Watch:
         self._clock = model.accelerator.clock if on_host else model.accelerator.now_s
         marks = model.accelerator.marks(model.backend)
         self._timing = Timing(marks)
-        if self._path is not None or self._folder is not None:
+        if self._folder is not None:
             now = self._clock if on_host else None
             # not a bound method, which would keep the model
             moved = partial(_moved_bytes, self._reference)
@@ -194,7 +183,7 @@ class Watch:
         is_given: bool = False,
         looks: Sequence[Look] = (),
     ) -> None:
-        """Share the measurements with all ranks, and write the trace; collective."""
+        """Share the measurements with all ranks, and write the timeline; collective."""
         model, control = self._model, self._model.control
         model.accelerator.synchronize()  # so that all steps can be read
         self._read()
@@ -207,8 +196,9 @@ class Watch:
                 report.show(remark)
         if self._recorder is not None:
             self._share(self._recorder, control, name, looks)
-            if control.rank == 0 and self._path is not None:
-                _write(partial(trace.write_recording, self.recordings, self._path), "timeline")
+            if control.rank == 0 and self._folder is not None:
+                path = self._folder / trace.TRACE_NAME
+                _write(partial(trace.write_recording, self.recordings, path), "timeline")
 
     def timelines(self, plan: Plan | None) -> tuple[MemoryTimeline, ...]:
         """Return the recorded step of every rank, up to 64."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from math import inf
@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_cephalo.plan import Plan
-from lightning_cephalo.plan.replan import Replan
 from lightning_cephalo.preparation.limits import Cap
 
 _OF_PLANNER = "Give CephaloStrategy(planner=Planner({}=...)); Planner is in lightning_cephalo."
@@ -32,6 +32,12 @@ REMOVED_OPTIONS: dict[str, str] = {
         )
     },
     "profile_budget_s": _OF_PLANNER.format("budget_s"),
+    "on_replan": "Read strategy.replans in a hook; loggers get cephalo/replans, too.",
+    "trace": "Give CephaloStrategy(record=FOLDER), which also writes FOLDER/trace.json.",
+    "optimizer_scope": (
+        "A trial tells of other optimizers than torch's what an update depends on. Name those with"
+        " element-wise updates: CephaloStrategy(planner=Planner(elementwise=[...]))."
+    ),
     "accelerator": "Give Trainer(accelerator=...), which sets it.",
     "parallel_devices": "Give Trainer(devices=...), which sets them.",
     "cluster_environment": "Give Trainer(plugins=[...]), which sets it.",
@@ -109,7 +115,7 @@ class Planner:
 
     ::
 
-        CephaloStrategy(planner=Planner(budget_s=60.0, verbose=2))
+        CephaloStrategy(planner=Planner(budget_s=60.0, verbose=2, elementwise=["Lion"]))
 
     Args:
         budget_s: Seconds that measuring may take, approximately.
@@ -131,6 +137,11 @@ class Planner:
             plan offloads because a device is too small for them, and for optimizer state: a
             fraction (a float up to 1.0), bytes (an int, or "8 GB"), or 0 for none. None: an equal
             part of half of the free memory.
+        elementwise: Optimizers that are not torch's, and whose update of an element depends on
+            nothing but that element: a list of classes and names of classes, such as ``["Lion",
+            MyOptimizer]``. Each rank then updates its own rows. A trial refuses what is plainly
+            wrong. Of all others a trial finds whether they update whole parameters, or the whole
+            model at once.
 
     Raises:
         ValueError: For values of another kind.
@@ -144,6 +155,7 @@ class Planner:
     early_update: Literal["auto", False] = "auto"
     single_microbatch: bool = False
     host_memory_cap: float | int | str | None = None
+    elementwise: Sequence[type[Optimizer] | str] = ()
 
     def __post_init__(self) -> None:
         seconds = self.budget_s
@@ -166,6 +178,9 @@ class Planner:
             " Where updates inside the backward are not exact, none can be forced.",
         )
         require_bool("single_microbatch", self.single_microbatch)
+        expected = "a list of classes of optimizers and names of classes"
+        named = parse_items("elementwise", self.elementwise, (Optimizer,), expected)
+        object.__setattr__(self, "elementwise", named)
         _ = self.host_cap
 
     @property
@@ -235,7 +250,6 @@ class Options:
         plan: A plan, or its path; None: one is made.
         global_batch_size: Samples of a step over all ranks; None: as the dataloader says.
         units: Modules that are units, by class or name; None: they are searched.
-        optimizer_scope: What updates of optimizers depend on, by class if it is a dict.
         reduce_dtype: Dtype that gradients travel in; None: their own.
         kept_bytes: Memory of its host that each rank keeps for a restart, on average.
         records_step: Whether to keep what ranks hold before each instruction of one step.
@@ -250,11 +264,9 @@ class Options:
     summed_buffers: tuple[str, ...] = ()
     memory_cap: Cap = field(default_factory=lambda: Cap("memory_cap"))
     optimizer_offload: bool | Literal["auto"] = False
-    optimizer_scope: str | Mapping[Any, str] = "auto"
     reduce_dtype: torch.dtype | None = None
     planner: Planner = field(default_factory=Planner)
     replan: bool | Literal["auto"] = "auto"
-    on_replan: Callable[[Replan], Any] | None = None
     kept_bytes: float = 0.0
     records_step: bool = False
 

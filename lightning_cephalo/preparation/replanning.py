@@ -103,7 +103,7 @@ class Replanning:
     ) -> None:
         self._session, self._trainer, self._changes = session, trainer, changes
         self._watch, self._problem = watch, problem
-        self._verbose, self._on_replan = options.verbose, options.on_replan
+        self._verbose = options.verbose
         self._policy: ReplanPolicy | None = policy if session.control.rank == 0 else None
         self._solver: SolverBeside | None = None
         self._trial: Trial | None = None
@@ -201,8 +201,6 @@ class Replanning:
             values["cephalo/step_s"] = change.plan.step_s
         for logger in self._trainer.loggers:
             logger.log_metrics(values, step=change.step)
-        if self._on_replan is not None:
-            self._on_replan(change)
 
     # -- in a step that has failed --------------------------------------------------------------
 

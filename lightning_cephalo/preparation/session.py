@@ -159,7 +159,7 @@ class Session:
         self.predictions = EmptyPredictions()
         self.lacks: tuple[bool, ...] = (False,)
         self.optimizers: list[Optimizer] = []
-        self.updates = OptimizerUpdates(self.model, options.optimizer_scope)
+        self.updates = OptimizerUpdates(self.model, options.planner.elementwise)
         self.predicted_memory: tuple[RankMemory, ...] = ()
         self._averages: AveragedWeights | None = None
         self.notes: tuple[str, ...] = ()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_cephalo.adapters.scope import Scope, Trial, try_out
+from lightning_cephalo.adapters.scope import Scope, Trial, is_named, try_out
 from lightning_cephalo.adapters.updates import OptimizerUpdates
 from lightning_cephalo.common.errors import UnsupportedError
 
@@ -42,13 +42,20 @@ def _parameters():
 
 
 @pytest.mark.parametrize("make", [lambda p: _Own(p), _NoCopy], ids=["state", "no copy"])
-@pytest.mark.parametrize("claim", ["element", "parameter"])
-def test_a_claim_that_no_trial_can_check_is_followed_with_a_warning(make, claim):
+def test_a_claim_that_no_trial_can_check_is_followed_with_a_warning(make):
     optimizer = make(_parameters())
     assert not try_out(optimizer).ran
-    updates = OptimizerUpdates(SimpleNamespace(), claim)
-    with pytest.warns(UserWarning, match="is followed, but it could not be checked: "):
-        assert updates._scope(optimizer) is Scope(claim)
+    updates = OptimizerUpdates(SimpleNamespace(), [type(optimizer).__name__])
+    with pytest.warns(UserWarning, match=r"is followed\. It could not be checked: "):
+        assert updates._scope(optimizer) is Scope.ELEMENT
+
+
+def test_a_claim_is_for_a_class_or_what_it_is_made_from_and_for_no_other():
+    optimizer = _Own(_parameters())
+    for named in ([_Own], ["_Own"], [torch.optim.Adagrad], ["_Normed", "Adagrad"]):
+        assert is_named(optimizer, named)
+    for named in ([], ["Own"], [_Normed, "_NoCopy"]):
+        assert not is_named(optimizer, named)
 
 
 def test_a_claim_that_a_trial_contradicts_is_refused():
@@ -56,7 +63,7 @@ def test_a_claim_that_a_trial_contradicts_is_refused():
     trial = try_out(optimizer)
     assert trial == Trial(Scope.PARAMETER, is_element_wise=False)
     with pytest.raises(UnsupportedError, match="updates rows in another way"):
-        OptimizerUpdates(SimpleNamespace(), "element")._scope(optimizer)
+        OptimizerUpdates(SimpleNamespace(), [_Normed])._scope(optimizer)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +84,6 @@ def test_every_rank_meets_for_the_loss_whatever_its_closure_returns(own, weight,
         return [numbers, [5.0, 1.0]]
 
     model = SimpleNamespace(control=SimpleNamespace(world_size=2, gather=gather))
-    found = OptimizerUpdates(model, "auto").whole_loss(_NoCopy(_parameters()), own, weight)
+    found = OptimizerUpdates(model, []).whole_loss(_NoCopy(_parameters()), own, weight)
     assert len(sent) == 1
     assert found is None if wanted is None else float(found) == wanted

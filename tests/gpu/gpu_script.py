@@ -75,7 +75,7 @@ def strategy(options: argparse.Namespace) -> pl.strategies.Strategy | str:
         recompute=not options.keep,
         process_group_backend=options.backend,
         planner=Planner(verbose=False),
-        trace=options.folder / "trace.json" if options.trace else None,
+        record=options.folder if options.trace else None,
     )
 
 

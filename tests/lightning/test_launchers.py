@@ -178,6 +178,7 @@ def test_the_command_line_reads_class_path_and_init_args_from_yaml(
                   planner:
                     verbose: 2
                     early_update: false
+                    elementwise: [Lion]
             """
         )
     )
@@ -185,7 +186,7 @@ def test_the_command_line_reads_class_path_and_init_args_from_yaml(
     assert isinstance(interface.trainer.strategy, CephaloStrategy)
     options = interface.trainer.strategy._options
     assert options.recompute.default is False
-    assert options.planner == Planner(verbose=2, early_update=False)
+    assert options.planner == Planner(verbose=2, early_update=False, elementwise=["Lion"])
 
 
 # -- interpreters of their own -----------------------------------------------------------------

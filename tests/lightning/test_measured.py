@@ -15,9 +15,7 @@ from common import Net, RankFailure, in_ranks, loader, trainer
 from plans import PLANS
 from virtual_time import VirtualHost, virtual_rank
 
-from lightning_cephalo import CephaloStrategy
 from lightning_cephalo.observe.pace import MeasuredRank
-from lightning_cephalo.plan import PlanError
 
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no")
 
@@ -110,17 +108,16 @@ def fit_predicted() -> tuple[MeasuredRank, ...]:
     return made.strategy.measured_ranks
 
 
-def fit_recorded(path: str, steps: int) -> bool:
-    made = trainer("even", {"trace": path}, max_epochs=-1, max_steps=steps)
+def fit_recorded(folder: str, steps: int) -> bool:
+    made = trainer("even", {"record": folder}, max_epochs=-1, max_steps=steps)
     made.fit(Net(), loader(32))
     return made.strategy.measured_ranks != ()
 
 
 @pytest.mark.parametrize("steps", [2, 7])
 def test_one_step_of_every_rank_is_written_for_perfetto(tmp_path: Path, steps: int) -> None:
-    path = tmp_path / "trace.json"
-    in_ranks(2, fit_recorded, str(path), steps)
-    entries = json.loads(path.read_text())["traceEvents"]
+    in_ranks(2, fit_recorded, str(tmp_path), steps)
+    entries = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     for rank in (0, 1):
         events = [entry for entry in entries if entry["pid"] == rank and entry["ph"] == "X"]
         count = Counter(entry["cat"] for entry in events)
@@ -135,12 +132,11 @@ def test_one_step_of_every_rank_is_written_for_perfetto(tmp_path: Path, steps: i
         last = max(events, key=lambda entry: entry["ts"])
         assert last["cat"] == "update"
     assert min(entry["ts"] for entry in entries if entry["ph"] == "X") == 0
-    assert [found.name for found in tmp_path.iterdir()] == ["trace.json"]
+    assert {found.name for found in tmp_path.iterdir()} == {"trace.json", "cephalo-run.json"}
 
 
-def test_a_trace_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"ends in \.json, but got the suffix '\.txt'"):
-        CephaloStrategy(trace=tmp_path / "trace.txt")
+def test_a_record_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
     with pytest.raises(RankFailure) as raised:
-        in_ranks(2, fit_recorded, str(tmp_path / "absent" / "trace.json"), 2)
-    assert str(raised.value).count("there is no folder") >= 2  # on both ranks
+        in_ranks(2, fit_recorded, str(tmp_path / "file" / "folder"), 2)
+    assert str(raised.value).count("the folder cannot be made") >= 2  # on both ranks

@@ -32,7 +32,7 @@ class Early(Callback):
 
 
 def fit(folder: str, steps: int) -> tuple[Any, Any, RunRecord | None]:
-    options = {"record": folder, "trace": f"{folder}/trace.json"} if folder else {}
+    options = {"record": folder} if folder else {}
     early = Early(folder)
     made = trainer("3:1", options, max_epochs=-1, max_steps=steps, callbacks=[early])
     made.fit(Net(), loader(32))

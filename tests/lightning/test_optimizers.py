@@ -500,7 +500,7 @@ class _Averaged(_Fitted):
 
 def _fit_averaged(plan):
     model = _Averaged(ScheduleFree)
-    options = {"strategy_options": {"optimizer_scope": {"ScheduleFree": "element"}}} if plan else {}
+    options = {"strategy_options": {"elementwise": ["ScheduleFree"]}} if plan else {}
     trainer(plan, max_epochs=2, precision="64-true", **options).fit(model, loader(24), loader(8))
     return model.seen, values_of(model)
 
@@ -515,7 +515,7 @@ def test_an_optimizer_that_is_said_to_be_element_wise_switches_parameters_in_hoo
 def _fit_claimed(plan):
     try:
         model = _Fitted(lambda p: Lamb(p, lr=1e-2))
-        options = {"optimizer_scope": "element"}
+        options = {"elementwise": [Lamb]}
         trainer(plan, options, max_steps=1).fit(model, loader(), loader(8))
     except Exception as error:
         return str(error)
@@ -523,7 +523,9 @@ def _fit_claimed(plan):
 
 def test_a_wrong_claim_is_refused_on_every_rank():
     for message in in_ranks(2, _fit_claimed, "3:1"):
-        assert message.startswith('optimizer_scope="element", but a trial of Lamb')
+        assert message.startswith(
+            "Planner(elementwise=[...]) names Lamb, but a trial of it updates"
+        )
 
 
 class _MakesItsOptimizerEarly(Net):

@@ -166,11 +166,10 @@ class BeginsToReplan(Callback):
 
 
 def _fit(model: Net, plan: Plan | None, problem: Problem = PROBLEM, early: Any = False, **options):
-    seen: list[Any] = []
     callbacks: list[Callback] = []
     strategy: Any = "auto"
     if plan is not None:
-        callbacks = [BeginsToReplan(problem, on_replan=seen.append, planner=Planner(verbose=False))]
+        callbacks = [BeginsToReplan(problem, planner=Planner(verbose=False))]
         strategy = CephaloStrategy(
             plan=plan,
             global_batch_size=GLOBAL_BATCH,
@@ -182,7 +181,7 @@ def _fit(model: Net, plan: Plan | None, problem: Problem = PROBLEM, early: Any =
         strategy=strategy, devices=devices, accelerator="cpu", callbacks=callbacks, **options
     )
     run.fit(model, loader(32), loader(8))
-    return seen, run
+    return list(getattr(run.strategy, "replans", ())), run
 
 
 def _result(make: Callable[[], Hungry], plan: Plan | None, **options):

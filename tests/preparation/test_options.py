@@ -98,6 +98,8 @@ def test_the_key_of_a_cached_job_has_the_names_that_it_always_had():
         ("verbose", "yes", "True, False, or 0, 1 or 2"),
         ("early_update", True, "'auto' or False"),
         ("single_microbatch", None, "True or False"),
+        ("elementwise", "Lion", "a list of classes of optimizers and names of classes"),
+        ("elementwise", [torch.nn.Linear], "a list of classes of optimizers and names of classes"),
     ],
 )
 def test_a_planner_refuses_other_values_when_it_is_made(name, given, expected):

@@ -157,7 +157,7 @@ def test_modes(simulated, alone, names):
 
 @FEW_AND_OTHERS
 def test_a_trace_parameters_on_the_host_and_compiled_blocks(simulated, alone, tmp_path, names):
-    given = {"strategy": {"trace": tmp_path / "trace.json"}, "folder": str(tmp_path)}
+    given = {"strategy": {"record": tmp_path}, "folder": str(tmp_path)}
     cases = {
         "trace and arrays": case(UNEVEN, **given, arrays=True),
         "compiled by eager": case(UNEVEN, compile="eager"),
