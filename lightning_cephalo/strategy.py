@@ -59,8 +59,8 @@ from lightning_cephalo.preparation.options import (
     Options,
     Planner,
     check_ranks_options,
+    parse_automatic,
     parse_items,
-    parse_optimizer_offload,
     parse_reduce_dtype,
     parse_units,
     refuse_removed,
@@ -150,6 +150,8 @@ class CephaloStrategy(ParallelStrategy):
 
     Raises:
         TypeError: For options that do not exist; of those that are no more, it names the way on.
+        ValueError: For other values than those above; for memory caps it is a PlanError.
+        RecoveryError: For another value of ``recover``.
     """
 
     strategy_name = "cephalo"
@@ -183,15 +185,15 @@ class CephaloStrategy(ParallelStrategy):
             global_batch_size=global_batch_size,
             units=parse_units(units),
             memory_cap=Cap.parse("memory_cap", memory_cap, by_rank=True),
-            optimizer_offload=parse_optimizer_offload(optimizer_offload),
+            optimizer_offload=parse_automatic("optimizer_offload", optimizer_offload),
             recompute=Choice.parse("recompute", recompute),
             reshard_after_forward=Choice.parse("reshard_after_forward", reshard_after_forward),
             reduce_dtype=parse_reduce_dtype(reduce_dtype),
             split_batch=split_batch,
             summed_buffers=parse_items("summed_buffers", summed_buffers, (), "a list of names"),
             planner=planner,
-            replan=replanning.parse(replan),
-            records_step=record is not None,
+            replan=parse_automatic("replan", replan),
+            record=record,
         )
         super().__init__()
         self._process_group_backend = process_group_backend

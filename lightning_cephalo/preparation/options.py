@@ -8,7 +8,7 @@ from datetime import timedelta
 from math import inf
 from numbers import Integral
 from os import PathLike
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -83,6 +83,16 @@ def require_bool(name: str, value: Any, way_out: str = "") -> None:
     require(name, value, isinstance(value, bool), "True or False", way_out)
 
 
+Automatic: TypeAlias = bool | Literal["auto"]
+
+
+def parse_automatic(name: str, value: Any) -> Automatic:
+    """Read an option; raise ValueError if it is not True, False or "auto"."""
+    is_right = isinstance(value, bool) or (isinstance(value, str) and value == "auto")
+    require(name, value, is_right, "True, False or 'auto'")
+    return value
+
+
 @dataclass(frozen=True)
 class Choice:
     """A yes-or-no choice of the user, or of the planner: then both ways are measured."""
@@ -91,20 +101,16 @@ class Choice:
     is_planned: bool = False
 
     @classmethod
-    def parse(cls, name: str, value: bool | Literal["auto"]) -> Choice:
+    def parse(cls, name: str, value: Automatic) -> Choice:
         """Read an option; raise ValueError if it is not True, False or "auto"."""
-        if isinstance(value, bool):
-            return cls(value)
-        if value == "auto":
-            return cls(True, is_planned=True)
-        raise ValueError(f"{name}: expected True, False or 'auto', but got {value!r}.")
+        return cls(bool(parse_automatic(name, value)), is_planned=value == "auto")
 
     def of_plan(self, choice: bool | None) -> bool:
         """Return the value under a plan with ``choice``; None: the plan does not say."""
         return self.default if choice is None else choice
 
     @property
-    def as_given(self) -> bool | Literal["auto"]:
+    def as_given(self) -> Automatic:
         """The option as the user writes it."""
         return "auto" if self.is_planned else self.default
 
@@ -193,17 +199,14 @@ def parse_reduce_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
     """Read ``reduce_dtype``: None, float32, bfloat16, or a name of these; else raise ValueError."""
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     found = known.get(str(value).removeprefix("torch."))
-    if found is not None or value is None:
-        return found
-    raise ValueError(
-        f"reduce_dtype: expected None, torch.float32 or torch.bfloat16, but got {value!r}. Narrower"
-        " exponents would lose small gradients."
+    require(
+        "reduce_dtype",
+        value,
+        found is not None or value is None,
+        "None, torch.float32 or torch.bfloat16",
+        " Narrower exponents would lose small gradients.",
     )
-
-
-def parse_optimizer_offload(value: bool | Literal["auto"]) -> bool | Literal["auto"]:
-    """Read ``optimizer_offload``; raise ValueError if it is none of True, False and "auto"."""
-    return Choice.parse("optimizer_offload", value).as_given
+    return found
 
 
 def parse_units(value: Sequence[Any] | None) -> tuple[type[nn.Module] | str, ...] | None:
@@ -252,7 +255,6 @@ class Options:
         units: Modules that are units, by class or name; None: they are searched.
         reduce_dtype: Dtype that gradients travel in; None: their own.
         kept_bytes: Memory of its host that each rank keeps for a restart, on average.
-        records_step: Whether to keep what ranks hold before each instruction of one step.
     """
 
     plan: Plan | str | PathLike[str] | None = None
@@ -263,14 +265,16 @@ class Options:
     split_batch: Callable[[Any, Sequence[int]], list[Any]] | None = None
     summed_buffers: tuple[str, ...] = ()
     memory_cap: Cap = field(default_factory=lambda: Cap("memory_cap"))
-    optimizer_offload: bool | Literal["auto"] = False
+    optimizer_offload: Automatic = False
     reduce_dtype: torch.dtype | None = None
     planner: Planner = field(default_factory=Planner)
-    replan: bool | Literal["auto"] = "auto"
+    replan: Automatic = "auto"
+    record: str | PathLike[str] | None = None
     kept_bytes: float = 0.0
-    records_step: bool = False
 
     def __post_init__(self) -> None:
+        is_plan = self.plan is None or isinstance(self.plan, (Plan, str, PathLike))
+        require("plan", self.plan, is_plan, "a lightning_cephalo.Plan, or the path of one")
         size, split = self.global_batch_size, self.split_batch
         is_size = isinstance(size, Integral) and not isinstance(size, bool) and size >= 1
         require("global_batch_size", size, size is None or is_size, "None, or 1 or more samples")
@@ -278,6 +282,8 @@ class Options:
         require("split_batch", split, is_function, "None, or a function of a batch and sizes")
         is_planner = isinstance(self.planner, Planner)
         require("planner", self.planner, is_planner, "a lightning_cephalo.Planner")
+        is_folder = self.record is None or isinstance(self.record, (str, PathLike))
+        require("record", self.record, is_folder, "None, or the path of a folder")
 
     @property
     def verbose(self) -> bool:

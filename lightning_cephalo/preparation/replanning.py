@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
@@ -20,7 +20,7 @@ from lightning_cephalo.observe.watch import Watch
 from lightning_cephalo.plan import Plan, Problem, predict
 from lightning_cephalo.plan.beside import SolverBeside
 from lightning_cephalo.plan.replan import Replan, ReplanPolicy, Trial, moved_share
-from lightning_cephalo.preparation.options import Options
+from lightning_cephalo.preparation.options import Automatic, Options
 from lightning_cephalo.preparation.plan_change import REFUSALS, PlanChanges
 from lightning_cephalo.preparation.prepare import Job
 from lightning_cephalo.preparation.relief import make_room
@@ -31,20 +31,8 @@ from lightning_cephalo.profiling.state_rates import has_state_rates
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
 
-Wish = bool | Literal["auto"]
-"""The user's option: True, False, or "auto" for where the plan was solved."""
 
-
-def parse(value: Any) -> Wish:
-    """Read the option ``replan``; raise ValueError if it is not True, False or "auto"."""
-    if isinstance(value, bool):
-        return value
-    if value == "auto":
-        return "auto"
-    raise ValueError(f"replan: expected True, False or 'auto', but got {value!r}.")
-
-
-def wants(wish: Wish, job: Job) -> bool:
+def wants(wish: Automatic, job: Job) -> bool:
     """Return whether the plan may change in this job; with True, say why if it cannot."""
     if wish is False or (wish == "auto" and job.plan is not None):
         return False

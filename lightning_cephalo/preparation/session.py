@@ -462,7 +462,7 @@ class Session:
         self.optimizers = list(optimizers)
         self.lasting.begin()
         self.memory = TrainingMemory(
-            self.model, self.optimizers, self.moved, keeps_looks=self.job.options.records_step
+            self.model, self.optimizers, self.moved, keeps_looks=self.job.options.record is not None
         )
 
     def measured_memory(self) -> tuple[RankMemory, ...] | None:

@@ -122,6 +122,8 @@ def test_a_planner_refuses_what_is_no_amount_of_memory():
         ("split_batch", 3, "None, or a function"),
         ("summed_buffers", "counts", "a list of names"),
         ("summed_buffers", [3], "a list of names"),
+        ("plan", 3, "a lightning_cephalo.Plan, or the path of one"),
+        ("record", 3, "None, or the path of a folder"),
         ("planner", {"verbose": False}, "a lightning_cephalo.Planner"),
         ("process_group_backend", 3, "None, or a name"),
         ("timeout", None, "a datetime.timedelta above 0"),
