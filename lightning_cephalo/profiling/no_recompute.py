@@ -34,31 +34,16 @@ def measure_no_recompute(prober: Prober, recomputing: Measured, sweep: Sweep) ->
     model.executor.recompute = False
     measured = Measured()
     try:
-        smallest = sweep.sizes[0]
-        for size in (smallest if recomputing.times else 0, recomputing.largest):
-            _time(prober, measured, size, smallest if sweep.has_one_microbatch else 0)
+        for size in (min(recomputing.times, default=0), recomputing.largest):
+            is_done = size in measured.times or measured.smallest_too_large is not None
+            turn = sweep.turn(recomputing, 0 if is_done else size)
+            for _ in range(_REPEATS):
+                measured.time(prober, turn)
         kept = measure_memory(prober, measured, sweep)
     finally:
         model.executor.recompute = True
         model.release_buffers()
     return NoRecompute(measured, kept)
-
-
-def _time(prober: Prober, measured: Measured, size: int, idle: int) -> None:
-    if size in measured.times or (measured.smallest_too_large or size + 1) <= size:
-        size = 0
-    for _ in range(_REPEATS):
-        while prober.control.any(bool(size)):
-            times, refused = prober.timed(size or idle)
-            if not any(refused):
-                if size and times is not None:
-                    measured.times[size] = times.least(measured.times.get(size))
-                break
-            if refused[prober.control.rank]:
-                if size:
-                    measured.times.pop(size, None)
-                    measured.smallest_too_large = size
-                size, idle = 0, idle if size else 0
 
 
 def with_no_recompute(

@@ -55,8 +55,28 @@ class Times:
         )
 
 
+@dataclass
+class Turn:
+    """What this rank runs in a step: ``size`` samples; without any, ``idle`` ones."""
+
+    size: int
+    idle: int = 0
+
+    @property
+    def samples(self) -> int:
+        """The samples of the microbatch; 0: there is none."""
+        return self.size or self.idle
+
+    def drop(self) -> None:
+        """Run fewer samples, as the memory is lacking."""
+        self.size, self.idle = 0, self.idle if self.size else 0
+
+
 class Prober:
-    """Runs profiling steps; collective."""
+    """Runs profiling steps; collective.
+
+    Where a rank lacks the memory for its turn, it drops it, and the others run again.
+    """
 
     def __init__(
         self,
@@ -83,19 +103,24 @@ class Prober:
         """Return the seconds of the host's clock."""
         return self.model.accelerator.now_s()
 
-    def timed(self, size: int) -> tuple[Times | None, list[bool]]:
-        """Time a step with one microbatch of ``size`` samples (0: take part without one)."""
-        self._times = None
-        start_s = self.now_s()
-        refused = self._run(partial(self._timed_step_of, size), size)
-        self.wall_s = self.now_s() - start_s
-        return self._times, refused
+    def timed(self, turn: Turn) -> Times | None:
+        """Time a step with a microbatch; None: this rank ran none."""
+        while self.control.any(bool(turn.size)):
+            self._times = None
+            start_s = self.now_s()
+            is_run = self._run(partial(self._timed_step_of, turn.samples), turn)
+            self.wall_s = self.now_s() - start_s
+            if is_run:
+                return self._times
+        return None
 
-    def held(self, size: int, count: int) -> tuple[Held, list[bool]]:
-        """Measure the bytes of a step with ``count`` microbatches; else like :meth:`timed`."""
-        self._held = Held()
-        refused = self._run(partial(self._watched_step_of, size, count), size)
-        return self._held, refused
+    def held(self, turn: Turn, count: int = 1) -> Held | None:
+        """Measure the bytes of a step with ``count`` microbatches; None: it was not its turn."""
+        while self.control.any(bool(turn.size)):
+            own = count if turn.size else 1
+            if self._run(partial(self._watched_step_of, turn.samples, own), turn):
+                return self._held if turn.size else None
+        return None
 
     def _failure_of(self, attempt: Callable[[], None], doing: str) -> BaseException | None:
         """Run a step, and return the error of this rank; those of others are told afterwards."""
@@ -113,13 +138,14 @@ class Prober:
             forget_gradients(self.model.module)
         return None
 
-    def _run(self, attempt: Callable[[], None], size: int) -> list[bool]:
-        doing = f"profiling a microbatch of {samples(size)}"
+    def _run(self, attempt: Callable[[], None], turn: Turn) -> bool:
+        """Run a step; return whether all ranks had the memory."""
+        doing = f"profiling a microbatch of {samples(turn.samples)}"
         failure = self._failure_of(attempt, doing)
         message = None if failure is None else printable(f"{type(failure).__name__}: {failure}")
         refused = failure is not None and is_out_of_memory(failure)
         with lost_rank_explained(self.control.rank, doing):
-            said = self.control.gather((size, refused, message))
+            said = self.control.gather((turn.samples, refused, message))
         for rank, (at, out_of_memory, text) in enumerate(said):
             if text is not None and not out_of_memory:
                 raise ProfilingError(
@@ -131,10 +157,13 @@ class Prober:
             # its traceback holds the frames of the step, and the frames hold the activations
             traceback.clear_frames(failure.__traceback__)
             del failure
-        if any(out_of_memory for _, out_of_memory, _ in said):
-            gc.collect()
-            self.model.accelerator.empty_cache()
-        return [out_of_memory for _, out_of_memory, _ in said]
+        if refused:
+            turn.drop()
+        if not any(out_of_memory for _, out_of_memory, _ in said):
+            return True
+        gc.collect()
+        self.model.accelerator.empty_cache()
+        return False
 
     def _timed_step_of(self, size: int) -> None:
         blocks = {n for n, unit in enumerate(self.model.units) if unit.kind is UnitKind.BLOCK}

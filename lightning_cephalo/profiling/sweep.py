@@ -16,7 +16,7 @@ from lightning_cephalo.common.errors import TooLittleMemoryError
 from lightning_cephalo.common.quantities import format_bytes
 from lightning_cephalo.features.chunked_cross_entropy import largest_call
 from lightning_cephalo.profiling.memory_model import Held, RetainedBytes
-from lightning_cephalo.profiling.probe import Prober, Times, samples
+from lightning_cephalo.profiling.probe import Prober, Times, Turn, samples
 
 # How often a size runs; the shortest time counts. Small ones, which take less than this part of a
 # balanced step, run more often: they decide how far each rank measures.
@@ -50,6 +50,27 @@ class Measured:
         """The largest size that ran; 0 for none."""
         return max(self.times, default=0)
 
+    def time(self, prober: Prober, turn: Turn) -> Times | None:
+        """Time a step, and keep the shorter time of its size; collective."""
+        size, times = turn.size, prober.timed(turn)
+        if turn.size and times is not None:
+            self.times[size] = times.least(self.times.get(size))
+        elif size:
+            self._lacked(size)
+        return times
+
+    def hold(self, prober: Prober, turn: Turn) -> None:
+        """Measure the memory of a step; collective."""
+        size, held = turn.size, prober.held(turn)
+        if held is not None:
+            self.held[size] = held
+        elif size:  # it ran when it was timed, but only just: it may not run again
+            self._lacked(size)
+
+    def _lacked(self, size: int) -> None:
+        self.smallest_too_large = size
+        self.times = {at: times for at, times in self.times.items() if at < size}
+
 
 def ladder(smallest: int, limit: int) -> list[int]:
     """Return the sizes to measure: 1, 2, 4, 8, ... from ``smallest`` to ``limit``, inclusive."""
@@ -71,6 +92,11 @@ class Sweep:
     has_one_microbatch: bool = False
     report: Callable[[Sequence[int]], None] = lambda sizes: None
 
+    def turn(self, measured: Measured, size: int) -> Turn:
+        """Return what a rank runs that measures a size (0: none)."""
+        idles = self.has_one_microbatch and measured.times
+        return Turn(size, self.sizes[0] if idles else 0)
+
 
 @dataclass
 class _Pace:
@@ -86,11 +112,12 @@ class _Pace:
 
 def measure_times(prober: Prober, sweep: Sweep) -> Measured:
     """Time growing microbatches until time, memory or benefit runs out; collective."""
-    control, measured = prober.control, Measured()
+    control, warm = prober.control, Measured()
     started_s = prober.now_s()
     smallest, whole = sweep.sizes[0], sweep.global_batch_size
     sweep.report([smallest] * control.world_size)
-    able = _warm_up(prober, measured, smallest)
+    warm.time(prober, Turn(smallest))  # the first, uncounted step
+    measured = Measured(smallest_too_large=warm.smallest_too_large)
     pace = _Pace([0.0] * control.world_size, prober.wall_s)
     while True:
         size = _next_size(
@@ -100,7 +127,7 @@ def measure_times(prober: Prober, sweep: Sweep) -> Measured:
             sweep.has_one_microbatch,
         )
         remaining_s = sweep.budget_s - (prober.now_s() - started_s)
-        own = [float(size if able else 0), _expected_s(measured, size), remaining_s, pace.beside_s]
+        own = [float(size), _expected_s(measured, size), remaining_s, pace.beside_s]
         rows = control.gather([*own, measured.largest])
         remaining_s = min(row[2] for row in rows)
         largest = [int(row[4]) for row in rows]
@@ -151,20 +178,6 @@ def _together(wanted: Sequence[tuple[int, float]], smallest: int, remaining_s: f
     ]
 
 
-def _warm_up(prober: Prober, measured: Measured, smallest: int) -> bool:
-    """Run the first, uncounted step; return whether this rank can run the smallest microbatch."""
-    able = True
-    for _ in range(prober.control.world_size + 1):
-        _, refused = prober.timed(smallest if able else 0)
-        if not any(refused):
-            return able
-        if refused[prober.control.rank]:
-            able, measured.smallest_too_large = False, smallest
-        if not prober.control.any(able):
-            raise TooLittleMemoryError(_nobody(prober, smallest))
-    return able
-
-
 def _time_round(
     prober: Prober,
     measured: Measured,
@@ -174,26 +187,14 @@ def _time_round(
     sweep: Sweep,
 ) -> None:
     """Time one size on every rank that has one (0: none), two or three times if time allows."""
-    rank, beside_s = prober.control.rank, math.inf
-    runs = [bool(size) for size in sizes]
-    size = sizes[rank]
-    idle = sweep.sizes[0] if sweep.has_one_microbatch and measured.largest else 0
+    beside_s = math.inf
+    turn = sweep.turn(measured, sizes[prober.control.rank])
     for count in range(1, _SMALL_TIMES + 1):
-        while any(runs):
-            times, refused = prober.timed(size if runs[rank] else idle)
-            if not any(refused):
-                break
-            if refused[rank]:
-                measured.times.pop(size, None)
-                measured.smallest_too_large = size if runs[rank] else sweep.sizes[0]
-                idle = 0
-            runs = [run and not out for run, out in zip(runs, refused, strict=True)]
-        else:
-            break
+        times = measured.time(prober, turn)
         busy_s = 0.0 if times is None else times.total_s
-        if runs[rank] and times is not None:
-            measured.times[size] = times.least(measured.times.get(size))
-        rows = prober.control.gather([busy_s, prober.wall_s, _rate(measured)])
+        rows = prober.control.gather([busy_s, prober.wall_s, _rate(measured), float(turn.size)])
+        if not any(row[3] for row in rows):
+            break
         beside_s = min(beside_s, max(0.0, prober.wall_s - max(row[0] for row in rows)))
         pace.rates = _by_device([row[2] for row in rows], sweep.devices)
         wall_s = max(row[1] for row in rows)
@@ -270,18 +271,11 @@ def measure_memory(prober: Prober, measured: Measured, sweep: Sweep) -> Retained
     below it. Chunks of logits stop growing when full: sizes around that are measured, too.
     """
     smallest = sweep.sizes[0]
-    idle = smallest if sweep.has_one_microbatch and measured.times else 0
     bends: list[int] = []
 
     def measure(size: int) -> None:
         size = 0 if size in measured.held else size
-        held = _held(prober, size, 1, idle)
-        if held is not None:
-            measured.held[size] = held
-        elif size:
-            # it ran when it was timed, but only just: it may not run again
-            measured.smallest_too_large = size
-            measured.times = {at: found for at, found in measured.times.items() if at < size}
+        measured.hold(prober, sweep.turn(measured, size))
 
     for position in (0, -1):
         largest_call.tokens = 0
@@ -308,10 +302,9 @@ def _bends(smallest: int) -> list[int]:
 def _measure_retained(prober: Prober, measured: Measured, sweep: Sweep) -> RetainedBytes:
     """Measure what this rank retains per sample and microbatch until its backward; collective."""
     smallest = sweep.sizes[0]
-    idle = smallest if sweep.has_one_microbatch and measured.times else 0
     single, several = measured.held.get(smallest), None
     for count in _COUNTS:
-        several = _held(prober, smallest if single is not None else 0, count, idle)
+        several = prober.held(sweep.turn(measured, smallest if single is not None else 0), count)
         known = single is None or several is not None
         if prober.control.all(known):
             break
@@ -326,14 +319,3 @@ def _measure_retained(prober: Prober, measured: Measured, sweep: Sweep) -> Retai
     found = between(attrgetter("kept_bytes"))
     reducing = between(attrgetter("reducing_kept_bytes"))
     return replace(found, reducing_sample_bytes=min(reducing.sample_bytes, found.sample_bytes))
-
-
-def _held(prober: Prober, size: int, count: int, idle: int) -> Held | None:
-    """Return the bytes of a step; None for a rank that measured nothing or lacked the memory."""
-    while prober.control.any(bool(size)):
-        held, refused = prober.held(size or idle, count if size else 1)
-        if not any(refused):
-            return held if size else None
-        if refused[prober.control.rank]:
-            size, idle = 0, idle if size else 0
-    return None

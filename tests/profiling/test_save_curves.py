@@ -106,8 +106,8 @@ class _Steps:
     def now_s(self):
         return 100.0
 
-    def timed(self, size):
-        return Times(0.01 * size, 0.0, 0.0), [False] * 3
+    def timed(self, turn):
+        return Times(0.01 * turn.samples, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(("has_one", "largest"), [(True, 4), (False, 1)])
