@@ -26,7 +26,12 @@ from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.features.manual_step import PhasedSteps
 from lightning_cephalo.plan import Problem
 from lightning_cephalo.preparation.prepare import Job
-from lightning_cephalo.profiling import additivity
+from lightning_cephalo.profiling.additivity import (
+    SAMPLES,
+    Piece,
+    compared,
+    warn_if_any_differs,
+)
 from lightning_cephalo.profiling.isolation import expect_samples, isolated, moved_to_device
 from lightning_cephalo.profiling.measure import read_batch
 from lightning_cephalo.profiling.progress import Progress
@@ -37,8 +42,8 @@ if TYPE_CHECKING:
 
 _UNKNOWN = "The loss of a batch was not compared with that of its parts"
 
-Parted = tuple[Any, list[tuple[Any, int]]]
-"""A batch, and its parts with their numbers of samples."""
+Parted = tuple[Piece | None, Sequence[Piece]]
+"""A batch, and its two parts; without any, it is not compared."""
 
 
 class LossCheck:
@@ -68,76 +73,97 @@ class LossCheck:
         return not_connected, ()
 
     def of_samples(self, problem: Problem) -> None:
-        """Compare a few samples of the dataset, once; collective. See :func:`check_measured`."""
+        """Warn if the loss of a few samples is not the weighted mean of its halves'; collective."""
         if not self._is_due:
             return
         self._is_due = False
-        check_measured(self._job, problem, self._model, self._trainer, self._manual)
+        job, half = self._job, SAMPLES // 2
+        have_room = all(rank.largest_microbatch_size >= SAMPLES for rank in problem.ranks)
+        if not have_room or problem.minimum_microbatch_size > half:
+            self._warn(f"{_UNKNOWN}: that takes microbatches of {half} and {SAMPLES} samples.")
+            return
+        module: Any = self._model.module
+
+        def halves() -> Parted:
+            batch = read_batch(job.loaders.source, SAMPLES, job.layouts)
+            expect_samples(self._trainer, SAMPLES)
+            batch = moved_to_device(self._trainer, module, batch)
+            return self._in_two(batch)
+
+        self._compare(partial(step_on, module), halves, nullcontext())
 
     def of_first_step(
-        self, batch: Any, pieces: Sequence[tuple[Any, int]], step: Callable[[Any], Any]
+        self, batch: Any, pieces: Sequence[Piece], step: Callable[[Any], Any]
     ) -> None:
         """Warn if a microbatch's loss is not the weighted mean of its halves'; collective, once."""
         if not self._is_due:
             return
         self._is_due = False
-        if self._manual is None:
-            halves = partial(self._halves, batch, pieces)
-            _compare(self._job, self._model, self._trainer, step, halves, self._gathers)
-        elif self._model.control.all(bool(pieces)):  # else the step itself fails on every rank
-            parted = partial(self._halves_or_whole, batch, pieces)
-            _compare(self._job, self._model, self._trainer, step, parted, manual=self._manual)
+        control = self._model.control
+        refused: AbstractContextManager[None] = nullcontext()
+        if self._manual is None and control.world_size > 1:
+            refused = self._gathers.refused()
+        # without a microbatch on each rank, a manual step itself fails on every rank
+        if self._manual is None or control.all(bool(pieces)):
+            self._compare(step, partial(self._halves, batch, pieces), refused)
 
-    def _halves_or_whole(self, batch: Any, pieces: Sequence[tuple[Any, int]]) -> Parted:
-        halves = self._halves(batch, pieces)
-        if halves is not None:
-            return halves
-        whole, samples = pieces[0]
-        expect_samples(self._trainer, samples)
-        return whole, [(whole, samples)]
-
-    def _halves(self, batch: Any, pieces: Sequence[tuple[Any, int]]) -> Parted | None:
-        whole, samples = max(pieces, key=lambda piece: piece[1], default=(None, 0))
+    def _halves(self, batch: Any, pieces: Sequence[Piece]) -> Parted:
+        """Return the largest microbatch and its halves; of small ones, the batch's first rows."""
+        job = self._job
         if not pieces:
-            return None
+            return None, ()
+        first, (whole, samples) = pieces[0], max(pieces, key=lambda piece: piece[1])
         # of two dataloaders that steps divide otherwise, three rows are divided otherwise, too
-        fewest = 3 if self._job.loaders.spec is not None else 2
-        if _rows(self._job, whole) < fewest:
-            rows = _rows(self._job, batch)
+        fewest = 3 if job.loaders.spec is not None else 2
+        if _rows(job, whole) < fewest:
+            rows = _rows(job, batch)
             if rows < 2:
-                return None
+                expect_samples(self._trainer, first[1])
+                return first if self._manual is not None else None, ()
             fewest = min(fewest, rows)
-            whole, samples = _cut(self._job, batch, (fewest, rows - fewest))[0]
-        if self._job.loaders.spec is None and samples > 2 and samples % 2:
+            whole, samples = _cut(job, batch, (fewest, rows - fewest))[0]
+        if job.loaders.spec is None and samples > 2 and samples % 2:
             # copies of halves of the same size show small terms
-            whole, samples = _cut(self._job, whole, (samples - 1, 1))[0]
+            whole, samples = _cut(job, whole, (samples - 1, 1))[0]
         expect_samples(self._trainer, samples)
-        return whole, _in_two(self._job, whole, self._model.control.world_size)
+        return self._in_two(whole)
 
+    def _in_two(self, batch: Any) -> Parted:
+        parts = _in_two(self._job, batch, self._model.control.world_size)
+        return (batch, sum(size for _, size in parts)), parts
 
-def check_measured(
-    job: Job,
-    problem: Problem,
-    model: ShardedModel,
-    trainer: Trainer,
-    manual: PhasedSteps | None = None,
-) -> None:
-    """Warn if the loss of a few samples is not the weighted mean of its halves'; collective."""
-    half = additivity.SAMPLES // 2
-    progress = Progress(job.options.verbose and model.control.rank == 0)
-    have_room = all(rank.largest_microbatch_size >= 2 * half for rank in problem.ranks)
-    if not have_room or problem.minimum_microbatch_size > half:
-        progress.warn(f"{_UNKNOWN}: that takes microbatches of {half} and {2 * half} samples.")
-        return
-    module: Any = model.module
+    def _warn(self, text: str) -> None:
+        Progress(self._job.options.verbose and self._model.control.rank == 0).warn(text)
 
-    def halves() -> Parted:
-        batch = read_batch(job.loaders.source, 2 * half, job.layouts)
-        expect_samples(trainer, 2 * half)
-        batch = moved_to_device(trainer, module, batch)
-        return batch, _in_two(job, batch, model.control.world_size)
-
-    _compare(job, model, trainer, partial(step_on, module), halves, manual=manual)
+    def _compare(
+        self,
+        step: Callable[[Any], Any],
+        parted: Callable[[], Parted],
+        refused: AbstractContextManager[None],
+    ) -> None:
+        model, trainer, manual = self._model, self._trainer, self._manual
+        loaders, control = self._job.loaders, model.control
+        in_half, is_manual = "16" in str(trainer.precision), manual is not None
+        context = trainer.precision_plugin.train_step_context
+        is_repeated = loaders.spec is None and not is_manual
+        repeated = self._job.layouts[0].repeated if is_repeated else None
+        failure = ""  # the error itself would keep activations
+        with ExitStack() as undo:
+            try:
+                # one rank alone may lack the memory for copies
+                isolate = isolated(trainer, model.module, model.accelerator)
+                control.together("copying what modules hold", partial(undo.enter_context, isolate))
+                with refused:
+                    whole, parts = control.together("cutting a batch", parted)
+                    found = compared(model, step, context, whole, parts, in_half, repeated, manual)
+            except Exception as error:  # on every rank
+                failure = f"{type(error).__name__}: {error}"
+            control.together("putting back what modules hold", undo.close)
+        if failure:
+            how = "steps without updates" if is_manual else "steps without gradients"
+            self._warn(f"{_UNKNOWN} ({how}, in evaluation mode). {failure}")
+        elif control.rank == 0:
+            warn_if_any_differs(found, in_half, is_manual)
 
 
 def _in_two(job: Job, batch: Any, world_size: int) -> list[tuple[Any, int]]:
@@ -211,52 +237,3 @@ def _cut(job: Job, batch: Any, sizes: tuple[int, int]) -> list[tuple[Any, int]]:
     if len(parts) != len(wanted):
         raise ValueError(f"its batch is cut in {len(parts)} parts, not in {len(wanted)}")
     return parts
-
-
-def _compare(
-    job: Job,
-    model: ShardedModel,
-    trainer: Trainer,
-    step: Callable[[Any], Any],
-    parted: Callable[[], Parted | None],
-    gathers: UserGathers | None = None,
-    manual: PhasedSteps | None = None,
-) -> None:
-    control = model.control
-    is_first = control.rank == 0
-    refused: AbstractContextManager[None] = nullcontext()
-    if gathers is not None and control.world_size > 1:
-        refused = gathers.refused()
-    in_half = "16" in str(trainer.precision)
-    failure = ""  # the error itself would keep activations
-    with ExitStack() as undo:
-        try:
-            # one rank alone may lack the memory for copies
-            isolate = isolated(trainer, model.module, model.accelerator)
-            control.together("copying what modules hold", partial(undo.enter_context, isolate))
-            with refused:
-                own = control.together("cutting a batch", parted)
-                context = trainer.precision_plugin.train_step_context
-                batch, parts = own or (None, [])
-                if manual is None:
-                    repeated = job.layouts[0].repeated if job.loaders.spec is None else None
-                    found = additivity.compared(
-                        model, step, context, batch, parts, in_half, repeated
-                    )
-                else:
-                    of_backwards = additivity.compared_manually(
-                        model, manual, step, context, batch, parts, in_half
-                    )
-        except Exception as error:  # on every rank
-            failure = f"{type(error).__name__}: {error}"
-        control.together("putting back what modules hold", undo.close)
-    if failure:
-        how = "steps without gradients" if manual is None else "steps without updates"
-        Progress(job.options.verbose and is_first).warn(
-            f"{_UNKNOWN} ({how}, in evaluation mode). {failure}"
-        )
-        return
-    if is_first and manual is None:
-        additivity.warn_if_any_differs(found, in_half)
-    elif is_first:
-        additivity.warn_if_any_backward_differs(of_backwards, in_half)

@@ -34,6 +34,25 @@ _LAST_SUMS = 2e-6
 _ABOVE_NOISE = 10.0
 _TINY = 1e-12
 
+_WAYS_OUT = (
+    "If the loss is a mean over tokens, or over samples with weights, return"
+    ' {"loss": loss, "weight": number of tokens or sum of weights}. If it compares samples with'
+    " each other, has a term about the whole batch, or adds means over several dataloaders, whose"
+    " batches are not always divided alike, let lightning_cephalo.loss_over_batch(function,"
+    " *tensors) compute that."
+)
+_MANUAL_WAYS_OUT = (
+    "Losses that compare samples, advantages that are normalised over the batch, means over tokens"
+    " and weights from gradients of the batch are of this kind. Compute statistics of the whole"
+    " batch in on_train_batch_start, where every rank may communicate, or use automatic"
+    " optimization with lightning_cephalo.loss_over_batch."
+)
+
+Piece = tuple[Any, int]
+"""A batch, and its number of samples."""
+Loss = tuple[float, float]
+"""A loss, and its weight."""
+
 
 @dataclass(frozen=True)
 class LossOfParts:
@@ -85,148 +104,155 @@ def compared(
     model: ShardedModel,
     step: Callable[[Any], Any],
     context: Callable[[], AbstractContextManager[Any]],
-    batch: Any,
-    parts: Sequence[tuple[Any, int]],
+    whole: Piece | None,
+    parts: Sequence[Piece],
     in_half: bool = False,
     repeated: Callable[[Any, int], Any] | None = None,
-) -> list[LossOfParts | None]:
-    """Return every rank's loss of a batch and of its two parts, None without samples; collective.
+    manual: PhasedSteps | None = None,
+) -> list[tuple[LossOfParts, ...]]:
+    """Return every rank's losses of a batch and of its two parts, one a backward; collective.
 
-    Runs the step without gradients and in evaluation mode, where dropout and batch normalisation
-    change nothing, and without ``torch.compile``, which would compile for these sizes. Where losses
-    differ on any rank, each batch runs again, as the step may be random. Where they differ little,
-    the parts run in batches as large as the whole, made of copies. The kernels are then the same,
-    so that rounding is smaller, and how much copies change the loss is its measure.
+    Runs the step in evaluation mode, where dropout and batch normalisation change nothing, and
+    without ``torch.compile``, which would compile for these sizes. Only manual steps have
+    gradients; they call no hooks and update nothing. Where losses differ on any rank, each batch
+    runs again, as the step may be random. Where they differ little, the parts run in batches as
+    large as the whole, made of copies. The kernels are then the same, so that rounding is smaller,
+    and how much copies change the loss is its measure.
 
     Args:
-        parts: The same samples in two parts, and how many each has. Empty: this rank has none.
+        whole: A batch, and its number of samples; None: this rank has none.
+        parts: The same samples in two parts. Empty: this rank compares nothing.
         repeated: Returns a batch of so many copies of a part; None: it cannot be made.
+        manual: Runs steps that call their backwards themselves; None: the executor evaluates them.
 
     Raises:
         Exception: On every rank, if the step fails so on any.
     """
-    count = sum(size for _, size in parts)
-    whole, *pieces = [(batch, count), *parts] if parts else [None] * 3
-    with _comparing(model, context) as put_back, torch.no_grad():
-
-        def loss_of(piece: tuple[Any, int] | None) -> tuple[float, float]:
-            # each finds buffers and numbers as the first one has found them
-            put_back()
-            return _loss_of(model, lambda batch: step(own_copy(batch, with_arrays=True)), piece)
-
-        losses = [loss_of(piece) for piece in (whole, *pieces)]
-        found = _weighed(losses, tuple(size for _, size in parts)) if parts else None
-        rows: list[LossOfParts | None] = model.control.gather(found)
-        differs = any(row is not None and row.differs(in_half) for row in rows)
-        is_fine = not in_half and repeated is not None and not differs
-        if is_fine and any(row is not None and row.may_have_small_term for row in rows):
-            copies = _of_one_size(parts, count, repeated) if parts else [None, None]
+    with _losses(model, step, context, manual) as losses_of:
+        losses = [losses_of(piece) for piece in (whole, *(parts or (whole, whole)))]
+        found = _weighed(losses, parts)
+        rows: list[tuple[LossOfParts, ...]] = model.control.gather(found)
+        every = [each for row in rows for each in row]
+        if any(each.differs(in_half) for each in every):
+            rows = model.control.gather(_repeated(found, losses_of(whole)))
+        elif not in_half and repeated and any(each.may_have_small_term for each in every):
+            copies = _of_one_size(parts, repeated)
             if all(model.control.gather(copies is not None)) and copies is not None:
-                even = [loss_of(piece) for piece in copies]
-                again, _ = loss_of(whole)
-                found = found and _evened(replace(found, again=again), losses[1:], even)
-                rows = model.control.gather(found)
-        elif differs:
-            again, _ = loss_of(whole)
-            rows = model.control.gather(found and replace(found, again=again))
+                even = [losses_of(piece) for piece in copies]
+                found = _repeated(found, losses_of(whole))
+                by_backward = zip(found, *losses[1:], *even, strict=True)
+                evened = (_evened(own, each[:2], each[2:]) for own, *each in by_backward)
+                rows = model.control.gather(tuple(evened))
     return rows
 
 
-def compared_manually(
+@contextmanager
+def _losses(
     model: ShardedModel,
-    manual: PhasedSteps,
     step: Callable[[Any], Any],
     context: Callable[[], AbstractContextManager[Any]],
-    batch: Any,
-    parts: Sequence[tuple[Any, int]],
-    in_half: bool = False,
-) -> Sequence[Sequence[LossOfParts]]:
-    """Return the same of each backward, which calls no hooks and updates nothing; collective."""
-    sizes = tuple(size for _, size in parts)
-    with same_flags(model.module), _comparing(model, context) as put_back:
+    manual: PhasedSteps | None,
+) -> Iterator[Callable[[Piece | None], list[Loss]]]:
+    """Yield what runs a step, and returns the losses of a piece; collective."""
+    gradients = torch.no_grad() if manual is None else same_flags(model.module)
+    with (
+        _evaluating(model.module),
+        torch.compiler.set_stance("force_eager"),
+        context(),
+        gradients,
+        ExitStack() as stack,
+    ):
+        preserved = preserved_state(model.module, model.accelerator)
+        put_back = model.control.together(
+            "copying what modules hold", partial(stack.enter_context, preserved)
+        )
 
-        def losses_of(piece: tuple[Any, int]) -> list[float]:
-            put_back()
-            call = MicrobatchCall(
-                lambda: step(own_copy(piece[0], with_arrays=True)),
-                lambda _: (torch.zeros(()), 0.0),
-                samples=piece[1],
-            )
-            with manual.measuring(calls_hooks=False):
-                manual.run(call)
-                found = [float(loss) for loss in manual.losses if loss.numel() == 1]
-            forget_gradients(model.module)
-            return found
+        def losses_of(piece: Piece | None) -> list[Loss]:
+            put_back()  # each finds buffers and numbers as the first one has found them
+            if manual is None or piece is None:
+                return _evaluated(model, step, piece)
+            return _run(model, manual, step, piece)
 
-        whole = (batch, sum(sizes))
-        is_cut = len(parts) == 2
-        losses = [losses_of(piece) for piece in (whole, *(parts if is_cut else [whole, whole]))]
-        # code that takes another way with fewer samples is not compared
-        found = [
-            _weighed(
-                [(loss, float(size)) for loss, size in zip(each, (0, *sizes), strict=True)], sizes
-            )
-            for each in zip(*losses, strict=False)
-            if is_cut and len({len(own) for own in losses}) == 1
-        ]
-        # as tuples: an empty list would count as one of numbers, which travels in another way
-        rows: list[Sequence[LossOfParts]] = model.control.gather(tuple(found))
-        if any(each.differs(in_half) for row in rows for each in row):
-            again = losses_of(whole)
-            if len(again) == len(found):
-                found = [replace(e, again=a) for e, a in zip(found, again, strict=True)]
-            rows = model.control.gather(tuple(found))
-    return rows
+        yield losses_of
 
 
-def warn_if_any_backward_differs(rows: Sequence[Sequence[LossOfParts]], in_half: bool) -> None:
-    """Warn of the first backward whose loss is no mean over samples; rows as of the ranks."""
-    for row in rows:
-        for number, found in enumerate(row, start=1):
-            if found.differs(in_half):
-                parts = " and ".join(str(size) for size in found.sizes)
-                warnings.warn(
-                    f"The loss of backward {number} in training_step is {found.whole:.6g} for"
-                    f" {sum(found.sizes)} samples, but the mean over parts of {parts} samples is"
-                    f" {found.parts:.6g}. Ranks and microbatches have such parts, so that training"
-                    " will differ from one device. Losses that compare samples, advantages that are"
-                    " normalised over the batch, means over tokens and weights from gradients of"
-                    " the batch are of this kind. Compute statistics of the whole batch in"
-                    " on_train_batch_start, where every rank may communicate, or use automatic"
-                    " optimization with lightning_cephalo.loss_over_batch.",
-                    stacklevel=2,
-                )
-                return
+def _evaluated(model: ShardedModel, step: Callable[[Any], Any], piece: Piece | None) -> list[Loss]:
+    """Return the loss of a step without gradients; a rank without a piece takes part."""
+    call = None
+    if piece is not None:
+        batch, samples = piece
+
+        def loss_of_step() -> Loss:
+            found = loss_and_weight(step(own_copy(batch, with_arrays=True)), samples)
+            # a batch that training_step skips, or a loss that is meant to be over all samples
+            if found is None or was_called():
+                return math.nan, math.nan
+            return float(found[0]), float(found[1])
+
+        # an error in the step is known to all ranks, one behind it would not be
+        call = MicrobatchCall(loss_of_step, lambda _: (torch.zeros(()), 0.0), samples=samples)
+    return list(model.executor.evaluate(call, "checking the loss of training_step").results)
+
+
+def _run(
+    model: ShardedModel, manual: PhasedSteps, step: Callable[[Any], Any], piece: Piece
+) -> list[Loss]:
+    """Return the loss of each backward of a manual step."""
+    batch, samples = piece
+    call = MicrobatchCall(
+        lambda: step(own_copy(batch, with_arrays=True)),
+        lambda _: (torch.zeros(()), 0.0),
+        samples=samples,
+    )
+    with manual.measuring(calls_hooks=False):
+        manual.run(call)
+        found = [(float(loss), float(samples)) for loss in manual.losses if loss.numel() == 1]
+    forget_gradients(model.module)
+    return found
 
 
 def _of_one_size(
-    parts: Sequence[tuple[Any, int]], count: int, repeated: Callable[[Any, int], Any] | None
-) -> list[tuple[Any, int] | None] | None:
+    parts: Sequence[Piece], repeated: Callable[[Any, int], Any]
+) -> Sequence[Piece | None] | None:
     """Return copies of each part that have as many samples as the whole; None: there are none."""
-    if repeated is None or any(not size or count % size for _, size in parts):
+    count = sum(size for _, size in parts)
+    if any(not size or count % size for _, size in parts):
         return None
     try:
-        return [(repeated(part, count // size), count) for part, size in parts]
+        return [(repeated(part, count // size), count) for part, size in parts] or [None, None]
     except Exception:  # objects of the user's that cannot be put together
         return None
 
 
-def _weighed(losses: Sequence[tuple[float, float]], sizes: tuple[int, ...]) -> LossOfParts:
-    (whole, _), *of_parts = losses
+def _weighed(losses: Sequence[Sequence[Loss]], parts: Sequence[Piece]) -> tuple[LossOfParts, ...]:
+    # code that takes another way with fewer samples is not compared
+    if not parts or len({len(own) for own in losses}) > 1:
+        return ()
+    sizes = tuple(size for _, size in parts)
+    return tuple(_mean_of(*each, sizes=sizes) for each in zip(*losses, strict=True))
+
+
+def _mean_of(whole: Loss, *of_parts: Loss, sizes: tuple[int, ...]) -> LossOfParts:
     if any(weight < 0 for _, weight in of_parts):
-        return LossOfParts(whole, math.nan, sizes)  # the step itself refuses it by name
+        return LossOfParts(whole[0], math.nan, sizes)  # the step itself refuses it by name
     weight = sum(weight for _, weight in of_parts)
     total = sum(loss * weight for loss, weight in of_parts if weight)
     mean = total / weight if weight else math.nan
     # a part that is skipped, or asks for all samples, has no weight that is a number
-    undefined = math.isfinite(whole) and math.isnan(mean) and weight > 0.0
-    return LossOfParts(whole, mean, sizes, undefined=undefined)
+    undefined = math.isfinite(whole[0]) and math.isnan(mean) and weight > 0.0
+    return LossOfParts(whole[0], mean, sizes, undefined=undefined)
+
+
+def _repeated(found: tuple[LossOfParts, ...], again: Sequence[Loss]) -> tuple[LossOfParts, ...]:
+    if len(again) != len(found):
+        return found
+    return tuple(replace(own, again=loss) for own, (loss, _) in zip(found, again, strict=True))
 
 
 def _evened(
     found: LossOfParts,
-    of_parts: Sequence[tuple[float, float]],
-    even: Sequence[tuple[float, float]],
+    of_parts: Sequence[Loss],
+    even: Sequence[Loss],
 ) -> LossOfParts:
     # the parts' own weights: those of copies count each sample several times
     weight = sum(weight for _, weight in of_parts)
@@ -239,65 +265,29 @@ def _evened(
     return replace(found, evenly=total / weight, noise=noise)
 
 
-def warn_if_any_differs(rows: Sequence[LossOfParts | None], in_half: bool) -> None:
-    """Warn of the first rank's loss that is no weighted mean."""
-    for found in rows:
-        if found is not None and found.differs(in_half):
-            warnings.warn(_told(found), stacklevel=2)
-            return
+def warn_if_any_differs(
+    rows: Sequence[Sequence[LossOfParts]], in_half: bool, is_manual: bool = False
+) -> None:
+    """Warn of the first backward whose loss is no weighted mean; rows as of the ranks."""
+    for row in rows:
+        for number, found in enumerate(row, start=1):
+            if found.differs(in_half):
+                warnings.warn(_told(found, number if is_manual else None), stacklevel=2)
+                return
 
 
-def _told(found: LossOfParts) -> str:
+def _told(found: LossOfParts, backward: int | None) -> str:
     parts = " and ".join(str(size) for size in found.sizes)
     digits = 6 if not math.isclose(found.whole, found.parts, rel_tol=_ROUNDING) else 9
+    what, ways_out = "The loss of", _WAYS_OUT
+    if backward is not None:
+        what = f"The loss of backward {backward} in training_step for"
+        ways_out = _MANUAL_WAYS_OUT
     return (
-        f"The loss of {sum(found.sizes)} samples is {found.whole:.{digits}g}, but the weighted mean"
+        f"{what} {sum(found.sizes)} samples is {found.whole:.{digits}g}, but the weighted mean"
         f" over parts of {parts} samples is {found.parts:.{digits}g}. Microbatches are such parts,"
-        " so that training will differ from one device. If the loss is a mean over tokens, or over"
-        ' samples with weights, return {"loss": loss, "weight": number of tokens or sum of'
-        " weights}. If it compares samples with each other, has a term about the whole batch, or"
-        " adds means over several dataloaders, whose batches are not always divided alike, let"
-        " lightning_cephalo.loss_over_batch(function, *tensors) compute that."
+        f" so that training will differ from one device. {ways_out}"
     )
-
-
-def _loss_of(
-    model: ShardedModel,
-    step: Callable[[Any], Any],
-    piece: tuple[Any, int] | None,
-) -> tuple[float, float]:
-    call = None
-    if piece is not None:
-        batch, samples = piece
-
-        def loss_of_step() -> tuple[float, float]:
-            found = loss_and_weight(step(batch), samples)
-            # a batch that training_step skips, or a loss that is meant to be over all samples
-            if found is None or was_called():
-                return math.nan, math.nan
-            return float(found[0]), float(found[1])
-
-        # an error in the step is known to all ranks, one behind it would not be
-        call = MicrobatchCall(loss_of_step, lambda _: (torch.zeros(()), 0.0), samples=samples)
-    outcome = model.executor.evaluate(call, "checking the loss of training_step")
-    return outcome.results[0] if outcome.results else (math.nan, math.nan)
-
-
-@contextmanager
-def _comparing(
-    model: ShardedModel, context: Callable[[], AbstractContextManager[Any]]
-) -> Iterator[Callable[[], None]]:
-    """Let steps in a ``with`` block be compared; yields what puts back what modules hold."""
-    with (
-        _evaluating(model.module),
-        torch.compiler.set_stance("force_eager"),
-        context(),
-        ExitStack() as stack,
-    ):
-        preserved = preserved_state(model.module, model.accelerator)
-        yield model.control.together(
-            "copying what modules hold", partial(stack.enter_context, preserved)
-        )
 
 
 @contextmanager

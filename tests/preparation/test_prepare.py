@@ -12,7 +12,7 @@ from plans import plan_of
 from torch.utils.data import DataLoader
 
 from lightning_cephalo.data.shares import deal
-from lightning_cephalo.preparation.loss_check import _are_divided_alike, check_measured
+from lightning_cephalo.preparation.loss_check import LossCheck, _are_divided_alike
 from lightning_cephalo.preparation.options import Options, Planner
 from lightning_cephalo.preparation.prepare import Job, Loaders
 
@@ -32,8 +32,8 @@ def test_a_loss_that_cannot_be_compared_is_named_in_a_line(
         ranks=[SimpleNamespace(largest_microbatch_size=largest)], minimum_microbatch_size=smallest
     )
     model: Any = SimpleNamespace(control=SimpleNamespace(rank=0))
-    trainer: Any = SimpleNamespace()
-    check_measured(Job(Options(**options), ()), problem, model, trainer)
+    unused: Any = SimpleNamespace()
+    LossCheck(Job(Options(**options), ()), model, unused, unused).of_samples(problem)
     said = " ".join(capsys.readouterr().out.split())
     assert wanted in said and bool(said) == bool(wanted)
     assert not wanted or said.startswith("The loss of a batch was not compared")

@@ -164,13 +164,13 @@ def _warned(rank):
             _ours_is_no_error()
             try:
                 found = compared(
-                    *(model, step, nullcontext, (x, rows), parts),
+                    *(model, step, nullcontext, ((x, rows), 4), parts),
                     repeated=BatchLayout().repeated,
                 )
             except (ValueError, TypeError, RemoteRankError) as error:
                 said[loss.__name__] = [str(error)]
             else:
-                warn_if_any_differs([None, found[rank]], in_half=False)
+                warn_if_any_differs([(), found[rank]], in_half=False)
                 said[loss.__name__] = [str(warning.message) for warning in caught]
         assert module.training and module.dropout.training
     return said
