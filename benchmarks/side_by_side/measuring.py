@@ -10,7 +10,6 @@ import signal
 import time
 import warnings
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,11 +20,11 @@ from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.emulation import EmulatedDevice
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Plan, Problem, RankProfile, solve
-from lightning_cephalo.profiling.measure import merge_equal_ranks
 from lightning_cephalo.profiling.memory_model import state_bytes
 from lightning_cephalo.profiling.network import measure_network
 from lightning_cephalo.profiling.optimizer_time import optimizer_time
-from lightning_cephalo.profiling.probe import Prober
+from lightning_cephalo.profiling.probe import Prober, ProfiledStep
+from lightning_cephalo.profiling.rank_curves import merge_equal_ranks
 from lightning_cephalo.profiling.state_rates import with_unit_parameters
 from lightning_cephalo.profiling.sweep import Sweep, ladder, measure_times
 
@@ -188,7 +187,7 @@ def _profile(
     def step(part: Part) -> torch.Tensor:
         return loss_of(sharded.module, part)
 
-    prober = Prober(sharded, clock, batch_of, step, nullcontext)
+    prober = Prober(sharded, clock, batch_of, ProfiledStep(step))
     sizes = sorted({*ladder(1, case.samples), case.global_batch_size})
     devices = sharded.control.gather(device.name)
     measured = measure_times(prober, Sweep(sizes, case.global_batch_size, _PROFILE_S, devices))
@@ -216,24 +215,12 @@ def _profile(
     problem = Problem(
         ranks=tuple(merge_equal_ranks(profiles)),
         units=units,
-        gather_s=network.gather_s,
-        reduce_s=network.reduce_s,
-        gather_and_reduce_s=network.gather_and_reduce_s,
         state_bytes=float(state_bytes(sharded)),
         global_batch_size=case.global_batch_size,
-        step_overhead_s=network.step_overhead_s,
-        even_gather_s=network.even_gather_s,
-        even_reduce_s=network.even_reduce_s,
-        even_gather_and_reduce_s=network.even_gather_and_reduce_s,
-        root_gather_s=network.root_gather_s,
-        root_reduce_s=network.root_reduce_s,
-        last_gather_s=network.last_gather_s,
-        last_reduce_s=network.last_reduce_s,
-        fill_s=network.fill_s,
         reshard_after_forward="auto",
         unresharded_bytes=float(sharded.unresharded_bytes),
     )
-    problem = with_unit_parameters(problem, sharded)
+    problem = network.in_problem(with_unit_parameters(problem, sharded), units, 1.0)
     return updates.in_problem(problem, problem.unit_part)
 
 

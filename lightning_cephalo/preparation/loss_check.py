@@ -33,7 +33,6 @@ from lightning_cephalo.profiling.additivity import (
     warn_if_any_differs,
 )
 from lightning_cephalo.profiling.isolation import expect_samples, isolated, moved_to_device
-from lightning_cephalo.profiling.measure import read_batch
 from lightning_cephalo.profiling.progress import Progress
 from lightning_cephalo.ranks.control import not_connected
 
@@ -85,7 +84,7 @@ class LossCheck:
         module: Any = self._model.module
 
         def halves() -> Parted:
-            batch = read_batch(job.loaders.source, SAMPLES, job.layouts)
+            batch = job.loaders.read(SAMPLES, job.layouts)
             expect_samples(self._trainer, SAMPLES)
             batch = moved_to_device(self._trainer, module, batch)
             return self._in_two(batch)

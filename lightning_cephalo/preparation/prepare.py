@@ -20,6 +20,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from torch.utils import _pytree as pytree
+
 from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.accelerator.host import processes_on_this_host
 from lightning_cephalo.adapters.batch_norm import smallest_microbatch
@@ -35,6 +37,7 @@ from lightning_cephalo.data.reading import (
     is_stream,
     learn_layout,
     refuse_one_pass,
+    sample_batches,
     yields_ready_batches,
 )
 from lightning_cephalo.execution.sharded_model import ShardedModel
@@ -50,8 +53,9 @@ from lightning_cephalo.preparation.limits import (
 )
 from lightning_cephalo.preparation.options import Options
 from lightning_cephalo.profiling import job_cache
-from lightning_cephalo.profiling.measure import ProfileOptions, measure, read_batch
+from lightning_cephalo.profiling.measure import ProfileOptions, measure
 from lightning_cephalo.profiling.memory_model import largest_row
+from lightning_cephalo.profiling.probe import ProfiledStep
 from lightning_cephalo.profiling.progress import Progress
 from lightning_cephalo.profiling.state_rates import (
     has_state_rates,
@@ -79,10 +83,15 @@ class Loaders:
     spec: Any
     mode: str = "max_size_cycle"
 
-    @property
-    def source(self) -> Any:
-        """The object to read batches from: the single loader, or this object."""
-        return self.flat[0] if self.spec is None else self
+    def read(self, size: int, layouts: Sequence[BatchLayout]) -> Any:
+        """Return a batch of the first samples; ``size`` is that of the first loader."""
+        first = getattr(self.flat[0], "batch_size", None) or 1
+        parts = []
+        for each, layout in zip(self.flat, layouts or (None,) * len(self.flat), strict=True):
+            other = getattr(each, "batch_size", None) or first
+            count = size if self.spec is None else max(1, round(size * other / first))
+            parts += sample_batches(each, (count,), layout)
+        return parts[0] if self.spec is None else pytree.tree_unflatten(parts, self.spec)
 
 
 @dataclass(frozen=True)
@@ -247,7 +256,6 @@ def _training_loaders(trainer: Trainer, *, is_read: bool) -> Loaders:
     """
     from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
     from lightning.pytorch.utilities.combined_loader import CombinedLoader
-    from torch.utils import _pytree as pytree
 
     source = trainer.fit_loop._data_source
     if not source.is_defined():
@@ -395,7 +403,7 @@ def measure_or_load(
         lambda: job_cache.describe(
             model,
             trainer,
-            partial(read_batch, job.loaders.source, smallest, job.layouts),
+            partial(job.loaders.read, smallest, job.layouts),
             job.global_batch_size,
             options.of_measuring(),
         ),
@@ -412,9 +420,10 @@ def measure_or_load(
                 model=model,
                 trainer=trainer,
                 device=device,
-                loader=job.loaders.source,
-                step=partial(step_on, module),
-                context=trainer.precision_plugin.train_step_context,
+                read_batch=partial(job.loaders.read, layouts=job.layouts),
+                step=ProfiledStep(
+                    partial(step_on, module), trainer.precision_plugin.train_step_context, manual
+                ),
                 pause=pause,
                 global_batch_size=job.global_batch_size,
                 options=ProfileOptions(
@@ -425,8 +434,6 @@ def measure_or_load(
                     choose_recompute=options.recompute.is_planned and manual is None,
                     verbose=options.verbose,
                 ),
-                manual=manual,
-                layouts=job.layouts,
             )
         check(problem)
         _keep(problem, found, options, control)

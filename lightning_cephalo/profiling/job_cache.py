@@ -31,7 +31,7 @@ from lightning_cephalo.common.quantities import format_bytes
 from lightning_cephalo.data.randomness import preserved_randomness
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Problem
-from lightning_cephalo.profiling.measure import merge_equal_ranks
+from lightning_cephalo.profiling.rank_curves import merge_equal_ranks
 from lightning_cephalo.ranks.control import ControlGroup
 
 if TYPE_CHECKING:

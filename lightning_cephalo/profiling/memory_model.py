@@ -12,12 +12,11 @@ reduce and from there on, as only then a rank holds reduced gradients and what r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -293,8 +292,8 @@ class Held:
 class RetainedBytes:
     """Bytes that are retained from the forward until the backward."""
 
-    sample_bytes: float
-    microbatch_bytes: float
+    sample_bytes: float = 0.0
+    microbatch_bytes: float = 0.0
     reducing_sample_bytes: float = 0.0
 
     @property
@@ -312,17 +311,3 @@ class RetainedBytes:
             return cls(each / size, 0.0)
         sample = max(0.0, (larger[1] - single) / (larger[0] - size))
         return cls(sample, max(0.0, each - sample * size))
-
-
-def compute_curve(
-    sizes: Sequence[int], peaks: Sequence[float], largest: int, gathered: float, kept: RetainedBytes
-) -> list[float]:
-    """Return ``compute_bytes`` of 1 to ``largest`` samples; a larger batch holds no less."""
-    if not largest:
-        return []
-    every = np.arange(1, largest + 1)
-    rising = np.maximum.accumulate(np.asarray(peaks, dtype=float))
-    dense = np.interp(every, sizes, rising)
-    beside = gathered + kept.microbatch_bytes
-    return [float(max(0.0, peak - beside - kept.sample_bytes * size))
-            for size, peak in zip(every, dense, strict=True)]  # fmt: skip

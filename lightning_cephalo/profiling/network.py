@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from lightning_cephalo.execution.sharded_model import ShardedModel
+from lightning_cephalo.plan import Problem
 from lightning_cephalo.plan.state_groups import fractions_are_even
 from lightning_cephalo.sharding.discovery import UnitKind
 from lightning_cephalo.sharding.unit import Unit
@@ -40,15 +41,38 @@ class NetworkTimes:
     last_reduce_s: float
     exchange_s: float
 
-    @property
-    def fill_s(self) -> float:
-        """The first unit's gather and the last unit's reduce, which no compute hides."""
-        return self.gather_s + self.reduce_s
+    def in_problem(self, problem: Problem, visits: int, reduced: float) -> Problem:
+        """Return a problem with these times.
 
-    @property
-    def step_overhead_s(self) -> float:
-        """The two exchanges that every step waits for, whatever the ranks compute."""
-        return 2 * self.exchange_s
+        Args:
+            visits: Visits of units in a step; without any, nothing is gathered.
+            reduced: Part of the units whose gradients are reduced: a problem has means over all.
+        """
+
+        def of_reduces(seconds: float | None, gather_s: float = 0.0) -> float | None:
+            # only what reduced units take beyond a gather
+            return None if seconds is None else gather_s + reduced * (seconds - gather_s)
+
+        gather_s = self.gather_s if visits else 0.0
+        even_gather_s = self.gather_s if self.even_gather_s is None else self.even_gather_s
+        return replace(
+            problem,
+            gather_s=gather_s,
+            reduce_s=self.reduce_s * reduced,
+            gather_and_reduce_s=of_reduces(self.gather_and_reduce_s, gather_s),
+            even_gather_s=self.even_gather_s if visits else None,
+            even_reduce_s=of_reduces(self.even_reduce_s),
+            even_gather_and_reduce_s=of_reduces(self.even_gather_and_reduce_s, even_gather_s),
+            padded_bytes=self.padded_bytes,
+            root_gather_s=self.root_gather_s,
+            root_reduce_s=self.root_reduce_s,
+            last_gather_s=self.last_gather_s,
+            last_reduce_s=self.last_reduce_s,
+            # the first unit's gather and the last unit's reduce, which no compute hides
+            fill_s=self.gather_s + self.reduce_s,
+            # the two exchanges that every step waits for, whatever the ranks compute
+            step_overhead_s=2 * self.exchange_s,
+        )
 
 
 def measure_network(

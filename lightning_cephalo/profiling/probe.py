@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import traceback
 from collections.abc import Callable, Container
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -55,6 +55,21 @@ class Times:
         )
 
 
+@dataclass(frozen=True)
+class ProfiledStep:
+    """The user's step, as training runs it.
+
+    Attributes:
+        run: Computes the loss of a batch.
+        context: Surrounds each step: autocast.
+        manual: Runs steps that call their backwards themselves; None: the executor runs both.
+    """
+
+    run: Callable[[Any], Any]
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    manual: PhasedSteps | None = None
+
+
 @dataclass
 class Turn:
     """What this rank runs in a step: ``size`` samples; without any, ``idle`` ones."""
@@ -83,17 +98,13 @@ class Prober:
         model: ShardedModel,
         clock: Callable[[], float],
         batch_of: Callable[[int], Any],
-        step: Callable[..., Any],
-        context: Callable[[], AbstractContextManager[Any]],
-        manual: PhasedSteps | None = None,
+        step: ProfiledStep,
     ) -> None:
-        self.manual = manual
         self.model = model
         self.control = model.control
         self._clock = clock
         self._batch_of = batch_of
-        self._step = step
-        self._context = context
+        self.step = step
         self._times: Times | None = None
         self._held = Held()
         self._is_inside = False
@@ -190,11 +201,12 @@ class Prober:
         between: Callable[[], None] = lambda: None,
     ) -> None:
         self._is_inside = True
-        if self.manual is not None:
-            with self._context(), self.manual.measuring():
-                self.manual.run(next(iter(calls), None), failure=failure)
+        manual = self.step.manual
+        if manual is not None:
+            with self.step.context(), manual.measuring():
+                manual.run(next(iter(calls), None), failure=failure)
         else:
-            with self._context():
+            with self.step.context():
                 self.model.executor.forward(calls, failure=failure)
             between()
             self.model.executor.backward()
@@ -210,7 +222,8 @@ class Prober:
         except Exception as failure:
             return [], failure
         return [
-            MicrobatchCall(partial(self._step, batch), weight_of, samples=size) for batch in batches
+            MicrobatchCall(partial(self.step.run, batch), weight_of, samples=size)
+            for batch in batches
         ], None
 
 

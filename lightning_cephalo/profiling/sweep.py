@@ -43,6 +43,7 @@ class Measured:
 
     times: dict[int, Times] = field(default_factory=dict)
     held: dict[int, Held] = field(default_factory=dict)
+    kept: RetainedBytes = field(default_factory=RetainedBytes)
     smallest_too_large: int | None = None
 
     @property
@@ -264,7 +265,7 @@ def _nobody(prober: Prober, smallest: int) -> str:
     )
 
 
-def measure_memory(prober: Prober, measured: Measured, sweep: Sweep) -> RetainedBytes:
+def measure_memory(prober: Prober, measured: Measured, sweep: Sweep) -> None:
     """Measure the memory of the smallest and the largest size that ran; collective.
 
     A peak is the maximum over moments whose memory grows linearly, so a line between sizes is never
@@ -286,9 +287,30 @@ def measure_memory(prober: Prober, measured: Measured, sweep: Sweep) -> Retained
     while prober.control.any(bool(bends)):
         size = bends.pop() if bends else 0
         measure(size if size <= measured.largest else 0)
-    if prober.manual is not None:  # with one microbatch its peak holds all
-        return RetainedBytes(0.0, 0.0)
-    return _measure_retained(prober, measured, sweep)
+    if prober.step.manual is None:  # with one microbatch its peak holds all
+        measured.kept = _measure_retained(prober, measured, sweep)
+
+
+def measure_without_recompute(prober: Prober, recomputing: Measured, sweep: Sweep) -> Measured:
+    """Measure steps that retain the activations inside units; collective.
+
+    Only the smallest and the largest microbatch that ran with recomputation run. Forward and root
+    are assumed to be unchanged.
+    """
+    model, measured = prober.model, Measured()
+    model.release_buffers()  # retained graphs have memory of their own
+    model.executor.recompute = False
+    try:
+        for size in (min(recomputing.times, default=0), recomputing.largest):
+            is_done = size in measured.times or measured.smallest_too_large is not None
+            turn = sweep.turn(recomputing, 0 if is_done else size)
+            for _ in range(_TIMES):
+                measured.time(prober, turn)
+        measure_memory(prober, measured, sweep)
+    finally:
+        model.executor.recompute = True
+        model.release_buffers()
+    return measured
 
 
 def _bends(smallest: int) -> list[int]:
@@ -309,7 +331,7 @@ def _measure_retained(prober: Prober, measured: Measured, sweep: Sweep) -> Retai
         if prober.control.all(known):
             break
     if single is None or several is None:
-        return RetainedBytes(0.0, 0.0)
+        return RetainedBytes()
     largest = max(measured.held)
 
     def between(kept: Callable[[Held], float]) -> RetainedBytes:

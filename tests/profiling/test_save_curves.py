@@ -6,9 +6,9 @@ from torch.distributed import DistBackendError
 from lightning_cephalo.execution.memory_errors import is_out_of_memory
 from lightning_cephalo.features.chunked_cross_entropy import largest_call
 from lightning_cephalo.plan import RankProfile
-from lightning_cephalo.profiling.measure import merge_equal_ranks
-from lightning_cephalo.profiling.memory_model import RetainedBytes, compute_curve
+from lightning_cephalo.profiling.memory_model import RetainedBytes
 from lightning_cephalo.profiling.probe import Times
+from lightning_cephalo.profiling.rank_curves import compute_curve, merge_equal_ranks
 from lightning_cephalo.profiling.sweep import (
     Measured,
     Sweep,
@@ -179,10 +179,10 @@ def test_the_best_size_counts_for_how_fast_a_rank_is():
 
 def test_memory_between_two_measured_sizes_lies_on_a_line_and_never_falls():
     curve = compute_curve([1, 3], [150.0, 350.0], 4, gathered=50.0, kept=RetainedBytes(10.0, 5.0))
-    assert curve == pytest.approx([85.0, 175.0, 265.0, 255.0])
+    assert curve == pytest.approx([85.0, 175.0, 265.0, 355.0])
     nothing = RetainedBytes(0.0, 0.0)
     assert compute_curve([1, 2], [150.0, 120.0], 2, 50.0, nothing) == pytest.approx([100.0, 100.0])
-    assert compute_curve([1], [10.0], 1, 50.0, nothing) == [0.0]
+    assert compute_curve([1], [10.0], 1, 50.0, nothing) == (0.0,)
 
 
 def test_what_is_kept_is_told_apart_by_what_samples_and_microbatches_add():

@@ -14,7 +14,7 @@ from lightning_cephalo.accelerator.emulated.accelerator import Emulated
 from lightning_cephalo.common.errors import HostMemoryError
 from lightning_cephalo.emulation import EmulatedDevice
 from lightning_cephalo.plan import Problem, RankProfile
-from lightning_cephalo.profiling.measure import merge_equal_ranks
+from lightning_cephalo.profiling.rank_curves import merge_equal_ranks
 from lightning_cephalo.profiling.state_rates import (
     RATES,
     StateRates,
