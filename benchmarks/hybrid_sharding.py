@@ -61,7 +61,12 @@ from lightning_cephalo.features.install import install  # noqa: E402
 from lightning_cephalo.plan import Plan, Problem, RankPlan, RankProfile  # noqa: E402
 from lightning_cephalo.plan.cost import predict  # noqa: E402
 from lightning_cephalo.plan.state_groups import even_shares  # noqa: E402
-from lightning_cephalo.profiling.network import exchange_time, mean_times, root_times  # noqa: E402
+from lightning_cephalo.profiling.network import (  # noqa: E402
+    NetworkTimes,
+    exchange_time,
+    mean_times,
+    root_times,
+)
 from lightning_cephalo.ranks.groups import Groups  # noqa: E402
 
 STRAIGHT, HYBRID, HSDP = "straight", "hybrid", "HSDP"
@@ -151,8 +156,9 @@ def predicted_s(
     """Return what the model of a step says of a contender; collective."""
     clock = accelerator_of(CPU).clock
     sharded.executor.reshard()
-    (root_gather_s, root_reduce_s), (last_gather_s, last_reduce_s) = root_times(sharded, clock)
-    network = mean_times(sharded, clock)
+    root, last = root_times(sharded, clock)
+    blocks, exchange_s = mean_times(sharded, clock), exchange_time(sharded)
+    network = NetworkTimes(blocks, None, root, last, exchange_s)
     for flat in sharded.flats:
         flat.gradient.forget()
     units = len(sharded.units) - 1
@@ -168,21 +174,13 @@ def predicted_s(
     problem = Problem(
         sharded.control.gather(own),
         units,
-        gather_s=network.gather_s,
-        reduce_s=network.reduce_s,
-        gather_and_reduce_s=network.gather_and_reduce_s,
         state_bytes=1.0,
         global_batch_size=len(sharded.fractions),
-        step_overhead_s=2 * exchange_time(sharded),
-        root_gather_s=root_gather_s,
-        root_reduce_s=root_reduce_s,
-        last_gather_s=last_gather_s,
-        last_reduce_s=last_reduce_s,
-        fill_s=network.gather_s + network.reduce_s,
         update_overhead_s=updated_s,
         hybrid_sharding=bool(state_groups),
         state_groups=state_groups,
     )
+    problem = network.in_problem(problem, units, 1.0)
     ranks = tuple(RankPlan((1,), share) for share in sharded.fractions)
     return predict(problem, Plan(ranks, state_groups=state_groups)).step_s
 

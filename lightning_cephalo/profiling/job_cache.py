@@ -202,18 +202,18 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (bool, int, float))
 
 
-def _sources(module: nn.Module) -> dict[str, str]:
+def _sources(module: nn.Module) -> list[str]:
     """Return digests of the files that define the model's classes, except for torch's own."""
-    found = {}
-    for kind in {base for inner in module.modules() for base in type(inner).__mro__}:
-        if not any(inspect.isfunction(value) for value in vars(kind).values()):
-            continue  # it computes nothing of its own, or is written in C
-        path = _source_file(kind)
-        if not path.startswith(_TORCH):
-            found[f"{kind.__module__}.{kind.__qualname__}"] = _file_digest(path)
+    kinds = {base for inner in module.modules() for base in type(inner).__mro__}
+    # others compute nothing of their own, or are written in C
+    own = [kind for kind in kinds if any(map(inspect.isfunction, vars(kind).values()))]
     step = inspect.unwrap(type(module).training_step)  # type: ignore[attr-defined]
-    found["training_step"] = _file_digest(_source_file(step))
-    return found
+    paths = {_source_file(each) for each in own} | {_source_file(step)}
+    return sorted(
+        hashlib.sha256(Path(path).read_bytes()).hexdigest()
+        for path in paths
+        if not path.startswith(_TORCH)
+    )
 
 
 def _source_file(defined: Any) -> str:
@@ -221,10 +221,6 @@ def _source_file(defined: Any) -> str:
     if path is None:
         raise OSError(f"{defined} has no source file")
     return path
-
-
-def _file_digest(path: str) -> str:
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def _leaf(leaf: Any) -> Any:

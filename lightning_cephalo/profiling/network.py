@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,20 +26,39 @@ _NOISE = 0.05
 
 
 @dataclass(frozen=True)
-class NetworkTimes:
-    """Seconds of communication on the slowest rank."""
+class MeanTimes:
+    """Mean seconds of gathering and of reducing a unit, as steps do it."""
 
-    gather_s: float
-    reduce_s: float
-    gather_and_reduce_s: float | None
-    even_gather_s: float | None
-    even_reduce_s: float | None
-    even_gather_and_reduce_s: float | None
-    padded_bytes: float
-    root_gather_s: float
-    root_reduce_s: float
-    last_gather_s: float
-    last_reduce_s: float
+    gather_s: float = 0.0
+    reduce_s: float = 0.0
+    gather_and_reduce_s: float | None = None
+    padded_bytes: float = 0.0
+
+    @property
+    def seconds(self) -> tuple[float, float, float | None]:
+        """Seconds of each, and of both beside each other."""
+        return self.gather_s, self.reduce_s, self.gather_and_reduce_s
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of a unit's gather in the forward, and of its gather and reduce after it."""
+        both_s = self.gather_and_reduce_s
+        return self.gather_s + (self.gather_s + self.reduce_s if both_s is None else both_s)
+
+
+@dataclass(frozen=True)
+class NetworkTimes:
+    """Seconds of communication on the slowest rank: of blocks, and of what comes before and behind.
+
+    Attributes:
+        uneven: With uneven shares, or with the only ones that were timed.
+        even: With even shares; None: unknown, or they are the only ones.
+    """
+
+    uneven: MeanTimes
+    even: MeanTimes | None
+    root: MeanTimes
+    last: MeanTimes
     exchange_s: float
 
     def in_problem(self, problem: Problem, visits: int, reduced: float) -> Problem:
@@ -53,23 +73,27 @@ class NetworkTimes:
             # only what reduced units take beyond a gather
             return None if seconds is None else gather_s + reduced * (seconds - gather_s)
 
-        gather_s = self.gather_s if visits else 0.0
-        even_gather_s = self.gather_s if self.even_gather_s is None else self.even_gather_s
+        own, even = self.uneven, self.even or self.uneven
+        gather_s = own.gather_s if visits else 0.0
+        even_gather_s, even_reduce_s, even_both_s = map(_saved, even.seconds, own.seconds)
+        saves = any(each is not None for each in (even_gather_s, even_reduce_s, even_both_s))
         return replace(
             problem,
             gather_s=gather_s,
-            reduce_s=self.reduce_s * reduced,
-            gather_and_reduce_s=of_reduces(self.gather_and_reduce_s, gather_s),
-            even_gather_s=self.even_gather_s if visits else None,
-            even_reduce_s=of_reduces(self.even_reduce_s),
-            even_gather_and_reduce_s=of_reduces(self.even_gather_and_reduce_s, even_gather_s),
-            padded_bytes=self.padded_bytes,
-            root_gather_s=self.root_gather_s,
-            root_reduce_s=self.root_reduce_s,
-            last_gather_s=self.last_gather_s,
-            last_reduce_s=self.last_reduce_s,
+            reduce_s=own.reduce_s * reduced,
+            gather_and_reduce_s=of_reduces(own.gather_and_reduce_s, gather_s),
+            even_gather_s=even_gather_s if visits else None,
+            even_reduce_s=of_reduces(even_reduce_s),
+            even_gather_and_reduce_s=of_reduces(
+                even_both_s, own.gather_s if even_gather_s is None else even_gather_s
+            ),
+            padded_bytes=even.padded_bytes if saves else 0.0,
+            root_gather_s=self.root.gather_s,
+            root_reduce_s=self.root.reduce_s,
+            last_gather_s=self.last.gather_s,
+            last_reduce_s=self.last.reduce_s,
             # the first unit's gather and the last unit's reduce, which no compute hides
-            fill_s=self.gather_s + self.reduce_s,
+            fill_s=own.gather_s + own.reduce_s,
             # the two exchanges that every step waits for, whatever the ranks compute
             step_overhead_s=2 * self.exchange_s,
         )
@@ -85,7 +109,7 @@ def measure_network(
     or uneven. It restores the shares.
     """
     model.executor.reshard()
-    (root_gather_s, root_reduce_s), (last_gather_s, last_reduce_s) = root_times(model, clock)
+    root, last = root_times(model, clock)
     fractions = model.fractions
     was_even = fractions_are_even(fractions)
     first = _times(model, clock, was_even, capacity_bytes)
@@ -98,24 +122,8 @@ def measure_network(
         second = _times(model, clock, not was_even, capacity_bytes)
         model.change_fractions(fractions)
     even, uneven = (first, second or first) if was_even else (second, first)
-    if model.state_groups:
-        even = None
-    compared = () if even is None else zip(even.seconds, uneven.seconds, strict=True)
-    saved = [_saved(*pair) for pair in compared] or [None] * 3
-    saves = any(seconds is not None for seconds in saved)
     return NetworkTimes(
-        gather_s=uneven.gather_s,
-        reduce_s=uneven.reduce_s,
-        gather_and_reduce_s=uneven.gather_and_reduce_s,
-        even_gather_s=saved[0],
-        even_reduce_s=saved[1],
-        even_gather_and_reduce_s=saved[2],
-        padded_bytes=even.padded_bytes if even is not None and saves else 0.0,
-        root_gather_s=root_gather_s,
-        root_reduce_s=root_reduce_s,
-        last_gather_s=last_gather_s,
-        last_reduce_s=last_reduce_s,
-        exchange_s=exchange_time(model),
+        uneven, None if model.state_groups else even, root, last, exchange_time(model)
     )
 
 
@@ -144,27 +152,6 @@ def _saved(even_s: float | None, uneven_s: float | None) -> float | None:
     return even_s if even_s < (1 - _NOISE) * uneven_s else None
 
 
-@dataclass(frozen=True)
-class MeanTimes:
-    """Mean seconds of gathering and of reducing a unit, as steps do it."""
-
-    gather_s: float
-    reduce_s: float
-    gather_and_reduce_s: float | None = None
-    padded_bytes: float = 0.0
-
-    @property
-    def seconds(self) -> tuple[float, float, float | None]:
-        """Seconds of each, and of both beside each other."""
-        return self.gather_s, self.reduce_s, self.gather_and_reduce_s
-
-    @property
-    def total_s(self) -> float:
-        """Seconds of a unit's gather in the forward, and of its gather and reduce after it."""
-        both_s = self.gather_and_reduce_s
-        return self.gather_s + (self.gather_s + self.reduce_s if both_s is None else both_s)
-
-
 def _times(
     model: ShardedModel, clock: Callable[[], float], even: bool, capacity_bytes: float
 ) -> MeanTimes:
@@ -189,10 +176,7 @@ def mean_times(model: ShardedModel, clock: Callable[[], float]) -> MeanTimes:
     if len(trained) >= _WITH_BOTH:
         return _in_turn(model, units, trained, clock)
     times = [unit_times(model, unit, clock) for unit in units]
-    if not times:
-        return MeanTimes(0.0, 0.0)
-    gathers, reduces = zip(*times, strict=True)
-    return MeanTimes(statistics.fmean(gathers), statistics.fmean(reduces))
+    return MeanTimes(*map(statistics.fmean, zip(*times, strict=True)))
 
 
 def _in_turn(
@@ -263,15 +247,13 @@ def _spread(units: Sequence[Unit], count: int) -> list[Unit]:
     return [units[round(index * (len(units) - 1) / (count - 1))] for index in range(count)]
 
 
-def root_times(
-    model: ShardedModel, clock: Callable[[], float]
-) -> tuple[tuple[float, float], tuple[float, float]]:
+def root_times(model: ShardedModel, clock: Callable[[], float]) -> tuple[MeanTimes, MeanTimes]:
     """Return the times of what is no block: of the root unit with embeddings, and of heads."""
 
-    def of_kinds(*kinds: UnitKind) -> tuple[float, float]:
+    def of_kinds(*kinds: UnitKind) -> MeanTimes:
         units = [unit for kind in kinds for unit in model.of_kind(kind)]
         times = [unit_times(model, unit, clock) for unit in units]
-        return sum(gather_s for gather_s, _ in times), sum(reduce_s for _, reduce_s in times)
+        return MeanTimes(*map(math.fsum, zip(*times, strict=True)))
 
     return of_kinds(UnitKind.ROOT, UnitKind.EMBEDDING), of_kinds(UnitKind.HEAD)
 

@@ -103,7 +103,7 @@ def _measured(rank: int) -> float:
         now_s += 1.0
         return now_s
 
-    return measure_network(model, clock, PLENTY).gather_s
+    return measure_network(model, clock, PLENTY).uneven.gather_s
 
 
 def test_a_gather_takes_its_part_of_the_time_of_all_units() -> None:
