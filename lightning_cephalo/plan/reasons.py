@@ -36,11 +36,18 @@ _RANKS_IN_FULL = 4
 _WORTHWHILE, _FEW_RANKS, _SEARCH_S = 0.05, 16, 5.0
 # What moving state adds to a step shows from this part of it on.
 _HIDDEN = 1e-3
+# Twice the samples in less than this many times the time: starting operations takes the time.
+_FLAT = 1.1
 
 
 def reasons(problem: Problem, plan: Plan) -> list[str]:
     """Return why the plan divides the work as it does, one reason in each sentence."""
-    return [*_gain(problem, plan), *_division(problem, plan), *_moving(problem, plan)]
+    return [
+        *_gain(problem, plan),
+        *_division(problem, plan),
+        *_moving(problem, plan),
+        *_launching(problem, plan),
+    ]
 
 
 def left_out(problem: Problem, plan: Plan) -> list[str]:
@@ -86,6 +93,32 @@ def _moving(problem: Problem, plan: Plan) -> list[str]:
     asked = problem.optimizer_offload is True
     why = "as optimizer_offload=True says" if asked else "whose devices need the room"
     return [f"{'; '.join(said)}, {why}. It {cost}."]
+
+
+def _launching(problem: Problem, plan: Plan) -> list[str]:
+    """Name the ranks that take as long for half of a microbatch."""
+    flat = [
+        index
+        for index, (rank, planned) in enumerate(zip(problem.ranks, plan.ranks, strict=True))
+        if _is_flat(problem, rank, max(planned.microbatch_sizes, default=0))
+    ]
+    if not flat:
+        return []
+    return [
+        f"{_named(flat)} {_verb(flat, 'takes', 'take')} as long for half of a microbatch: its time"
+        " is that of starting operations, not of computing them. Steps may be shorter than"
+        " predicted."
+    ]
+
+
+def _is_flat(problem: Problem, rank: RankProfile, size: int) -> bool:
+    if not 2 <= size <= len(rank.forward_s):
+        return False
+    half_s, whole_s = (
+        work_s(problem, rank.forward_s[at - 1], rank.backward_s[at - 1], rank.tail_s[at - 1])
+        for at in (size // 2, size)
+    )
+    return whole_s < _FLAT * half_s
 
 
 def surprises(problem: Problem, plan: Plan) -> list[str]:

@@ -111,6 +111,16 @@ def test_one_rank_needs_no_reason() -> None:
     assert told(problem(profile("one", 1e-3))) == []
 
 
+def test_ranks_whose_operations_take_as_long_to_start_as_to_compute_are_named() -> None:
+    flat = replace(profile("fast", 1e-3), forward_s=(1e-3,) * LARGEST, backward_s=(2e-3,) * LARGEST)
+    asked = problem(flat, profile("slow", 3e-3))
+    said = [one for one in told(asked) if "starting operations" in one]
+    assert said and said[0].startswith("Rank 0 takes as long for half of a microbatch")
+    assert said[0].endswith("Steps may be shorter than predicted.")
+    one = Plan((RankPlan((1,) * 8, 0.5), RankPlan((8,), 0.5)))
+    assert not any("starting operations" in text for text in reasons(asked, one))
+
+
 # -- measurements that look wrong -----------------------------------------------------------------
 
 
