@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_cephalo.adapters.user_gathers import UserGathers
 from lightning_cephalo.adapters.user_module import step_on
+from lightning_cephalo.data.batch_layout import BatchLayout
 from lightning_cephalo.data.cutting import BatchCutter
 from lightning_cephalo.data.reading import (
     global_batch_size,
@@ -87,7 +88,7 @@ class LossCheck:
             batch = job.loaders.read(SAMPLES, job.layouts)
             expect_samples(self._trainer, SAMPLES)
             batch = moved_to_device(self._trainer, module, batch)
-            return self._in_two(batch)
+            return _in_two(job, batch, self._model.control.world_size)
 
         self._compare(partial(step_on, module), halves, nullcontext())
 
@@ -125,11 +126,7 @@ class LossCheck:
             # copies of halves of the same size show small terms
             whole, samples = _cut(job, whole, (samples - 1, 1))[0]
         expect_samples(self._trainer, samples)
-        return self._in_two(whole)
-
-    def _in_two(self, batch: Any) -> Parted:
-        parts = _in_two(self._job, batch, self._model.control.world_size)
-        return (batch, sum(size for _, size in parts)), parts
+        return _in_two(job, whole, self._model.control.world_size)
 
     def _warn(self, text: str) -> None:
         Progress(self._job.options.verbose and self._model.control.rank == 0).warn(text)
@@ -165,30 +162,32 @@ class LossCheck:
             warn_if_any_differs(found, in_half, is_manual)
 
 
-def _in_two(job: Job, batch: Any, world_size: int) -> list[tuple[Any, int]]:
+def _in_two(job: Job, batch: Any, world_size: int) -> Parted:
     """Cut a batch into halves; into others for one loader, if steps divide several so."""
-    if job.loaders.spec is None:
-        rows = job.layouts[0].batch_size(batch)
-        return _cut(job, batch, (rows - rows // 2, rows // 2))
-    leaves = job.loaders.spec.flatten_up_to(batch)
-    pairs = list(zip(leaves, job.layouts, strict=True))
-    counts = [0 if leaf is None else layout.batch_size(leaf) for leaf, layout in pairs]
+    leaves = _leaves(job, batch)
+    counts = [0 if leaf is None else layout.batch_size(leaf) for leaf, layout in leaves]
     sizes = [(count - count // 2, count // 2) for count in counts]
+    spec, rows = job.loaders.spec, sum(counts)
+    if spec is None:
+        return (batch, rows), _cut(job, batch, sizes[0])
     has_rows = max(counts) > 2 and min(filter(None, counts)) > 1
     if has_rows and not _are_divided_alike(job, world_size):
         largest = counts.index(max(counts))
         sizes[largest] = (1, counts[largest] - 1)
     cut = [
         (None, None) if leaf is None else layout.split(leaf, size)
-        for (leaf, layout), size in zip(pairs, sizes, strict=True)
+        for (leaf, layout), size in zip(leaves, sizes, strict=True)
     ]
-    return [
-        (
-            pytree.tree_unflatten([piece[half] for piece in cut], job.loaders.spec),
-            sum(size[half] for size in sizes),
-        )
-        for half in (0, 1)
-    ]
+    halves = zip(zip(*cut, strict=True), zip(*sizes, strict=True), strict=True)
+    return (batch, rows), [(pytree.tree_unflatten(own, spec), sum(size)) for own, size in halves]
+
+
+def _leaves(job: Job, batch: Any) -> list[tuple[Any, BatchLayout]]:
+    """Return each dataloader's part of a batch; None where it has ended."""
+    spec = job.loaders.spec
+    return list(
+        zip([batch] if spec is None else spec.flatten_up_to(batch), job.layouts, strict=True)
+    )
 
 
 def _are_divided_alike(job: Job, world_size: int) -> bool:
@@ -224,10 +223,9 @@ def _samples_of(loader: Any) -> int | None:
 
 def _rows(job: Job, batch: Any) -> int:
     """Return the rows of a batch; of several dataloaders, those of the longest one."""
-    if job.loaders.spec is None:
-        return job.layouts[0].batch_size(batch)
-    leaves = zip(job.loaders.spec.flatten_up_to(batch), job.layouts, strict=True)
-    return max(0 if leaf is None else layout.batch_size(leaf) for leaf, layout in leaves)
+    return max(
+        0 if leaf is None else layout.batch_size(leaf) for leaf, layout in _leaves(job, batch)
+    )
 
 
 def _cut(job: Job, batch: Any, sizes: tuple[int, int]) -> list[tuple[Any, int]]:

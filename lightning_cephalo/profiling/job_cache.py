@@ -149,8 +149,7 @@ def describe(
             for unit in model.units
             for name, p in unit.named_sharded()
         ],
-        "units": [unit.name for unit in model.units],
-        "kinds": [unit.kind.value for unit in model.units],
+        "units": [[unit.name, unit.kind.value] for unit in model.units],
         "compiled": [
             *model.executor.hooks.compiled_units,
             *[name for name, inner in module.named_modules() if inner._compiled_call_impl],
@@ -164,14 +163,12 @@ def describe(
                       str(model.compute_dtype), torch.get_float32_matmul_precision(),
                       torch.are_deterministic_algorithms_enabled()],
         "recompute": model.executor.recompute,
-        **({} if getattr(module, "automatic_optimization", True) else {"manual": True}),
+        "manual": not getattr(module, "automatic_optimization", True),
         "optimizers": [_optimizer(each) for each in trainer.optimizers],
         "clipping": [bool(trainer.gradient_clip_val), str(trainer.gradient_clip_algorithm)],
-        **({"state_groups": model.state_groups} if model.state_groups else {}),
+        "state_groups": model.state_groups,
         "threads": torch.get_num_threads() if model.accelerator.computes_on_host else None,
-        "options": {
-            name: _plain(value) for name, value in options.items()
-        },
+        "options": {name: _plain(value) for name, value in options.items()},
     }  # fmt: skip
 
 
