@@ -41,6 +41,7 @@ from lightning_cephalo.features.manual_step import PhasedSteps
 from lightning_cephalo.observe.watch import Watch
 from lightning_cephalo.preparation.session import Session
 from lightning_cephalo.preparation.training import Training
+from lightning_cephalo.ranks.control import not_connected
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -77,6 +78,10 @@ class Steps(ABC):
     def __init__(self, run: Run) -> None:
         self._run, self._session = run, run.session
         self._batch_weight = 0.0  # of this rank, in the last step
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        """Make None of a copy, as of a session."""
+        return not_connected, ()
 
     @cached_property
     def _notes(self) -> StepNotes:
