@@ -72,6 +72,15 @@ class Run:
     settle: Callable[[], None]
 
 
+@dataclass(frozen=True)
+class _Forward:
+    """The microbatches of a forward, what this rank tells the others at its end, and a failure."""
+
+    calls: Sequence[MicrobatchCall]
+    note: Callable[[], Sequence[float]]
+    failure: Exception | None
+
+
 class Steps(ABC):
     """The steps of a training."""
 
@@ -106,12 +115,7 @@ class Steps(ABC):
         """Let all ranks come before gradients are clipped; return whether to clip at all."""
 
     @abstractmethod
-    def _forward_of(
-        self,
-        calls: Sequence[MicrobatchCall],
-        note: Callable[[], Sequence[float]],
-        failure: Exception | None,
-    ) -> ForwardOutcome:
+    def _forward_of(self, forward: _Forward) -> ForwardOutcome:
         """Run microbatches; collective."""
 
     def _forward(
@@ -133,7 +137,7 @@ class Steps(ABC):
         session.user_gathers.before_step("training", len(calls), failed=failure is not None)
         note = (lambda: self._notes.of(log.note())) if is_seen else tuple
         with run.precision().train_step_context():
-            outcome = self._forward_of(calls, note, failure)
+            outcome = self._forward_of(_Forward(calls, note, failure))
         return counts, log, outcome
 
     def _run_forward(
@@ -191,15 +195,11 @@ class AutomaticSteps(Steps):
         joined = joined_result(outcome.results, outcome.weights, counts)
         return outputs_everywhere(joined, trained, outcome.losses, session.logs.ranks)
 
-    def _forward_of(
-        self,
-        calls: Sequence[MicrobatchCall],
-        note: Callable[[], Sequence[float]],
-        failure: Exception | None,
-    ) -> ForwardOutcome:
+    def _forward_of(self, forward: _Forward) -> ForwardOutcome:
         executor = self._session.model.executor
         executor.weighing.steps_per_update = self._run.module.trainer.accumulate_grad_batches
-        return executor.forward(calls, loss_scaler(self._run.precision()), note, failure)
+        scale_loss = loss_scaler(self._run.precision())
+        return executor.forward(forward.calls, scale_loss, forward.note, forward.failure)
 
     def backward(self, loss: Tensor, optimizer: Optimizer | None, arguments: Arguments) -> Tensor:
         run, session = self._run, self._session
@@ -252,14 +252,9 @@ class ManualSteps(Steps):
         run.watch.finish_step(counts=not session.memory.slowed)
         return detached(outcome.results[0])
 
-    def _forward_of(
-        self,
-        calls: Sequence[MicrobatchCall],
-        note: Callable[[], Sequence[float]],
-        failure: Exception | None,
-    ) -> ForwardOutcome:
-        self._batch_weight = float(sum(call.samples for call in calls))
-        return self._phased.run(next(iter(calls), None), note, failure)
+    def _forward_of(self, forward: _Forward) -> ForwardOutcome:
+        self._batch_weight = float(sum(call.samples for call in forward.calls))
+        return self._phased.run(next(iter(forward.calls), None), forward.note, forward.failure)
 
     def backward(self, loss: Tensor, optimizer: Optimizer | None, arguments: Arguments) -> Tensor:
         self._phased.check_is_running()
