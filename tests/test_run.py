@@ -124,7 +124,7 @@ class Refuses(LightningModule):
             raise UnsupportedError(f"start {start}")
 
 plan = Plan((RankPlan((1,), 0.5), RankPlan((1,), 0.5)))
-strategy = CephaloStrategy(plan=plan, recover=False, verbose=False)
+strategy = CephaloStrategy(plan=plan, recover=False)
 options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 trainer = Trainer(accelerator="cpu", devices=2, strategy=strategy, max_steps=1, **options)
 trainer.fit(Refuses(), DataLoader(zeros(4, 2), batch_size=1))

@@ -93,7 +93,7 @@ def test_what_hosts_have_lost_is_read_from_the_storage_and_nothing_else(tmp_path
         path.unlink()
     _killed(1, folder, [Kill(0, 8, "on_train_batch_start")])
     # a rank is killed in mid-upload, and both hosts are lost: a step that was sent before
-    _killed(2, folder, [KillInUpload(1, 11)])
+    _killed(2, folder, [KillInUpload(1, 12)])
     begun = {path for path in (folder / "sent").iterdir() if path.is_dir()} - {*_sent(folder)}
     assert len(begun) == 1
     for host in (0, 1):
