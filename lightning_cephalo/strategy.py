@@ -503,6 +503,7 @@ class CephaloStrategy(ParallelStrategy):
                 self.setup_optimizers(trainer)
 
         self.session.control.together("making the optimizers", make)
+        self._refuse(When.OPTIMIZERS)  # before ranks are measured for nothing
         self.session.count_on(self.optimizers, trainer)
 
     def _follow_plan(self, trainer: Trainer) -> None:
@@ -539,7 +540,6 @@ class CephaloStrategy(ParallelStrategy):
         away = session.state_away
         checkpoint.cut_earlier_state(self.optimizers, session.model, control, away)
         control.together("sharding the optimizers", self._shard_optimizers)
-        self._refuse(When.OPTIMIZERS)
         session.use_optimizers(self.optimizers, trainer)
         self._plan = session.plan
 

@@ -238,11 +238,13 @@ def _averaged_statistics(situation: Situation) -> str | None:
 
 
 def _other_parameters(situation: Situation) -> str | None:
-    assert situation.model is not None
-    known = situation.model.sharded_parameters()
+    model = situation.model
+    assert model is not None
+    known = model.sharded_parameters()
     for optimizer in situation.optimizers:
-        held = parameters_of(optimizer)
-        shapes = [tuple(each.shape) for each in held if id(each) not in known]
+        # one that was made before the model was sharded holds what the module held before
+        others = [each for each in parameters_of(optimizer) if id(each) not in known]
+        shapes = [tuple(p.shape) for p in others if model.sharded_in_place_of(p) is None]
         if shapes:
             return (
                 f"{type(optimizer).__name__} holds {len(shapes)} parameters that are not the"

@@ -7,6 +7,7 @@ state dict.
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -31,16 +32,16 @@ _REMEDY = (
 )
 
 
-class ReplacedForward:
+class ReplacedForward(ABC):
     """Stands on a module in place of its ``forward``."""
 
+    @abstractmethod
     def leave(self, copied: nn.Module) -> None:
         """Give a deep copy of the module its own forward."""
-        raise NotImplementedError
 
+    @abstractmethod
     def remove(self) -> None:
         """Give the module its own forward."""
-        raise NotImplementedError
 
 
 class UnitHooks:

@@ -9,9 +9,10 @@ import torch
 from lightning.pytorch import LightningModule
 from profiled import fit, in_ranks
 from torch import nn
-from torch.optim import SGD, Adagrad, AdamW, Muon
+from torch.optim import SGD, Adagrad, AdamW, Muon, SparseAdam
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.plan import Problem
 from lightning_cephalo.preparation import prepare
 
@@ -121,3 +122,15 @@ def test_one_plan_is_made_for_what_the_optimizer_holds_and_when_it_may_update(
     (problem,) = problems
     assert not others and moved  # rank 0 plans
     assert problem.moment_bytes == each_bytes and early is is_early
+
+
+def _refused() -> tuple[str, list[str]]:
+    with pytest.raises(UnsupportedError) as refused:
+        fit(Watching(SparseAdam), _loader(), strategy={"budget_s": 0.3, "remeasure": True})
+    return str(refused.value), CALLS
+
+
+def test_an_optimizer_that_cannot_work_is_refused_before_ranks_are_measured():
+    for said, calls in in_ranks(2, _refused):
+        assert said.startswith("SparseAdam needs sparse gradients.")
+        assert calls == ["setup", "configure_model", "configure_optimizers"]
