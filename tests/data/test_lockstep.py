@@ -85,8 +85,7 @@ def test_no_sample_counts_twice_and_ranks_end_together(kind, starts, stops, opti
 
 
 def test_what_yields_ready_batches_keeps_them():
-    make = lambda rank: DataLoader(Ready(rank, 3), batch_size=None)  # noqa: E731
-    _, batches = run(make, (3, 1))
+    _, batches = run(lambda rank: DataLoader(Ready(rank, 3), batch_size=None), (3, 1))
     assert batches == ([[0], [0, 1], [0, 1, 2]], [[0, 1], [0, 1, 2], []])
 
     lists = [[torch.ones(2)] * 3, [torch.ones(1)]]

@@ -312,8 +312,7 @@ def test_a_stream_whose_content_cannot_be_seen_is_refused():
         def __iter__(self):
             return (Opaque() for _ in range(self.count))
 
-    make = lambda rank: DataLoader(Hidden(4), batch_size=2, collate_fn=list)  # noqa: E731
-    for said in of_ranks(make, (1, 1)):
+    for said in of_ranks(lambda _: DataLoader(Hidden(4), batch_size=2, collate_fn=list), (1, 1)):
         assert "Hidden yields samples without visible content" in said
 
 

@@ -54,13 +54,13 @@ def test_loaders_are_divided_alike_only_where_all_steps_counted_one_by_one_are(m
     plans = {4: (2, 1, 1), 8: (3, 3, 2), 16: (6, 6, 4)}  # by the size of the first loader
     for one, other in product(choices, choices):
         own: Any = plans[one[0]]
-        pair = [
-            DataLoader(range(count), batch_size=size, drop_last=drop)  # type: ignore[arg-type]
+        pair: list[Any] = [
+            DataLoader(list(range(count)), batch_size=size, drop_last=drop)
             for size, count, drop in (one, other)
         ]
         plan = plan_of(*(((size,), size / sum(own)) for size in own))
         job = Job(Options(), (), loaders=Loaders(tuple(pair), object(), mode), plan=plan)
-        counted = [[len(batch) for batch in loader.batch_sampler] for loader in pair]  # type: ignore
+        counted = [[len(batch) for batch in loader.batch_sampler] for loader in pair]
         parts = [
             [[Fraction(part, size) for part in deal(size, own)] for size in together]
             for together in met(counted, mode)
