@@ -1,0 +1,198 @@
+"""What this package reads of Lightning's Trainer, and writes to it: one value that is handed on.
+
+[Note: private names of Lightning] Loops, their loaders and results, and connectors have no public
+names. They are named here, so that one file follows another version of Lightning;
+``tests/lightning/test_view.py`` fails when they change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.plugins.precision import Precision
+    from torch.optim import Optimizer
+
+
+@dataclass(frozen=True)
+class TrainerView:
+    """A live view of a Trainer: options that code changes between steps show here."""
+
+    of: Trainer
+
+    # -- what runs ----------------------------------------------------------------------------
+
+    @property
+    def module(self) -> LightningModule:
+        """The user's module."""
+        return self.of.lightning_module
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy, with optimizers and schedules."""
+        return self.of.strategy
+
+    @property
+    def precision(self) -> Precision:
+        """The precision plugin."""
+        return self.of.precision_plugin
+
+    @property
+    def computes_in_half(self) -> bool:
+        """Whether steps compute in 16 bits."""
+        return "16" in str(self.of.precision)
+
+    @property
+    def callbacks(self) -> Sequence[Any]:
+        """The callbacks."""
+        found: Sequence[Any] = self.of.callbacks  # type: ignore[attr-defined]
+        return found
+
+    @property
+    def loggers(self) -> Sequence[Any]:
+        """The loggers."""
+        return self.of.loggers
+
+    @property
+    def optimizers(self) -> Sequence[Optimizer]:
+        """The optimizers."""
+        return self.of.optimizers
+
+    @property
+    def is_fitting(self) -> bool:
+        """Whether ``fit`` runs, with its validations."""
+        return self.of.state.fn == TrainerFn.FITTING
+
+    @property
+    def is_predicting(self) -> bool:
+        """Whether ``predict`` runs."""
+        return self.of.state.fn == TrainerFn.PREDICTING
+
+    @property
+    def is_training(self) -> bool:
+        """Whether the training loop runs, and no validation inside of it."""
+        return self.of.state.stage == RunningStage.TRAINING
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether an error has ended the run."""
+        return self.of.state.status == TrainerStatus.INTERRUPTED
+
+    @property
+    def detects_anomalies(self) -> bool:
+        """Whether ``detect_anomaly=True``."""
+        return bool(self.of._detect_anomaly)
+
+    # -- clipping and accumulation ------------------------------------------------------------
+
+    @property
+    def clip_value(self) -> float | None:
+        """``gradient_clip_val``; None: gradients are not clipped."""
+        return self.of.gradient_clip_val or None
+
+    @property
+    def clips_by_value(self) -> bool:
+        """Whether gradients are clipped by value, not by norm."""
+        return self.of.gradient_clip_algorithm == "value"
+
+    @property
+    def accumulates(self) -> int:
+        """``accumulate_grad_batches``."""
+        return self.of.accumulate_grad_batches
+
+    # -- where it stands ----------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Updates so far."""
+        return self.of.global_step
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that runs."""
+        return self.of.current_epoch
+
+    @property
+    def batch(self) -> int:
+        """The batch of the epoch that runs."""
+        return int(self.epoch_loop.batch_idx)
+
+    @property
+    def batches_ready(self) -> int:
+        """Batches of the epoch that the loop has taken from the loader."""
+        return int(self.epoch_loop.batch_progress.current.ready)
+
+    @property
+    def steps_left(self) -> float:
+        """Updates that are left; infinite if unknown."""
+        left, epochs = math.inf, self.of.max_epochs
+        if self.of.max_steps >= 0:
+            left = float(self.of.max_steps - self.step)
+        if epochs is not None and epochs >= 0:
+            batches = (epochs - self.epoch) * float(self.of.num_training_batches)
+            left = min(left, (batches - self.batches_ready) / self.accumulates)
+        return max(left, 0.0)
+
+    # -- loops --------------------------------------------------------------------------------
+
+    @property
+    def fit_loop(self) -> Any:
+        """The loop over epochs."""
+        return self.of.fit_loop
+
+    @property
+    def epoch_loop(self) -> Any:
+        """The loop over the batches of an epoch."""
+        return self.of.fit_loop.epoch_loop
+
+    @property
+    def evaluation_loop(self) -> Any:
+        """The loop of the validation, test or prediction that runs."""
+        loops = {
+            TrainerFn.VALIDATING: self.of.validate_loop,
+            TrainerFn.TESTING: self.of.test_loop,
+            TrainerFn.PREDICTING: self.of.predict_loop,
+        }
+        within = self.epoch_loop.val_loop
+        return loops.get(self.of.state.fn or TrainerFn.FITTING, within)
+
+    @property
+    def training_loaders(self) -> Any:
+        """The CombinedLoader of training; None: the loop has not begun."""
+        return self.of.fit_loop._combined_loader
+
+    @property
+    def loader_source(self) -> Any:
+        """What gives the training dataloaders: ``fit``'s argument, or a hook of the user's."""
+        return self.of.fit_loop._data_source
+
+    @property
+    def results(self) -> Any:
+        """The result collection of the running loop; None between loops."""
+        return self.of._results
+
+    @property
+    def logger_connector(self) -> Any:
+        """What ``self.log`` and loggers meet in."""
+        return self.of._logger_connector
+
+    @property
+    def signal_connector(self) -> Any:
+        """What handles signals."""
+        return self.of._signal_connector
+
+    @property
+    def checkpoint_connector(self) -> Any:
+        """What saves and restores checkpoints."""
+        return self.of._checkpoint_connector
+
+    @property
+    def accelerator_connector(self) -> Any:
+        """What puts samplers into loaders."""
+        return self.of._accelerator_connector
