@@ -480,7 +480,7 @@ def _write(way: str, folder: Path, what: str) -> Outcome:
         except Exception:  # whatever a torn file raises
             step = None
         file = "the file of before is whole" if step == 8 else "the file is torn"
-        left = [path.name for path in folder.glob(".cephalo-checkpoint-*")]
+        left = [path.name for path in folder.glob(".*.tmp*")]
         if left and not dies:
             file += ", a temporary file is left"
         return f"{file}, the rank is {run.names(0, _others(0))}", took_s

@@ -27,10 +27,6 @@ class UnwritableError(PlanError, OSError):
     """A file cannot be written; the operating system's own error is the cause."""
 
 
-class CheckpointError(CephaloError, RuntimeError):
-    """A checkpoint is damaged; the message says how."""
-
-
 class RecoveryError(CephaloError, RuntimeError):
     """A training cannot go on from kept steps, or none can be kept; the message says why."""
 

@@ -19,7 +19,6 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from lightning_cephalo.common.errors import (
     BatchSplitError,
     CephaloError,
-    CheckpointError,
     KeptForAnotherError,
     PlanError,
     TooLittleMemoryError,
@@ -37,7 +36,6 @@ _IS_SHARED = "_is_refusal_of_all_ranks"
 _OF_THE_HOSTS = (PlanError, TooLittleMemoryError)
 _OF_THE_SCRIPT = (
     BatchSplitError,
-    CheckpointError,
     KeptForAnotherError,
     UnitUseError,
     UnsupportedError,

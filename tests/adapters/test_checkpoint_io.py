@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import errno
+import io
 import os
-import resource
 import signal
 from pathlib import Path
 
@@ -12,12 +11,12 @@ import fsspec
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from full_disk import file_size_limit
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 
 from lightning_cephalo import CephaloStrategy
-from lightning_cephalo.adapters import checkpoint_io
 from lightning_cephalo.adapters.checkpoint_io import AtomicCheckpointIO
-from lightning_cephalo.common.errors import CheckpointError, UnwritableError
+from lightning_cephalo.common.errors import UnwritableError
 
 OLD, NEW = {"step": 1}, {"step": 2, "weight": torch.arange(100_000.0)}
 
@@ -44,55 +43,28 @@ def test_what_is_written_is_a_file_of_torch_and_is_read_again(path):
     assert path.stat().st_mode == plain.stat().st_mode
 
 
-def test_all_is_on_the_disk_before_the_file_has_its_name(path, monkeypatch):
-    happened = []
-    sync, replace = os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda file: (happened.append("sync"), sync(file)))
-
-    def renames(source, target):
-        assert Path(source).parent == Path(target).parent
-        happened.append("rename")
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", renames)
-    AtomicCheckpointIO().save_checkpoint(NEW, path.parent / "new folder" / "last.ckpt")
-    assert happened == ["sync", "rename", "sync"]
-    assert os.listdir(path.parent / "new folder") == ["last.ckpt"]
-
-
-def fails_after(size, error, monkeypatch):
-    """Let the writes of a file fail when it has ``size`` bytes."""
-    written = [0]
-
-    def fails(file, data):
-        written[0] += len(data)
-        if written[0] > size:
-            raise error
-        return file.write(data)
-
-    def write(writer, data):
-        return writer._noting(fails, writer._file, data)
-
-    monkeypatch.setattr(checkpoint_io._Writer, "write", write)
-
-
-@pytest.mark.parametrize("size", [0, 700, 300_000])
-def test_a_full_disk_leaves_the_old_file_and_says_what_is_needed(path, monkeypatch, size):
-    fails_after(size, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), monkeypatch)
-    with pytest.raises(UnwritableError) as refused:
+def test_a_full_disk_leaves_the_old_file_and_the_error_names_the_room(path):
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    with file_size_limit(100_000), pytest.raises(UnwritableError) as refused:
         AtomicCheckpointIO().save_checkpoint(NEW, path)
     assert_old_alone(path)
-    assert refused.value.errno == errno.ENOSPC
-    said = str(refused.value)
-    assert said.startswith(f"{path}: the checkpoint cannot be written: No space left on device.")
-    assert "Its tensors take 390.6 KiB; " in said and " are free there." in said
-    assert "The file of before is as it was. Make room, " in said and "save_top_k" in said
+    message = str(refused.value)
+    assert message.startswith(f"{path}: cannot be written: File too large.")
+    assert "The checkpoint's tensors take 390.6 KiB; " in message and " are free there." in message
+    assert "save_top_k" in message
 
 
-@pytest.mark.parametrize("size", [0, 700, 300_000])
-def test_an_interrupt_stays_one_and_leaves_the_old_file(path, monkeypatch, size):
-    # torch raises an error of its own where a write is interrupted
-    fails_after(size, KeyboardInterrupt(), monkeypatch)
+class Interrupted(io.BytesIO):
+    """Is interrupted in mid-write, where torch raises an error of its own."""
+
+    def write(self, data):
+        if self.tell() + len(data) > 300_000:
+            raise KeyboardInterrupt
+        return super().write(data)
+
+
+def test_an_interrupt_leaves_the_old_file_and_stays_one(path, monkeypatch):
+    monkeypatch.setattr(Path, "open", lambda *_: Interrupted())
     with pytest.raises(KeyboardInterrupt):
         AtomicCheckpointIO().save_checkpoint(NEW, path)
     assert_old_alone(path)
@@ -100,95 +72,30 @@ def test_an_interrupt_stays_one_and_leaves_the_old_file(path, monkeypatch, size)
 
 def test_a_place_that_cannot_hold_a_file_is_named(path):
     (path.parent / "folder.ckpt").mkdir()
-    for place, reason in (("folder.ckpt", "it is not a file"), ("last.ckpt/a.ckpt", "")):
-        with pytest.raises(UnwritableError, match=f"{place}: the checkpoint cannot be .*{reason}"):
+    for place in ("folder.ckpt", "last.ckpt/a.ckpt"):
+        with pytest.raises(UnwritableError, match=f"{place}: cannot be written: "):
             AtomicCheckpointIO().save_checkpoint(NEW, path.parent / place)
-    with pytest.raises(TypeError, match="Expected no storage_options, got 'fast'"):
+    with pytest.raises(TypeError, match="storage_options"):
         AtomicCheckpointIO().save_checkpoint(NEW, path, storage_options="fast")
 
 
-def ends_in_a_process(function):
-    """Run a function in a process of its own, and return how that ends."""
-    number = os.fork()
-    if number == 0:
-        try:
-            function()
-        finally:
-            os._exit(1)
-    return os.waitpid(number, 0)[1]
-
-
 # Python 3.12 and later warn of a fork beside torch's threads
-fork = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-
-
-@fork
-@pytest.mark.processes
-def test_the_systems_own_limit_on_a_file_is_met_likewise(path):
-    def saves():
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-        try:
-            AtomicCheckpointIO().save_checkpoint(NEW, path)
-        except UnwritableError as error:
-            os._exit(0 if error.errno == errno.EFBIG else 2)
-
-    assert ends_in_a_process(saves) == 0
-    assert_old_alone(path)
-
-
-@fork
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.processes
 def test_a_process_that_is_killed_in_mid_write_leaves_the_old_file(path):
-    def dies():
-        with checkpoint_io._replacing(path) as writer:
-            writer.write(b"PK" + bytes(1_000_000))
+    class Kills:
+        def __reduce__(self):
             os.kill(os.getpid(), signal.SIGKILL)
 
-    assert ends_in_a_process(dies) == signal.SIGKILL
-    (left,) = path.parent.glob(".cephalo-checkpoint-*.tmp")
-    assert left.stat().st_size
+    number = os.fork()
+    if number == 0:
+        AtomicCheckpointIO().save_checkpoint({"killed": Kills()}, path)
+    assert os.waitpid(number, 0)[1] == signal.SIGKILL
     assert AtomicCheckpointIO().load_checkpoint(path) == OLD
-    # the next save into the folder cleans up, but leaves what a living process writes
-    with checkpoint_io._replacing(path) as writer:
-        writer.write(b"PK" + bytes(1_000_000))
-        AtomicCheckpointIO().save_checkpoint(OLD, path.parent / "other.ckpt")
-        assert not left.exists() and len(os.listdir(path.parent)) == 3
+    assert len(os.listdir(path.parent)) == 2
+    # the next save into the folder cleans up
+    AtomicCheckpointIO().save_checkpoint(OLD, path.parent / "other.ckpt")
     assert sorted(os.listdir(path.parent)) == ["last.ckpt", "other.ckpt"]
-
-
-def cut(path, size):
-    path.write_bytes(path.read_bytes()[:size])
-
-
-@pytest.mark.parametrize("size", [0, 100, 200_000, -1])
-def test_a_file_that_is_cut_off_is_named(path, size):
-    AtomicCheckpointIO().save_checkpoint(NEW, path)
-    cut(path, size)
-    said = f"{path}: the checkpoint is damaged: .*Pass the ckpt_path= of another file"
-    with pytest.raises(CheckpointError, match=said):
-        AtomicCheckpointIO().load_checkpoint(path)
-    with pytest.raises(FileNotFoundError, match=r"Checkpoint file not found: .*absent.ckpt"):
-        AtomicCheckpointIO().load_checkpoint(path.parent / "absent.ckpt")
-
-
-class Own:
-    """What only an unrestricted load makes."""
-
-
-def test_weights_only_is_torchs(path):
-    AtomicCheckpointIO().save_checkpoint({"own": Own()}, path)
-    assert isinstance(AtomicCheckpointIO().load_checkpoint(path, weights_only=False)["own"], Own)
-    with pytest.raises(Exception, match="Weights only load failed"):
-        AtomicCheckpointIO().load_checkpoint(path, weights_only=True)
-
-
-def test_files_and_folders_are_removed(path):
-    (path.parent / "sharded.ckpt").mkdir()
-    (path.parent / "sharded.ckpt" / "part").write_text("")
-    for name in ("last.ckpt", "sharded.ckpt", "absent.ckpt"):
-        AtomicCheckpointIO().remove_checkpoint(path.parent / name)
-    assert not os.listdir(path.parent)
 
 
 class Denies(MemoryFileSystem):
@@ -196,7 +103,7 @@ class Denies(MemoryFileSystem):
 
     protocol = "denies"
 
-    def _open(self, *args, **options):
+    def pipe_file(self, *args, **options):
         raise PermissionError("Access denied")
 
 
@@ -207,8 +114,6 @@ def test_remote_file_systems_are_written_and_read():
         assert AtomicCheckpointIO().load_checkpoint(url)["step"] == checkpoint["step"]
     assert MemoryFileSystem().ls("/run", detail=False) == ["/run/last.ckpt"]
     AtomicCheckpointIO().remove_checkpoint(url)
-    with pytest.raises(FileNotFoundError, match=f"Checkpoint file not found: {url}"):
-        AtomicCheckpointIO().load_checkpoint(url)
     fsspec.register_implementation("denies", Denies, clobber=True)
     with pytest.raises(PermissionError, match="Access denied"):
         AtomicCheckpointIO().save_checkpoint(OLD, "denies://run/last.ckpt")
@@ -231,6 +136,6 @@ def test_the_strategy_uses_it_unless_the_user_gives_a_plugin(path):
     wraps.teardown()
     assert wraps.load_checkpoint(path, weights_only=True)["step"] == 2
     assert os.listdir(path.parent) == [path.name]
-    with pytest.raises(UnwritableError, match="the checkpoint cannot be written"):
+    with pytest.raises(UnwritableError, match="cannot be written"):
         wraps.save_checkpoint(NEW, path / "below a file.ckpt")
         wraps.teardown()

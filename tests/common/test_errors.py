@@ -21,7 +21,6 @@ PACKAGE = Path(__file__).resolve().parents[2] / "lightning_cephalo"
 BUILT_IN = {
     errors.PlanError: ValueError,
     errors.UnwritableError: (ValueError, OSError),
-    errors.CheckpointError: RuntimeError,
     errors.InfeasibleError: errors.PlanError,
     errors.ProgramError: errors.PlanError,
     errors.SolverError: RuntimeError,
