@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_cephalo.common.errors import BatchSplitError, CephaloError
+from lightning_cephalo.common.weighted_mean import weighted_mean
 from lightning_cephalo.data.batch_layout import BatchLayout, NoSamples
 from lightning_cephalo.data.containers import children_of, rebuild
 from lightning_cephalo.data.shares import deal, split_sizes
@@ -207,7 +207,7 @@ def joined_result(
     results, weights = [results[at] for at in chosen], [weights[at] for at in chosen]
     counts = [counts[at] for at in chosen]
     if not isinstance(results[0], Mapping):
-        return _weighted_mean(results, weights)
+        return _mean(results, weights)
     joined = dict(results[-1])
     for key in joined:
         values = [result.get(key) for result in results]
@@ -216,7 +216,7 @@ def joined_result(
         if key == "weight":
             joined[key] = torch.stack([value.detach().sum() for value in values]).sum()
         elif all(v.numel() == 1 and v.ndim <= (key == "loss") for v in values):
-            joined[key] = _weighted_mean(values, weights)
+            joined[key] = _mean(values, weights)
         elif _have_rows(values, counts):
             joined[key] = torch.cat([value.detach() for value in values])
         else:
@@ -238,13 +238,6 @@ def detached(result: Any) -> Any:
     return result.detach() if isinstance(result, Tensor) else result
 
 
-def _weighted_mean(values: Sequence[Any], weights: Sequence[float]) -> Tensor:
+def _mean(values: Sequence[Any], weights: Sequence[float]) -> Tensor:
     losses = [value["loss"] if isinstance(value, Mapping) else value for value in values]
-    # a microbatch of weight 0 may have a loss of 0/0, which stays NaN when multiplied by 0
-    chosen = [(loss, weight) for loss, weight in zip(losses, weights, strict=True) if weight]
-    if not chosen:
-        return losses[-1].detach().reshape(())
-    total = math.fsum(weight for _, weight in chosen)
-    # the factors are Python numbers: copying a tensor to the device would wait for the device
-    parts = [loss.detach().reshape(()).double() * (weight / total) for loss, weight in chosen]
-    return torch.stack(parts).sum().to(losses[0].dtype)
+    return weighted_mean([loss.reshape(()) for loss in losses], weights)
