@@ -42,6 +42,7 @@ from lightning_cephalo.adapters.hook_logs import HookLogs, mean_over_samples
 from lightning_cephalo.adapters.refusals import Situation, When, refuse
 from lightning_cephalo.adapters.resuming import KEY, Resumption, saved_order
 from lightning_cephalo.adapters.user_gathers import require_equal_shapes
+from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.observe import report
 from lightning_cephalo.observe.memory import RankMemory
@@ -52,6 +53,7 @@ from lightning_cephalo.plan.memory_timeline import MemoryTimeline
 from lightning_cephalo.plan.reasons import left_out, reasons, surprises
 from lightning_cephalo.plan.replan import Replan
 from lightning_cephalo.preparation import replanning
+from lightning_cephalo.preparation.job import Job, read_job
 from lightning_cephalo.preparation.limits import Cap
 from lightning_cephalo.preparation.loss_check import LossCheck
 from lightning_cephalo.preparation.options import (
@@ -65,7 +67,7 @@ from lightning_cephalo.preparation.options import (
     parse_units,
     refuse_removed,
 )
-from lightning_cephalo.preparation.prepare import Job, make_plan, measure_or_load, read_job
+from lightning_cephalo.preparation.prepare import make_plan, measure_or_load
 from lightning_cephalo.preparation.session import Session
 from lightning_cephalo.preparation.training import Training
 from lightning_cephalo.profiling.isolation import no_loaders_left
@@ -490,9 +492,8 @@ class CephaloStrategy(ParallelStrategy):
         options = self._options.recovering(size, kept_bytes)
         if batch_norm.synchronised(self._module):
             options = options.without_recompute()
-        job = read_job(
-            trainer, control, options, self._connection.groups.nodes, self._samplers.deals
-        )
+        groups = self._connection.groups
+        job = read_job(TrainerView(trainer), groups, options, self._samplers.deals)
         self._shard(job).enforce_limits()
 
     def _make_optimizers(self, trainer: Trainer) -> None:
@@ -550,7 +551,7 @@ class CephaloStrategy(ParallelStrategy):
         return measure_or_load(
             job,
             session.model,
-            self._module.trainer,
+            TrainerView(self._module.trainer),
             partial(self._ending.termination.check, session.control),
             session.manual,
             check.of_samples,

@@ -13,7 +13,7 @@ from lightning_cephalo.plan.state_groups import even_shares, members_of
 from lightning_cephalo.sharding.discovery import UnitMembers
 
 if TYPE_CHECKING:
-    from lightning_cephalo.preparation.prepare import Job
+    from lightning_cephalo.preparation.job import Job
 
 # of ranks that count as alike: equal slices travel faster
 _ALIKE = 0.9

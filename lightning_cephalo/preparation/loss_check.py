@@ -26,7 +26,7 @@ from lightning_cephalo.data.reading import (
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.features.manual_step import PhasedSteps
 from lightning_cephalo.plan import Problem
-from lightning_cephalo.preparation.prepare import Job
+from lightning_cephalo.preparation.job import Job
 from lightning_cephalo.profiling.additivity import (
     SAMPLES,
     Piece,

@@ -290,6 +290,12 @@ class Options:
         """Whether rank 0 prints plans and predictions."""
         return bool(self.planner.verbose)
 
+    def given_plan(self) -> Plan | None:
+        """Return the plan that is given; None: one must be made."""
+        return (
+            self.plan if self.plan is None or isinstance(self.plan, Plan) else Plan.load(self.plan)
+        )
+
     def recovering(self, global_batch_size: int | None, kept_bytes: float) -> Options:
         """Return the options after a restart, with the batch size of the first start."""
         size = self.global_batch_size or global_batch_size

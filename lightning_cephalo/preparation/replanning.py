@@ -20,9 +20,9 @@ from lightning_cephalo.observe.watch import Watch
 from lightning_cephalo.plan import Plan, Problem, predict
 from lightning_cephalo.plan.beside import SolverBeside
 from lightning_cephalo.plan.replan import Replan, ReplanPolicy, Trial, moved_share
+from lightning_cephalo.preparation.job import Job
 from lightning_cephalo.preparation.options import Automatic, Options
 from lightning_cephalo.preparation.plan_change import REFUSALS, PlanChanges
-from lightning_cephalo.preparation.prepare import Job
 from lightning_cephalo.preparation.relief import make_room
 from lightning_cephalo.preparation.session import Session
 from lightning_cephalo.profiling.memory_model import predicted

@@ -57,13 +57,13 @@ from lightning_cephalo.plan.replan import Replan
 from lightning_cephalo.plan.state_groups import members_of
 from lightning_cephalo.preparation.first_shares import first_shares
 from lightning_cephalo.preparation.host_state import HostState
+from lightning_cephalo.preparation.job import Job, read_layouts
 from lightning_cephalo.preparation.limits import (
     check_plan,
     limit_note,
     named_where_nothing_fits,
     reserve_host_memory,
 )
-from lightning_cephalo.preparation.prepare import Job, read_layouts
 from lightning_cephalo.profiling.memory_model import check_capacities, state_bytes
 from lightning_cephalo.ranks.control import not_connected
 from lightning_cephalo.ranks.groups import Groups

@@ -11,9 +11,9 @@ from torch import nn
 
 from lightning_cephalo.plan import Plan, RankPlan
 from lightning_cephalo.preparation.first_shares import first_shares
+from lightning_cephalo.preparation.job import Job
 from lightning_cephalo.preparation.limits import Device, Limits
 from lightning_cephalo.preparation.options import Options, Planner
-from lightning_cephalo.preparation.prepare import Job
 from lightning_cephalo.sharding.discovery import find_units
 
 

@@ -12,9 +12,9 @@ from plans import plan_of
 from torch.utils.data import DataLoader
 
 from lightning_cephalo.data.shares import deal
+from lightning_cephalo.preparation.job import Job, Loaders
 from lightning_cephalo.preparation.loss_check import LossCheck, _are_divided_alike
 from lightning_cephalo.preparation.options import Options, Planner
-from lightning_cephalo.preparation.prepare import Job, Loaders
 
 
 @pytest.mark.parametrize(
