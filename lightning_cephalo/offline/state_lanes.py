@@ -1,8 +1,7 @@
 """Simulates the ways of a rank's optimizer state that lives in host memory.
 
 Each direction of a link, and the host's processors, do one thing at a time, beside the device.
-Streamed state passes through two buffers: one is filled only when what it held before has left. All
-of them share the host's memory: work is done when its own lane and the memory have done it.
+Streamed state passes through two buffers: one is filled only when what it held before has left.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Callable
 
 from lightning_cephalo.common.lanes import Lane
 from lightning_cephalo.plan import Problem, RankPlan, RankProfile
-from lightning_cephalo.plan.moving import HostTraffic, MovedState, moved_by
+from lightning_cephalo.plan.moving import MovedState, moved_by
 from lightning_cephalo.plan.program import ROOT, Instruction, Operation
 from lightning_cephalo.plan.state_homes import STAGED_UNITS, StateHome
 from lightning_cephalo.plan.timeline import Stream
@@ -50,7 +49,6 @@ class StateLanes:
         self._problem, self._profile, self._record = problem, profile, record
         streams = (Stream.TO_DEVICE, Stream.TO_HOST, Stream.HOST)
         self._lanes = {stream: Lane() for stream in streams}
-        self._memory, self._traffic = Lane(), HostTraffic.of(problem)
         self._buffers_s = [0.0] * STAGED_UNITS
         self._next = 0
         self._fetched: dict[int, tuple[float, int]] = {}
@@ -91,8 +89,7 @@ class StateLanes:
     def _update(self, instruction: Instruction, start_s: float) -> float:
         size = self._sizes[instruction.unit]
         took_s = size / self._profile.host_updated_parameters_per_s
-        touched_bytes = self._traffic.updated * size
-        return self._work(instruction, Stream.HOST, start_s, took_s, touched_bytes)
+        return self._work(instruction, Stream.HOST, start_s, took_s)
 
     def _copy(self, instruction: Instruction, stream: Stream, start_s: float) -> float:
         unit, problem, profile = instruction.unit, self._problem, self._profile
@@ -100,21 +97,11 @@ class StateLanes:
         each = problem.moment_bytes if is_streamed else problem.element_bytes
         to_device = stream is Stream.TO_DEVICE
         rate = profile.to_device_bytes_per_s if to_device else profile.to_host_bytes_per_s
-        moved_bytes = each * self._sizes[unit]
-        took_s = moved_bytes / rate
-        return self._work(instruction, stream, start_s, took_s, moved_bytes)
+        return self._work(instruction, stream, start_s, each * self._sizes[unit] / rate)
 
     def _work(
-        self,
-        instruction: Instruction,
-        stream: Stream,
-        start_s: float,
-        took_s: float,
-        touched_bytes: float,
+        self, instruction: Instruction, stream: Stream, start_s: float, took_s: float
     ) -> float:
-        memory_s = touched_bytes / self._profile.host_memory_bytes_per_s
-        # no sooner than the memory has done it
-        served_s = self._memory.place(start_s, memory_s)
-        end_s = self._lanes[stream].place(max(start_s, served_s - took_s), took_s)
+        end_s = self._lanes[stream].place(start_s, took_s)
         self._record(stream, instruction, end_s - took_s, end_s)
         return end_s

@@ -7,13 +7,11 @@ which g are streamed and c are updated by the host. A parameter has ``moment_byt
 
     link = s (moment_bytes g + element_bytes c) / (the slower direction's rate)
     host = s c / (parameters that the host updates per second)
-    memory = s (bytes of host memory, see :class:`HostTraffic`) / (the rank's part of its rate)
 
 With updates inside the backward, the first k units of the backward have state that moves, of U. A
 backward of one unit takes ``pace``. What no compute hides, makes the step longer by::
 
-    max(0, link - k pace, fetches - f pace, host + last - (U - 2) pace,
-        memory + last - (k - 1) pace)
+    max(0, link - k pace, fetches - f pace, host + last - (U - 2) pace)
       + max(0, last - (U - k - 1) pace) + root
 
 A streamed unit's state starts on its way one unit ahead, so that each of the f streamed units has a
@@ -25,7 +23,7 @@ are both kinds, their copies wait for each other, and ``link`` has those of the 
 the other units hides it. ``root`` is that of the root unit's, which nothing hides. With updates
 behind the backward the pace is 0, and the root unit is one like the others::
 
-    max(link, host, memory) + last
+    max(link, host) + last
 
 What the device updates takes its time, too (``plan/updates.py``).
 """
@@ -178,28 +176,6 @@ def choices(problem: Problem, profile: RankProfile) -> list[MovedState]:
     return found
 
 
-@dataclass(frozen=True)
-class HostTraffic:
-    """Bytes of host memory that are read or written for the update of one parameter."""
-
-    fetched: float  # streamed state on its way to the device: 8 with AdamW in fp32
-    stored: float  # and back: 8
-    arrived: float  # the gradient of what the host updates: 4
-    updated: float  # the host's update itself: 28
-    returned: float  # the parameter that comes back: 4
-
-    @classmethod
-    def of(cls, problem: Problem) -> HostTraffic:
-        """Return the traffic: an update reads all four tensors, and writes all but the gradient."""
-        state, element = problem.moment_bytes, problem.element_bytes
-        return cls(state, state, element, 2 * state + 3 * element, element)
-
-    def memory_s(self, streamed: float, on_host: float, bytes_per_s: float) -> float:
-        """Return how long the host's memory is busy with so many parameters."""
-        of_host = self.arrived + self.updated + self.returned
-        return (streamed * (self.fetched + self.stored) + on_host * of_host) / bytes_per_s
-
-
 def exposure(
     problem: Problem,
     profile: RankProfile,
@@ -241,11 +217,10 @@ def moving_exposure(
     state_s = problem.moment_bytes * streamed / rate
     copies_s = problem.element_bytes * on_host / rate
     host_s = on_host / profile.host_updated_parameters_per_s if on_host else 0.0
-    memory_s = HostTraffic.of(problem).memory_s(streamed, on_host, profile.host_memory_bytes_per_s)
     link_s = state_s + (2 if streamed else 1) * copies_s
     last_s = max(ways[1:], default=0.0)
     if not is_early:  # a root unit of another size fits no gap
-        longest = ((link_s, 0.0), (host_s, 0.0), (memory_s, 0.0))
+        longest = ((link_s, 0.0), (host_s, 0.0))
         return Exposure((longest, ((last_s, 0.0),)), ways[0])
     homes = moved.homes_of_units
     pace_s = backward_s * problem.units / max(len(homes), 1)
@@ -260,7 +235,6 @@ def moving_exposure(
         (link_s, hidden_s(away)),
         (state_s + behind_s, hidden_s(units_streamed)),
         (host_s + last_s * (on_host > 0), hidden_s(units - 2)),
-        (memory_s + last_s, hidden_s(away - 1)) if memory_s else (0.0, 0.0),
     )
     last = ((last_s, hidden_s(units - away - 1)),)
     return Exposure((moving, last), ways[0])
@@ -281,11 +255,6 @@ def _way_s(problem: Problem, profile: RankProfile, size: int, home: StateHome) -
         return 0.0
     is_streamed = home is StateHome.STREAMED
     nbytes = problem.moment_bytes if is_streamed else problem.element_bytes
-    memory = profile.host_memory_bytes_per_s
-    traffic = HostTraffic.of(problem)
-    there = max(nbytes / profile.to_device_bytes_per_s, nbytes / memory)
-    back = max(nbytes / profile.to_host_bytes_per_s, nbytes / memory)
-    if is_streamed:
-        return size * (there + back)
-    update = max(1 / profile.host_updated_parameters_per_s, traffic.updated / memory)
-    return size * (there + back + update)
+    copies_s = nbytes / profile.to_device_bytes_per_s + nbytes / profile.to_host_bytes_per_s
+    update_s = 0.0 if is_streamed else 1 / profile.host_updated_parameters_per_s
+    return size * (copies_s + update_s)

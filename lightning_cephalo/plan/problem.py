@@ -66,7 +66,7 @@ _REMOVED_OF_RANKS = {
     **dict.fromkeys(
         (
             *("to_device_alone_bytes_per_s", "to_host_alone_bytes_per_s"),
-            *("copies_beside_compute", "copies_beside_gathers"),
+            *("copies_beside_compute", "copies_beside_gathers", "host_memory_bytes_per_s"),
         ),
         (None, ""),
     ),
@@ -113,9 +113,6 @@ class RankProfile(Record):
         to_device_bytes_per_s: rate of copies to the device while others go to the host, on all
             ranks of the host at once.
         to_host_bytes_per_s: the same in the other direction.
-        host_memory_bytes_per_s: bytes of its host's memory that copies and updates of this rank
-            may read and write per second, while all ranks of the host do so; ``math.inf``: not
-            known, and copies and updates of the host do not slow each other down.
 
     Raises:
         PlanError: entries are NaN, infinite or negative, curves differ in length, or the capacity
@@ -144,7 +141,6 @@ class RankProfile(Record):
     host_updated_parameters_per_s: Amount = 0.0
     to_device_bytes_per_s: PositiveOrInfinite = math.inf
     to_host_bytes_per_s: PositiveOrInfinite = math.inf
-    host_memory_bytes_per_s: PositiveOrInfinite = math.inf
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -12,7 +12,6 @@ import numpy as np
 from lightning_cephalo.accelerator import Device
 from lightning_cephalo.plan import RankProfile
 from lightning_cephalo.profiling.memory_model import Held, RetainedBytes
-from lightning_cephalo.profiling.state_rates import RATES
 from lightning_cephalo.profiling.sweep import Measured
 
 # Ranks with the same device name whose times differ by less count as equal.
@@ -109,7 +108,7 @@ def merge_equal_ranks(profiles: Sequence[RankProfile]) -> list[RankProfile]:
     """Give ranks that differ only by noise the same profile, or equal devices get unequal plans.
 
     They are equal with the same name, and capacities and times within 10%. They get median times,
-    the largest memory figures, and the smallest capacity, but keep what their hosts take.
+    the largest memory figures, and the smallest capacity.
     """
     found = list(profiles)
     for name in {profile.name for profile in profiles}:
@@ -138,8 +137,7 @@ def merge_equal_ranks(profiles: Sequence[RankProfile]) -> list[RankProfile]:
             **curves,
         )
         for index in members:
-            own = {name: getattr(profiles[index], name) for name in RATES}
-            found[index] = replace(shared, **own)
+            found[index] = shared
     return found
 
 

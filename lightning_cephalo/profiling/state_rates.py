@@ -1,18 +1,16 @@
 """Measures what optimizer state in host memory would cost: copies and updates.
 
-Ranks of one host share its memory and processors. So all copy at the same time, then all let their
-host update, then both: what takes longer than each alone waits for the host's memory. AdamW stands
-for the user's optimizer. Every figure is the best of a few repetitions, of unbounded time.
+Ranks of one host share its memory and processors, so all of them copy, and update, at the same
+time. The host updates while copies are under way, as in a step. AdamW stands for the user's
+optimizer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -31,47 +29,31 @@ _COPIED_BYTES, _LEAST_BYTES = 2**24, 2**16
 _PART = 1 / 64
 # Moments of Adam.
 MOMENTS = 2
-_HOST_ELEMENTS = 2**20
-# Of host memory that AdamW in fp32 reads and writes for one parameter.
-_UPDATED_BYTES = 28
-# Copies in each direction beside one update by the host, at most.
-_MOST_COPIES = 64
-# Work at once that takes less than this much longer than the longest alone does not wait.
-_NOISE = 1.1
+# Parameters of an update by the host, and copies in each direction that are under way with it.
+_HOST_ELEMENTS, _COPIES_MEANWHILE = 2**20, 4
 # Hosts of equal ranks whose rates differ by a larger factor are not alike.
 _ALIKE = 2.0
 
 
 @dataclass(frozen=True)
 class StateRates:
-    """Rates of one rank, in parameters and in bytes per second; infinite: it takes no time."""
+    """Rates of one rank's host, in parameters and bytes per second; infinite: it takes no time."""
 
     host_updated_parameters_per_s: float = 0.0
     to_device_bytes_per_s: float = math.inf
     to_host_bytes_per_s: float = math.inf
-    host_memory_bytes_per_s: float = math.inf
 
     @property
     def seconds(self) -> float:
         """Seconds of a copy of one byte in each direction, and of one update by the host."""
-        return math.fsum(1 / rate if rate else 0.0 for rate in self._of_host)
+        return math.fsum(1 / rate if rate else 0.0 for rate in astuple(self))
 
     def is_like(self, other: StateRates) -> bool:
         """Return whether another rank's host differs by no more than noise."""
-        pairs = zip(self._of_host, other._of_host, strict=True)
+        pairs = zip(astuple(self), astuple(other), strict=True)
         return all(
             one == two or max(one, two) <= _ALIKE * min(one, two) < math.inf for one, two in pairs
         )
-
-    @property
-    def _of_host(self) -> tuple[float, float, float]:
-        # not that of memory, which is infinite where a single measurement found no waiting
-        copies = self.to_device_bytes_per_s, self.to_host_bytes_per_s
-        return *copies, self.host_updated_parameters_per_s
-
-
-RATES = tuple(vars(StateRates()))
-"""Names of the rates, which are those of a :class:`RankProfile`, too."""
 
 
 def has_state_rates(problem: Problem) -> bool:
@@ -135,57 +117,42 @@ def measure_state_rates(
         RemoteRankError: If that is so on another rank.
     """
     room = min(_COPIED_BYTES, max(_LEAST_BYTES, int(min(capacity_bytes, 2.0**62) * _PART)))
-    nbytes = room // 256 * 256
     copies = model.control.together(
-        "allocating host memory to measure copies", partial(_Copies, model, nbytes)
+        "allocating host memory to measure copies", partial(_Copies, model, room // 256 * 256)
     )
     to_device, to_host = copies.rates()
-    on_host, memory = 0.0, math.inf
-    if with_host_updates:
-        updates = _HostUpdates(model)
-        try:
-            on_host = updates.rate()
-            memory = _memory_rate(copies, updates, min(to_device, to_host), on_host)
-        finally:
-            updates.close()
+    updated = _updates_per_s(model, copies) if with_host_updates else 0.0
     del copies
     model.accelerator.empty_cache()
-    rates = StateRates(on_host, to_device, to_host, memory)
-    return [StateRates(*row) for row in model.control.gather(astuple(rates))]
+    return [
+        StateRates(*row)
+        for row in model.control.gather(astuple(StateRates(updated, to_device, to_host)))
+    ]
 
 
 def with_state_rates(problem: Problem, rates: Sequence[StateRates]) -> Problem:
-    """Return a problem with these rates; ranks that are alike get the slowest of theirs."""
-    found = list(problem.ranks)
-    left = sorted(range(len(found)), key=lambda rank: rates[rank].seconds, reverse=True)
-    while left:
-        first = left[0]
-        group = [
-            rank
-            for rank in left
-            if problem.ranks[rank] == problem.ranks[first] and rates[rank].is_like(rates[first])
-        ]
-        slowest: dict[str, Any] = {
-            name: min(getattr(rates[r], name) for r in group) for name in RATES
-        }
-        for rank in group:
-            found[rank] = replace(problem.ranks[rank], **slowest)
-        left = [rank for rank in left if rank not in group]
-    return replace(problem, ranks=tuple[RankProfile, ...](found))
+    """Return a problem with these rates; of equal ranks, those with like hosts share the lowest."""
+    ranks = list(problem.ranks)
+    slowest: list[tuple[RankProfile, StateRates]] = []
+    for rank in sorted(range(len(ranks)), key=lambda rank: rates[rank].seconds, reverse=True):
+        own = ranks[rank], rates[rank]
+        like = [found for bare, found in slowest if bare == own[0] and found.is_like(own[1])]
+        slowest += [] if like else [own]
+        ranks[rank] = replace(own[0], **vars(like[0] if like else own[1]))
+    return replace(problem, ranks=tuple(ranks))
 
 
 def without_host_updates(problem: Problem) -> Problem:
     """Return a problem whose plans let no host update: its last bits differ from a device's."""
-    ranks = (replace(rank, host_updated_parameters_per_s=0.0) for rank in problem.ranks)
-    return replace(problem, ranks=tuple[RankProfile, ...](ranks))
+    ranks = [replace(rank, host_updated_parameters_per_s=0.0) for rank in problem.ranks]
+    return replace(problem, ranks=tuple(ranks))
 
 
 class _Copies:
-    """Copies in both directions at once, of as many bytes each."""
+    """Copies in both directions at the same time."""
 
     def __init__(self, model: ShardedModel, nbytes: int) -> None:
         accelerator = model.accelerator
-        self.model, self.nbytes = model, nbytes
         try:
             self._host = [accelerator.allocate_host(nbytes) for _ in range(2)]
         except (MemoryError, RuntimeError) as error:  # torch raises either, by the platform
@@ -194,103 +161,57 @@ class _Copies:
                 f" copies of optimizer state: {error} Free memory on that host, or use"
                 " optimizer_offload=False, and a plan without resident_fraction."
             ) from error
-        self._device = [
-            torch.zeros(nbytes, dtype=torch.uint8, device=model.device) for _ in range(2)
-        ]
+        self._device = [torch.zeros_like(own, device=model.device) for own in self._host]
         self._ways = accelerator.copies(), accelerator.copies()
+        self._model, self._nbytes = model, nbytes
 
-    def start(self) -> list[Any]:
-        """Start one copy in each direction, that to the device first."""
+    def start(self) -> list[Callable[[], None]]:
+        """Start a copy to the device and one to the host; return what waits for each."""
         (to_device, to_host), device, host = self._ways, self._device, self._host
-        return [
-            to_device.start(device[0], host[0]),
-            to_host.start(host[1], device[1], after=()),
-        ]
+        arrival = to_device.start(device[0], host[0])
+        other = to_host.start(host[1], device[1], after=())
+        return [partial(to_device.finish, arrival), partial(to_host.finish, other)]
 
-    def finish(self, way: int, arrival: Any) -> None:
-        """Wait for a copy in a direction: 0 is to the device."""
-        self._ways[way].finish(arrival)
-
-    def rates(self) -> tuple[float, float]:
+    def rates(self) -> tuple[float, ...]:
         """Return the bytes per second to the device and to the host."""
-        accelerator = self.model.accelerator
-        best = [math.inf, math.inf]
+        accelerator, best_s = self._model.accelerator, [math.inf, math.inf]
         for repeat in range(1 + _REPEATS):
             accelerator.synchronize()
-            self.model.control.barrier()
+            self._model.control.barrier()
             start_s = accelerator.now_s()
-            arrivals = list(enumerate(self.start()))
+            waits = list(enumerate(self.start()))
             # the wait for the first hides how long the second took, if it is done before
-            for way, arrival in arrivals if repeat % 2 else reversed(arrivals):
-                self.finish(way, arrival)
-                took_s = accelerator.now_s() - start_s
+            for way, finish in waits if repeat % 2 else reversed(waits):
+                finish()
                 if repeat:  # the first one is not warm
-                    best[way] = min(best[way], took_s)
-        in_s, out_s = best
-        return _rate(self.nbytes, in_s), _rate(self.nbytes, out_s)
+                    best_s[way] = min(best_s[way], accelerator.now_s() - start_s)
+        return tuple(_per_s(self._nbytes, seconds) for seconds in best_s)
 
 
-class _HostUpdates:
-    """Updates by the host, in its own thread."""
-
-    def __init__(self, model: ShardedModel) -> None:
-        accelerator = model.accelerator
-        with accelerator.on_host():
-            rows = nn.Parameter(torch.zeros(_HOST_ELEMENTS))
-            rows.grad = torch.zeros_like(rows)
-            self._optimizer = torch.optim.AdamW([rows], fused=True)
-        self.model, self._copies = model, accelerator.copies()
-        self._worker = accelerator.host_worker()
-
-    def start(self) -> Future[list[Any]]:
-        """Start one update."""
-        return self._worker.submit(self._optimizer.step, _HOST_ELEMENTS, (), list)
-
-    def finish(self, update: Future[list[Any]]) -> None:
-        """Wait for an update."""
-        for arrival in update.result():
-            self._copies.finish(arrival)
-
-    def rate(self) -> float:
-        """Return the parameters per second."""
-        best_s, accelerator = math.inf, self.model.accelerator
+def _updates_per_s(model: ShardedModel, copies: _Copies) -> float:
+    """Return the parameters that the host updates per second, while copies are under way."""
+    accelerator, best_s = model.accelerator, math.inf
+    with accelerator.on_host():
+        rows = nn.Parameter(torch.zeros(_HOST_ELEMENTS))
+        rows.grad = torch.zeros_like(rows)
+        optimizer = torch.optim.AdamW([rows], fused=True)
+    worker, arrivals = accelerator.host_worker(), accelerator.copies()
+    try:
         for repeat in range(1 + _REPEATS):
-            self.model.control.barrier()
+            accelerator.synchronize()
+            model.control.barrier()
+            under_way = [finish for _ in range(_COPIES_MEANWHILE) for finish in copies.start()]
             start_s = accelerator.now_s()
-            self.finish(self.start())
+            for arrival in worker.submit(optimizer.step, _HOST_ELEMENTS, (), list).result():
+                arrivals.finish(arrival)
             if repeat:
                 best_s = min(best_s, accelerator.now_s() - start_s)
-        return min(_rate(_HOST_ELEMENTS, best_s), 1e15)
-
-    def close(self) -> None:
-        """End the thread."""
-        self._worker.close()
-
-
-def _memory_rate(
-    copies: _Copies, updates: _HostUpdates, copied_bytes_per_s: float, updated_per_s: float
-) -> float:
-    """Return the host memory's bytes per second; infinite: nothing waits for it."""
-    accelerator, control = copies.model.accelerator, copies.model.control
-    update_s = _HOST_ELEMENTS / updated_per_s
-    copy_s = copies.nbytes / copied_bytes_per_s
-    count = max(1, min(_MOST_COPIES, round(update_s / copy_s))) if copy_s else 1
-    best_s = math.inf
-    for _ in range(_REPEATS):
-        accelerator.synchronize()
-        control.barrier()
-        start_s = accelerator.now_s()
-        update = updates.start()
-        arrivals = [copies.start() for _ in range(count)]
-        for way, arrival in enumerate(arrivals[-1]):  # those of one direction queue
-            copies.finish(way, arrival)
-        updates.finish(update)
-        best_s = min(best_s, accelerator.now_s() - start_s)
-    is_shared = best_s > _NOISE * max(update_s, count * copy_s)
-    if not (is_shared and accelerator.host_is_apart):
-        return math.inf
-    return _rate(2 * count * copies.nbytes + _HOST_ELEMENTS * _UPDATED_BYTES, best_s)
+            for finish in under_way:
+                finish()
+    finally:
+        worker.close()
+    return min(_per_s(_HOST_ELEMENTS, best_s), 1e15)
 
 
-def _rate(amount: float, seconds: float) -> float:
+def _per_s(amount: float, seconds: float) -> float:
     return amount / seconds if seconds > 1e-12 else math.inf

@@ -182,7 +182,7 @@ def test_ranks_that_are_alike_get_the_slowest_rates_and_an_older_file_has_none()
     other = RankProfile("b", [1.0], [1.0], [1.0], [1.0], 1000.0)
     problem = Problem([rank, rank, other], 1, state_bytes=1, global_batch_size=1)
     assert not has_state_rates(Problem.from_dict(problem.to_dict()))
-    rates = [StateRates(3.0, 8.0, 9.0), StateRates(2.0, 9.0, 8.0), StateRates()]
+    rates = [StateRates(3.0, 9.0, 9.0), StateRates(2.0, 8.0, 8.0), StateRates()]
     found = with_state_rates(problem, rates)
     assert has_state_rates(Problem.from_dict(found.to_dict()))
     one, two, three = found.ranks

@@ -667,25 +667,6 @@ def test_state_that_moves_takes_no_longer_than_the_closed_form_and_the_fill(seed
             assert one.end_s <= other.start_s * (1 + 1e-12) + 1e-12
 
 
-@fixed
-@given(seeds, st.integers(1, 24), st.booleans(), st.floats(-1, 2))
-def test_a_slow_memory_of_the_host_is_in_the_closed_form(seed, units, is_early, magnitude):
-    case, plan = moving(seed, units, is_early)
-    rate = max(rank.to_device_bytes_per_s for rank in case.ranks) * 10**magnitude
-    ranks = tuple(dataclasses.replace(r, host_memory_bytes_per_s=rate) for r in case.ranks)
-    slow = dataclasses.replace(case, ranks=ranks)
-    planned = cost.as_planned(slow, plan)
-    fill_s = planned.gather_s + planned.reduce_s
-    sends = dataclasses.replace(case, sends_gradients=True)
-    steps_s = [simulate(each, plan).step_s for each in (case, slow, sends)]
-    for each, step_s in zip((slow, sends), steps_s[1:], strict=True):
-        assert step_s <= (predict(each, plan).step_s + fill_s) * 1.05
-    # copies of two kinds share a link: one that begins sooner may hold up another
-    if not all(0 < r.host_update_fraction < 1 - r.resident_fraction for r in plan.ranks):
-        assert steps_s[1] >= steps_s[0] * (1 - 1e-12)
-        assert steps_s[2] <= steps_s[0] * (1 + 1e-12)
-
-
 def test_the_ways_of_state_by_hand():
     ranks = [
         dataclasses.replace(rank, to_device_bytes_per_s=8, to_host_bytes_per_s=4)

@@ -38,7 +38,6 @@ def random_problem(seed: int) -> Problem:
             host_updated_parameters_per_s=draw.choice([0.0, 0.5, 4.0]),
             to_device_bytes_per_s=draw.choice([math.inf, 20.0, 3.0]),
             to_host_bytes_per_s=draw.choice([math.inf, 20.0, 3.0]),
-            host_memory_bytes_per_s=draw.choice([math.inf, math.inf, 9.0]),
         )
 
     ranks = [profile() for _ in range(draw.randint(1, 2))]

@@ -125,26 +125,6 @@ def test_gradients_that_leave_behind_their_reduce_take_no_room_but_three_units()
     assert early[0] == early[1]
 
 
-def test_copies_and_updates_wait_for_the_memory_of_their_host():
-    ranks = [replace(RANK, host_memory_bytes_per_s=100.0)] * 2
-    case = replace(PROBLEM, ranks=ranks)
-    plan = halves(resident_fraction=0.6, host_update_fraction=0.2)  # a unit of each kind
-    streamed, on_host = 0.5 * 25, 0.5 * 25
-    # 16 bytes of host memory for a streamed parameter, 36 for one that the host updates
-    memory_s = (16 * streamed + 36 * on_host) / 100
-    way_s = on_host * (4 / 100 + 4 / 50 + max(1 / 10, 28 / 100))
-    assert predict(case, plan).ranks[0].exposed_s == pytest.approx(memory_s + way_s)
-    assert predict(PROBLEM, plan).ranks[0].exposed_s < predict(case, plan).ranks[0].exposed_s
-    early = predict(case.with_early_update(), plan).ranks[0].exposed_s
-    assert early >= predict(PROBLEM.with_early_update(), plan).ranks[0].exposed_s
-    # memory that serves all at once is what no number says
-    endless = replace(PROBLEM, ranks=[replace(RANK, host_memory_bytes_per_s=1e15)] * 2)
-    for is_early in (False, True):
-        cases = [each.with_early_update() if is_early else each for each in (endless, PROBLEM)]
-        found, wanted = (predict(each, plan).ranks[0] for each in cases)
-        assert found.exposed_s == pytest.approx(wanted.exposed_s)
-
-
 def test_what_the_problem_does_not_say_is_refused_by_name():
     with pytest.raises(PlanError, match=r"rank 0 \('a'\): .*no unit_parameters"):
         predict(replace(PROBLEM, unit_parameters=()), halves(resident_fraction=0.5))

@@ -13,12 +13,7 @@ from lightning_cephalo.accelerator.backends import Backend
 from lightning_cephalo.accelerator.base import Copies, Device, HostWorker, MemoryFigures
 from lightning_cephalo.accelerator.cpu import Cpu
 from lightning_cephalo.accelerator.emulated.device import EmulatedDevice
-from lightning_cephalo.accelerator.emulated.lanes import (
-    UPDATE_BYTES,
-    Lane,
-    LaneCopies,
-    LaneWorker,
-)
+from lightning_cephalo.accelerator.emulated.lanes import Lane, LaneCopies, LaneWorker
 from lightning_cephalo.accelerator.host import host_share
 from lightning_cephalo.accelerator.marks import HostMarks, Marks
 
@@ -34,10 +29,8 @@ class Emulated(Cpu):
     def __init__(self, device: torch.device, emulated: EmulatedDevice) -> None:
         super().__init__(device)
         self.emulated = emulated
-        rate = emulated.host_memory_bytes_per_s
-        memory = None if rate is None else Lane(rate)
-        self._to_device, self._to_host = (Lane(emulated.link_bytes_per_s, memory) for _ in range(2))
-        self._host = Lane(emulated.host_updates_per_s, memory, UPDATE_BYTES)
+        self._to_device, self._to_host = (Lane(emulated.link_bytes_per_s) for _ in range(2))
+        self._host = Lane(emulated.host_updates_per_s)
 
     @property
     def name(self) -> str:

@@ -65,8 +65,6 @@ class Emulation(Callback):
         link_bytes_per_s: Rate of every rank's copies between device and host, as for
             :class:`EmulatedDevice`; or one for each rank.
         host_updates_per_s: Parameters per second that every rank's host updates; the same.
-        host_memory_bytes_per_s: Bytes of host memory that these copies and updates of a rank read
-            and write per second; the same.
 
     Raises:
         ValueError: On construction, for a speed, capacity or total that is not a positive number,
@@ -83,7 +81,6 @@ class Emulation(Callback):
         clock: Callable[[], VirtualClock] = VirtualClock,
         link_bytes_per_s: Rates = None,
         host_updates_per_s: Rates = None,
-        host_memory_bytes_per_s: Rates = None,
     ) -> None:
         super().__init__()
         self.speeds = tuple(float(speed) for speed in speeds)
@@ -112,9 +109,6 @@ class Emulation(Callback):
         count = len(self.speeds)
         self.link_bytes_per_s = _of_ranks("link_bytes_per_s", link_bytes_per_s, count)
         self.host_updates_per_s = _of_ranks("host_updates_per_s", host_updates_per_s, count)
-        self.host_memory_bytes_per_s = _of_ranks(
-            "host_memory_bytes_per_s", host_memory_bytes_per_s, count
-        )
         self._clock = clock
         self._device: EmulatedDevice | None = None
         self._threads = 0
@@ -140,7 +134,6 @@ class Emulation(Callback):
             capacity_bytes=self.capacity_bytes[rank],
             link_bytes_per_s=self.link_bytes_per_s[rank],
             host_updates_per_s=self.host_updates_per_s[rank],
-            host_memory_bytes_per_s=self.host_memory_bytes_per_s[rank],
             name=f"cpu x{self.speeds[rank]:g}",
             clock=self._clock,
         )

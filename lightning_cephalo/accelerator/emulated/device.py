@@ -45,8 +45,6 @@ class EmulatedDevice(MemoryTracker):
             time. None: they are work of the device.
         host_updates_per_s: Parameters per second that the host's threads update for this device.
             None: it takes no time.
-        host_memory_bytes_per_s: Bytes of host memory that these copies and updates together read
-            and write per second. None: they do not slow each other down.
         name: For messages and tables.
         clock: Makes the device's clock when the block is entered; by default the clock uses the
             time of this machine.
@@ -67,7 +65,6 @@ class EmulatedDevice(MemoryTracker):
         capacity_bytes: int | None = None,
         link_bytes_per_s: float | None = None,
         host_updates_per_s: float | None = None,
-        host_memory_bytes_per_s: float | None = None,
         name: str = "emulated",
         clock: Callable[[], VirtualClock] = VirtualClock,
     ) -> None:
@@ -78,7 +75,6 @@ class EmulatedDevice(MemoryTracker):
             ("capacity_bytes", capacity_bytes),
             ("link_bytes_per_s", link_bytes_per_s),
             ("host_updates_per_s", host_updates_per_s),
-            ("host_memory_bytes_per_s", host_memory_bytes_per_s),
         ):
             _check_positive(key, name, value)
         self.name = name
@@ -87,7 +83,6 @@ class EmulatedDevice(MemoryTracker):
         self.capacity_bytes = capacity_bytes
         self.link_bytes_per_s = link_bytes_per_s
         self.host_updates_per_s = host_updates_per_s
-        self.host_memory_bytes_per_s = host_memory_bytes_per_s
         self._flops = 0
         self._busy_s = 0.0
         self._blocked_s = 0.0

@@ -4,10 +4,6 @@ A lane does one job after the other, each for its amount divided by the lane's r
 copied, or updated, at once by this process: results are right whatever the lane's time. The job is
 done in virtual time, for which the device or the host waits where they need it. So lanes cost this
 machine nothing, and overlap with the device's work as those of a real host do.
-
-Jobs of all lanes read and write the host's memory, which is a lane of its own: it serves one job at
-a time, and no job is done before it has. Each rank has its part of that memory; ranks do not slow
-each other down.
 """
 
 from __future__ import annotations
@@ -22,10 +18,6 @@ from torch import Tensor
 from lightning_cephalo.accelerator.emulated.device import EmulatedDevice
 from lightning_cephalo.common.lanes import Lane as Jobs
 
-# Of host memory, for one parameter that the host updates: AdamW in fp32 reads four numbers and
-# writes three.
-UPDATE_BYTES = 28
-
 
 class Lane:
     """Does one job at a time, so many units per second.
@@ -34,15 +26,10 @@ class Lane:
 
     Args:
         rate: Bytes, or elements, per second; None: jobs take no time.
-        memory: The lane of the host's memory, in bytes; None: it serves all jobs at once.
-        touched_bytes: Bytes of it that one byte, or element, reads and writes.
     """
 
-    def __init__(
-        self, rate: float | None, memory: Lane | None = None, touched_bytes: float = 1.0
-    ) -> None:
+    def __init__(self, rate: float | None) -> None:
         self._rate = math.inf if rate is None else rate
-        self._memory, self._touched_bytes = memory, touched_bytes
         self._jobs = Jobs()
 
     @property
@@ -53,11 +40,7 @@ class Lane:
     def issue(self, amount: float, start_s: float, now_s: float = -math.inf) -> float:
         """Return when a job is done that may begin at ``start_s``."""
         self._jobs.forget(now_s)
-        took_s = amount / self._rate
-        if self._memory is not None:
-            served_s = self._memory.issue(amount * self._touched_bytes, start_s, now_s)
-            start_s = max(start_s, served_s - took_s)
-        return self._jobs.place(start_s, took_s)
+        return self._jobs.place(start_s, amount / self._rate)
 
 
 def _start_s(device: EmulatedDevice, after: Sequence[float | None] | None) -> float:

@@ -266,7 +266,6 @@ def _profile(
         host_updated_parameters_per_s=rank.host_bytes_per_s / HOST_UPDATE_BYTES_PER_PARAMETER,
         to_device_bytes_per_s=copy_bytes_per_s,
         to_host_bytes_per_s=copy_bytes_per_s,
-        host_memory_bytes_per_s=rank.host_bytes_per_s,
     )
 
 

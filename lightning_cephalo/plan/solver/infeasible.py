@@ -435,5 +435,4 @@ def _timeless(rank: RankProfile) -> RankProfile:
         host_updated_parameters_per_s=0.0,
         to_device_bytes_per_s=math.inf,
         to_host_bytes_per_s=math.inf,
-        host_memory_bytes_per_s=math.inf,
     )

@@ -72,20 +72,6 @@ def test_directions_overlap_and_copies_of_one_direction_queue():
         assert host.now_s == pytest.approx(COPY_S)
 
 
-def test_lanes_that_share_the_hosts_memory_wait_for_it():
-    host = VirtualHost()
-    rate = 2e4  # a copy in each direction takes all of it, and an update of 28 bytes is slower
-    with _emulated(host, host_memory_bytes_per_s=rate) as device:
-        accelerator = Emulated(torch.device("cpu"), device)
-        copies, worker = accelerator.copies(), accelerator.host_worker()
-        memory = accelerator.allocate_host(4 * ELEMENTS).view(torch.float32)
-        rows = torch.zeros(ELEMENTS)
-        ends = [copies.start(memory, rows), copies.start(rows, memory)]
-        assert ends == pytest.approx([COPY_S, 2 * 4 * ELEMENTS / rate])
-        (updated,) = worker.submit(lambda: None, ELEMENTS, [], list).result()
-        assert updated == pytest.approx((8 + 28) * ELEMENTS / rate)
-
-
 def test_an_error_of_the_work_is_raised_where_its_result_is_taken():
     with _emulated(VirtualHost()) as device:
         worker = Emulated(torch.device("cpu"), device).host_worker()
@@ -103,9 +89,7 @@ def test_host_memory_never_counts_as_the_devices():
         assert device.current_bytes == kept.nbytes
 
 
-@pytest.mark.parametrize(
-    "key", ["link_bytes_per_s", "host_updates_per_s", "host_memory_bytes_per_s"]
-)
+@pytest.mark.parametrize("key", ["link_bytes_per_s", "host_updates_per_s"])
 def test_rates_are_positive(key):
     with pytest.raises(ValueError, match=f"{key} of device 'emulated': expected a positive number"):
         EmulatedDevice(**{key: 0.0})
