@@ -213,8 +213,7 @@ class AutomaticSteps(Steps):
             user = UserBackward(
                 session.control, lambda factor: self._layered(divisor=steps, factor=factor)
             )
-            own = user.loss_of(loss)
-            user.run(partial(plugin.backward, own, module, optimizer, *args, **kwargs))
+            user.run(loss, lambda own: plugin.backward(own, module, optimizer, *args, **kwargs))
         return plugin.post_backward(loss, module)
 
     def _layered(self, **factors: float) -> None:

@@ -55,7 +55,6 @@ from lightning_cephalo.plan.replan import Replan
 from lightning_cephalo.preparation import replanning
 from lightning_cephalo.preparation.job import Job, read_job
 from lightning_cephalo.preparation.limits import Cap
-from lightning_cephalo.preparation.loss_check import LossCheck
 from lightning_cephalo.preparation.options import (
     Choice,
     Options,
@@ -216,7 +215,6 @@ class CephaloStrategy(ParallelStrategy):
         self._training: Training | None = None
         self._steps: Steps | None = None
         self._synchronised: batch_norm.SynchronisedLayers | None = None
-        self._loss_check: LossCheck | None = None
         # from the loading of a checkpoint to teardown()
         self._resumption: Resumption | None = None
         # results, which outlive the ranks and the session
@@ -500,7 +498,7 @@ class CephaloStrategy(ParallelStrategy):
         """Make the user's optimizers, once; plans count on what they hold; collective."""
 
         def make() -> None:
-            with no_loaders_left(trainer):
+            with no_loaders_left(TrainerView(trainer)):
                 self.setup_optimizers(trainer)
 
         self.session.control.together("making the optimizers", make)
@@ -515,9 +513,6 @@ class CephaloStrategy(ParallelStrategy):
         memory: tuple[RankMemory, ...] = ()
         problem: Problem | None = None
         replans = replanning.wants(self._options.replan, job)
-        self._loss_check = LossCheck(
-            job, session.model, trainer, session.user_gathers, session.manual
-        )
         if plan is None:
             problem = self._measured(job)
             plan = make_plan(job, problem, control)
@@ -546,15 +541,13 @@ class CephaloStrategy(ParallelStrategy):
 
     def _measured(self, job: Job) -> Problem:
         """Measure a job, or load an earlier measurement; collective."""
-        session, check = self.session, self._loss_check
-        assert check is not None
+        session = self.session
         return measure_or_load(
             job,
             session.model,
             TrainerView(self._module.trainer),
             partial(self._ending.termination.check, session.control),
             session.manual,
-            check.of_samples,
         )
 
     def _made_steps(self) -> Steps:
@@ -583,7 +576,6 @@ class CephaloStrategy(ParallelStrategy):
             problem,
             self._options,
             self._plan_has_changed,
-            self._loss_check,
         )
 
     def _shard(self, job: Job) -> Session:
@@ -1001,7 +993,6 @@ class CephaloStrategy(ParallelStrategy):
         """Return the session, and hold neither it nor what changes its plan any longer."""
         session, self._session = self._session, None
         training, self._training, self._steps = self._training, None, None
-        self._loss_check = None
         if training is not None:
             self._replans = training.replans
             training.close()

@@ -26,7 +26,6 @@ from lightning_cephalo.data.containers import (
     is_array,
     is_plain_sequence,
     rebuild,
-    repeat,
     spell,
 )
 
@@ -168,12 +167,6 @@ class BatchLayout:
             raise not_splittable("split_batch makes no part without samples", batch)
         parts = self.split(batch, [size for size in sizes if size]) if any(sizes[::2]) else [batch]
         return parts[start > 0]
-
-    def repeated(self, batch: Any, times: int) -> Any:
-        """Returns so many copies in one batch; raises BatchSplitError if they cannot be joined."""
-        if self.splitter is not None:
-            raise not_splittable("only cephalo's own parts are put together", batch)
-        return _map_rows(batch, (), self._resolve(batch)[0], partial(repeat, times=times))
 
     def _resolve(self, batch: Any) -> tuple[frozenset[Path], int]:
         """Returns the leaves with rows and the number of rows, learned or guessed."""

@@ -104,18 +104,6 @@ def cut(node: Any, start: int, stop: int) -> Any:
     return rows
 
 
-def repeat(node: Any, times: int) -> Any:
-    """Returns so many copies of a leaf's rows; TypeError: it is no array and no plain sequence."""
-    if isinstance(node, torch.Tensor):
-        return torch.cat([node] * times)
-    if isinstance(node, np.ndarray):
-        return np.concatenate([node] * times)
-    if not is_plain_sequence(node):
-        raise TypeError(f"Expects an array or a sequence to repeat, but got {type(node)}.")
-    items = [item for _ in range(times) for item in node]
-    return _like_list(node, items) if isinstance(node, list) else type(node)(items)
-
-
 def _like_list(node: list[Any], items: Iterable[Any]) -> list[Any]:
     if type(node) is list:
         return list(items)

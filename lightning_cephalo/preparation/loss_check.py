@@ -1,236 +1,217 @@
-"""Compares the loss of a batch with that of its parts, once in each training.
+"""Compares the loss of a microbatch with those of its halves, in the first step of a training.
 
-Before a job is measured, a few samples are compared on every rank. With a given plan each rank
-compares a microbatch of its first step with its halves. No trace is left.
+Microbatches change a loss that is no weighted mean over samples: one that compares samples with
+each other, that divides by a number of the batch which is not returned as "weight", or that has a
+term about the whole batch. The comparison leaves no trace.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch.utils import _pytree as pytree
+import torch
 
-from lightning_cephalo.adapters.user_gathers import UserGathers
-from lightning_cephalo.adapters.user_module import step_on
-from lightning_cephalo.data.batch_layout import BatchLayout
-from lightning_cephalo.data.cutting import BatchCutter
-from lightning_cephalo.data.reading import (
-    global_batch_size,
-    has_custom_lists,
-    is_stream,
-    original_of,
-)
-from lightning_cephalo.execution.sharded_model import ShardedModel
-from lightning_cephalo.features.manual_step import PhasedSteps
-from lightning_cephalo.plan import Problem
-from lightning_cephalo.preparation.job import Job
-from lightning_cephalo.profiling.additivity import (
-    SAMPLES,
-    Piece,
-    compared,
-    warn_if_any_differs,
-)
-from lightning_cephalo.profiling.isolation import expect_samples, isolated, moved_to_device
+from lightning_cephalo.adapters.view import TrainerView
+from lightning_cephalo.data.containers import own_copy
+from lightning_cephalo.data.cutting import BatchCutter, loss_and_weight
+from lightning_cephalo.execution.overlay_slots import TrainingModes
+from lightning_cephalo.execution.step import MicrobatchCall
+from lightning_cephalo.features.over_batch import was_called
+from lightning_cephalo.preparation.session import Session
+from lightning_cephalo.profiling.isolation import forget_gradients, isolated
 from lightning_cephalo.profiling.progress import Progress
-from lightning_cephalo.ranks.control import not_connected
 
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+# Relative: of sums in another order, by the dtype of computing; and of the same sums again.
+_ROUNDING, _ROUNDING_IN_HALF, _NOISE = 1e-4, 3e-2, 1e-5
+_TINY = 1e-12
 
-_UNKNOWN = "The loss of a batch was not compared with that of its parts"
+_WAYS_OUT = (
+    "If the loss is a mean over tokens, or over samples with weights, return"
+    ' {"loss": loss, "weight": number of tokens or sum of weights}. If it compares samples with'
+    " each other, has a term about the whole batch, or adds means over several dataloaders, whose"
+    " batches are not always divided alike, let lightning_cephalo.loss_over_batch(function,"
+    " *tensors) compute that."
+)
+_MANUAL_WAYS_OUT = (
+    "Losses that compare samples, advantages that are normalised over the batch, means over tokens"
+    " and weights from gradients of the batch are of this kind. Compute statistics of the whole"
+    " batch in on_train_batch_start, where every rank may communicate, or use automatic"
+    " optimization with lightning_cephalo.loss_over_batch."
+)
 
-Parted = tuple[Piece | None, Sequence[Piece]]
-"""A batch, and its two parts; without any, it is not compared."""
-
-
-class LossCheck:
-    """Compares losses once: when a job is measured, else in its first step, on every rank.
-
-    Args:
-        gathers: Refuses the user's collectives, as some ranks may have no microbatch to compare.
-        manual: Runs steps that call their backwards themselves; None: the executor runs both.
-    """
-
-    def __init__(
-        self,
-        job: Job,
-        model: ShardedModel,
-        trainer: Trainer,
-        gathers: UserGathers,
-        manual: PhasedSteps | None = None,
-    ) -> None:
-        self._job, self._model, self._trainer = job, model, trainer
-        self._manual = manual
-        self._gathers = gathers
-        # a batch that is left whole is that of one device
-        self._is_due = not job.leaves_batches_whole
-
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        """Make None of a copy, as of a session."""
-        return not_connected, ()
-
-    def of_samples(self, problem: Problem) -> None:
-        """Warn if the loss of a few samples is not the weighted mean of its halves'; collective."""
-        if not self._is_due:
-            return
-        self._is_due = False
-        job, half = self._job, SAMPLES // 2
-        have_room = all(rank.largest_microbatch_size >= SAMPLES for rank in problem.ranks)
-        if not have_room or problem.minimum_microbatch_size > half:
-            self._warn(f"{_UNKNOWN}: that takes microbatches of {half} and {SAMPLES} samples.")
-            return
-        module: Any = self._model.module
-
-        def halves() -> Parted:
-            batch = job.loaders.read(SAMPLES, job.layouts)
-            expect_samples(self._trainer, SAMPLES)
-            batch = moved_to_device(self._trainer, module, batch)
-            return _in_two(job, batch, self._model.control.world_size)
-
-        self._compare(partial(step_on, module), halves, nullcontext())
-
-    def of_first_step(
-        self, batch: Any, pieces: Sequence[Piece], step: Callable[[Any], Any]
-    ) -> None:
-        """Warn if a microbatch's loss is not the weighted mean of its halves'; collective, once."""
-        if not self._is_due:
-            return
-        self._is_due = False
-        control = self._model.control
-        refused: AbstractContextManager[None] = nullcontext()
-        if self._manual is None and control.world_size > 1:
-            refused = self._gathers.refused()
-        # without a microbatch on each rank, a manual step itself fails on every rank
-        if self._manual is None or control.all(bool(pieces)):
-            self._compare(step, partial(self._halves, batch, pieces), refused)
-
-    def _halves(self, batch: Any, pieces: Sequence[Piece]) -> Parted:
-        """Return the largest microbatch and its halves; of small ones, the batch's first rows."""
-        job = self._job
-        if not pieces:
-            return None, ()
-        first, (whole, samples) = pieces[0], max(pieces, key=lambda piece: piece[1])
-        # of two dataloaders that steps divide otherwise, three rows are divided otherwise, too
-        fewest = 3 if job.loaders.spec is not None else 2
-        if _rows(job, whole) < fewest:
-            rows = _rows(job, batch)
-            if rows < 2:
-                expect_samples(self._trainer, first[1])
-                return first if self._manual is not None else None, ()
-            fewest = min(fewest, rows)
-            whole, samples = _cut(job, batch, (fewest, rows - fewest))[0]
-        if job.loaders.spec is None and samples > 2 and samples % 2:
-            # copies of halves of the same size show small terms
-            whole, samples = _cut(job, whole, (samples - 1, 1))[0]
-        expect_samples(self._trainer, samples)
-        return _in_two(job, whole, self._model.control.world_size)
-
-    def _warn(self, text: str) -> None:
-        Progress(self._job.options.verbose and self._model.control.rank == 0).warn(text)
-
-    def _compare(
-        self,
-        step: Callable[[Any], Any],
-        parted: Callable[[], Parted],
-        refused: AbstractContextManager[None],
-    ) -> None:
-        model, trainer, manual = self._model, self._trainer, self._manual
-        loaders, control = self._job.loaders, model.control
-        in_half, is_manual = "16" in str(trainer.precision), manual is not None
-        context = trainer.precision_plugin.train_step_context
-        is_repeated = loaders.spec is None and not is_manual
-        repeated = self._job.layouts[0].repeated if is_repeated else None
-        failure = ""  # the error itself would keep activations
-        with ExitStack() as undo:
-            try:
-                # one rank alone may lack the memory for copies
-                isolate = isolated(trainer, model.module, model.accelerator)
-                control.together("copying what modules hold", partial(undo.enter_context, isolate))
-                with refused:
-                    whole, parts = control.together("cutting a batch", parted)
-                    found = compared(model, step, context, whole, parts, in_half, repeated, manual)
-            except Exception as error:  # on every rank
-                failure = f"{type(error).__name__}: {error}"
-            control.together("putting back what modules hold", undo.close)
-        if failure:
-            how = "steps without updates" if is_manual else "steps without gradients"
-            self._warn(f"{_UNKNOWN} ({how}, in evaluation mode). {failure}")
-        elif control.rank == 0:
-            warn_if_any_differs(found, in_half, is_manual)
+Piece = tuple[Any, int]
+"""A batch, and its number of samples."""
+Step = Callable[[Any], Any]
+"""Computes the loss of a batch."""
 
 
-def _in_two(job: Job, batch: Any, world_size: int) -> Parted:
-    """Cut a batch into halves; into others for one loader, if steps divide several so."""
-    leaves = _leaves(job, batch)
-    counts = [0 if leaf is None else layout.batch_size(leaf) for leaf, layout in leaves]
-    sizes = [(count - count // 2, count // 2) for count in counts]
-    spec, rows = job.loaders.spec, sum(counts)
-    if spec is None:
-        return (batch, rows), _cut(job, batch, sizes[0])
-    has_rows = max(counts) > 2 and min(filter(None, counts)) > 1
-    if has_rows and not _are_divided_alike(job, world_size):
-        largest = counts.index(max(counts))
-        sizes[largest] = (1, counts[largest] - 1)
-    cut = [
-        (None, None) if leaf is None else layout.split(leaf, size)
-        for (leaf, layout), size in zip(leaves, sizes, strict=True)
-    ]
-    halves = zip(zip(*cut, strict=True), zip(*sizes, strict=True), strict=True)
-    return (batch, rows), [(pytree.tree_unflatten(own, spec), sum(size)) for own, size in halves]
+@dataclass(frozen=True)
+class Compared:
+    """The loss of a batch, that of its parts, and that of the batch once more."""
 
+    whole: float
+    parts: float
+    again: float
+    sizes: tuple[int, ...]
 
-def _leaves(job: Job, batch: Any) -> list[tuple[Any, BatchLayout]]:
-    """Return each dataloader's part of a batch; None where it has ended."""
-    spec = job.loaders.spec
-    return list(
-        zip([batch] if spec is None else spec.flatten_up_to(batch), job.layouts, strict=True)
-    )
-
-
-def _are_divided_alike(job: Job, world_size: int) -> bool:
-    """Return whether each microbatch has the same part of every loader's batch; False: unknown."""
-    if job.loaders.mode == "sequential":
-        return True
-    found = []
-    for loader in map(original_of, job.loaders.flat):
-        size = job.options.global_batch_size or global_batch_size(loader, world_size)
-        if not size:
+    def differs(self, in_half: bool = False) -> bool:
+        """Whether the loss is no weighted mean; of one that changes by chance nothing is known."""
+        if not math.isclose(self.whole, self.again, rel_tol=_NOISE, abs_tol=_TINY):
             return False
-        samples, drop_last = _samples_of(loader), bool(getattr(loader, "drop_last", False))
-        has_rest = not drop_last and (samples is None or samples % size > 0)
-        found.append((size, samples, has_rest))
-    if any(has_rest for *_, has_rest in found):
-        # all come to the same rest in the same step
-        return len(set(found)) == 1 and found[0][1] is not None
-    first, parts = found[0][0], [1]
-    if job.plan is not None:
-        parts = [size for rank in job.plan.ranks for size in rank.microbatch_sizes]
-    return all(size * part % first == 0 for size, *_ in found for part in parts)
+        tolerance = _ROUNDING_IN_HALF if in_half else _ROUNDING
+        return not math.isclose(self.whole, self.parts, rel_tol=tolerance, abs_tol=_TINY)
+
+    def warn(self, backward: int | None) -> None:
+        """Warn of the loss; ``backward`` is its number in a manual step."""
+        what, ways_out = "The loss of", _WAYS_OUT
+        if backward is not None:
+            what = f"The loss of backward {backward} in training_step for"
+            ways_out = _MANUAL_WAYS_OUT
+        parts = " and ".join(map(str, self.sizes))
+        warnings.warn(
+            f"{what} {sum(self.sizes)} samples is {self.whole:.6g}, but the weighted mean over"
+            f" parts of {parts} samples is {self.parts:.6g}. Microbatches are such parts, so that"
+            f" training will differ from one device. {ways_out}",
+            stacklevel=2,
+        )
 
 
-def _samples_of(loader: Any) -> int | None:
-    """Return the samples of a loader in one pass; None: unknown."""
-    if is_stream(loader) or has_custom_lists(loader) or loader.batch_sampler is None:
-        return None
+def compare_losses(
+    session: Session, view: TrainerView, batch: Any, pieces: Sequence[Piece], step: Step
+) -> None:
+    """Warn if a microbatch's loss is not the weighted mean of its halves'; collective."""
+    control, is_manual, in_half = session.control, session.manual is not None, view.computes_in_half
+    if session.job.leaves_batches_whole:  # the batch is that of one device
+        return
     try:
-        return len(loader.sampler)
-    except TypeError:  # a sampler of any length
-        return None
+        runs = control.together("cutting a batch", partial(_runs, session, batch, pieces))
+        # a manual step runs on every rank or on none
+        if is_manual and not control.all(runs[0] is not None):
+            return
+        with _evaluating(session, view) as put_back:
+            found = _compared(session, step, runs, put_back)
+    except Exception as error:  # on every rank; the error itself would keep activations
+        failure = f"{type(error).__name__}: {error}"
+        how = "steps without updates" if is_manual else "steps without gradients"
+        Progress(session.job.options.verbose and control.rank == 0).warn(
+            f"The loss of a batch was not compared with that of its parts ({how}, in evaluation"
+            f" mode). {failure}"
+        )
+        return
+    rows = control.gather(found)
+    every = [(number, each) for row in rows for number, each in enumerate(row, start=1)]
+    for number, each in every if control.rank == 0 else ():
+        if each.differs(in_half):
+            each.warn(number if is_manual else None)
+            return
 
 
-def _rows(job: Job, batch: Any) -> int:
-    """Return the rows of a batch; of several dataloaders, those of the longest one."""
-    return max(
-        0 if leaf is None else layout.batch_size(leaf) for leaf, layout in _leaves(job, batch)
-    )
+def _runs(session: Session, batch: Any, pieces: Sequence[Piece]) -> list[Piece | None]:
+    """Return the largest microbatch, its halves, and it once more; of single samples, take two.
+
+    A rank that has only one runs it each time, or none.
+    """
+    layouts, spec = session.job.layouts, session.job.loaders.spec
+
+    def cut(piece: Any, rows: int) -> list[Piece]:
+        return BatchCutter(layouts, spec, (rows,)).cut(piece)
+
+    def rows_of(piece: Any) -> int:
+        leaves = [piece] if spec is None else spec.flatten_up_to(piece)
+        pairs = zip(leaves, layouts, strict=True)
+        return max(layout.batch_size(leaf) for leaf, layout in pairs if leaf is not None)
+
+    whole = max(pieces, key=lambda piece: piece[1], default=None)
+    if whole is not None and rows_of(whole[0]) < 2:
+        whole = cut(batch, 2)[0]
+    rows = 0 if whole is None else rows_of(whole[0])
+    if whole is None or rows < 2:
+        return [None if session.manual is None else whole] * 4
+    return [whole, *cut(whole[0], rows - rows // 2), whole]
 
 
-def _cut(job: Job, batch: Any, sizes: tuple[int, int]) -> list[tuple[Any, int]]:
-    wanted = tuple(size for size in sizes if size)
-    parts = BatchCutter(job.layouts, job.loaders.spec, wanted).cut(batch)
-    if len(parts) != len(wanted):
-        raise ValueError(f"its batch is cut in {len(parts)} parts, not in {len(wanted)}")
-    return parts
+@contextmanager
+def _evaluating(session: Session, view: TrainerView) -> Iterator[Callable[[], None]]:
+    """Run steps in evaluation mode, as dropout and batch normalisation change nothing there.
+
+    Yields what puts back the state that a step has found. ``torch.compile`` would compile for
+    other sizes.
+    """
+    model, manual, control = session.model, session.manual, session.control
+    undo = ExitStack()
+    try:
+        # one rank alone may lack the memory for copies
+        enter = partial(undo.enter_context, isolated(view, model.accelerator))
+        restore = control.together("copying what modules hold", enter)
+        modes = TrainingModes([*model.module.modules()])
+        undo.callback(modes.show, modes.now())
+
+        def put_back() -> None:
+            restore()
+            model.module.eval()
+
+        if manual is None and control.world_size > 1:  # some ranks may run no step
+            undo.enter_context(session.user_gathers.refused())
+        undo.enter_context(torch.compiler.set_stance("force_eager"))
+        undo.enter_context(view.precision.train_step_context())
+        undo.enter_context(torch.no_grad() if manual is None else nullcontext())
+        yield put_back
+    finally:
+        control.together("putting back what modules hold", undo.close)
+
+
+def _compared(
+    session: Session, step: Step, pieces: Sequence[Piece | None], put_back: Callable[[], None]
+) -> tuple[Compared, ...]:
+    """Run a batch, its halves and the batch once more; return what each backward shows."""
+    losses = []
+    for piece in pieces:
+        put_back()  # each run finds buffers and numbers as the first one has found them
+        losses.append(_losses(session, step, piece))
+    sizes = tuple(piece[1] for piece in pieces[1:3] if piece is not None)
+    # code that takes another way with fewer samples is not compared
+    if len({len(own) for own in losses}) > 1:
+        return ()
+    found = []
+    for (whole, _), *halves, (again, _) in zip(*losses, strict=True):
+        weight = sum(weight for _, weight in halves)
+        if weight > 0.0:
+            mean = sum(loss * weight for loss, weight in halves if weight) / weight
+            found.append(Compared(whole, mean, again, sizes))
+    return tuple(found)
+
+
+def _losses(session: Session, step: Step, piece: Piece | None) -> Sequence[tuple[float, float]]:
+    """Return the losses of a step with their weights; a rank without a piece takes part."""
+    executor, manual = session.model.executor, session.manual
+    unused = (torch.zeros(()), 0.0)
+    if piece is None:
+        return executor.evaluate(None, "checking the loss of training_step").results
+    batch, samples = piece
+
+    def run() -> Any:
+        result = step(own_copy(batch, with_arrays=True))
+        # an error in the step is known to all ranks, one behind it would not be
+        return result if manual is not None else _loss_of(result, samples)
+
+    call = MicrobatchCall(run, lambda _: unused, samples=samples)
+    if manual is None:
+        return executor.evaluate(call, "checking the loss of training_step").results
+    with manual.measuring(calls_hooks=False):
+        manual.run(call)
+        found = [(float(loss), float(samples)) for loss in manual.losses if loss.numel() == 1]
+    forget_gradients(session.model.module)
+    return found
+
+
+def _loss_of(result: Any, samples: int) -> tuple[float, float]:
+    found = loss_and_weight(result, samples)
+    if found is None or was_called():  # a loss that is meant to be over all samples
+        return math.nan, math.nan
+    return float(found[0]), float(found[1])

@@ -48,7 +48,6 @@ def measure_or_load(
     view: TrainerView,
     pause: Callable[[], None],
     manual: PhasedSteps | None = None,
-    check: Callable[[Problem], None] = lambda problem: None,
 ) -> Problem:
     """Return the measured or cached problem, with the choices of the plan; collective.
 
@@ -56,7 +55,6 @@ def measure_or_load(
         model: The sharded model; afterwards it holds no full parameters.
         pause: Called between measurements, on all ranks; it may communicate, and raise everywhere.
         manual: Runs steps that call their backwards themselves; None: the executor runs both.
-        check: Called with the problem on every rank, if it has been measured now.
 
     Raises:
         ProfilingError: If a rank fails while it is measured.
@@ -91,7 +89,6 @@ def measure_or_load(
                     verbose=options.verbose,
                 ),
             )
-        check(problem)
         _keep(problem, found, options.verbose, control)
     moves = offload is not False or _gives_moved_state(job)
     if moves and not has_state_rates(problem):

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from lightning_cephalo.adapters.repeated_step import Relief, RepeatedStep
+from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.observe.watch import Watch
 from lightning_cephalo.plan import Problem
 from lightning_cephalo.plan.replan import Replan
 from lightning_cephalo.preparation import replanning
-from lightning_cephalo.preparation.loss_check import LossCheck
+from lightning_cephalo.preparation.loss_check import compare_losses
 from lightning_cephalo.preparation.options import Options
 from lightning_cephalo.preparation.plan_change import PlanChanges
 from lightning_cephalo.preparation.session import Session
@@ -30,7 +31,6 @@ class Training:
         recovering: Copies the state of training meanwhile.
         problem: The measured problem; None: the plan does not change by itself.
         plan_changed: Called behind each change of the plan.
-        loss_check: Compares the loss in the first step; None: it has nothing to compare.
 
     Attributes:
         changes: Changes the plan between two steps.
@@ -48,11 +48,10 @@ class Training:
         problem: Problem | None,
         options: Options,
         plan_changed: Callable[[], None],
-        loss_check: LossCheck | None = None,
     ) -> None:
         self._session, self._trainer = session, trainer
         self._watch, self._recovering = watch, recovering
-        self._plan_changed, self._loss_check = plan_changed, loss_check
+        self._plan_changed, self._has_compared = plan_changed, False
         self.changes = PlanChanges(session, trainer)
         self.replanning: replanning.Replanning | None = None
         self.repeated: RepeatedStep | None = None
@@ -103,9 +102,9 @@ class Training:
         self, batch: Any, pieces: Sequence[tuple[Any, int]], step: Callable[[Any], Any]
     ) -> None:
         """Compare the loss of a microbatch with its halves', in the first step; collective."""
-        check, self._loss_check = self._loss_check, None
-        if check is not None:
-            check.of_first_step(batch, pieces, step)
+        if not self._has_compared:
+            self._has_compared = True
+            compare_losses(self._session, TrainerView(self._trainer), batch, pieces, step)
 
     def forward(self, run: Callable[[bool], Any]) -> Any:
         """Run a forward, again if a rank lacks memory; ``run`` gets whether the step goes on."""

@@ -2,37 +2,35 @@
 
 [Note: what is put back]
 Every attribute of every submodule is put back, buffers included. Numbers, strings and other values
-are put back by reference; tensors and numpy arrays by content; lists, dicts, sets, deques,
-dataclass instances and plain objects of the user's own classes by their items, into the same
-objects; random generators by state; optimizers and schedules that modules hold by their attributes.
-Other objects are left alone (a module may hold the trainer,
-and through it everything): changes inside of them stay. torchmetrics are modules, so their states
-are put back like those of any other module. Parameters need nothing: no optimizer runs, gradients
-are dropped, and manual steps put back what their code has written (``features/manual_step.py``).
+are put back by reference; tensors and numpy arrays by content; lists, dicts, sets and deques by
+their items, into the same objects; plain objects of the user's own classes, and optimizers and
+schedules, by their attributes; random generators by state. Other objects are left alone (a module
+may hold the whole run): changes inside of them stay. torchmetrics are modules. Parameters need
+nothing: no optimizer runs, gradients are dropped, and manual steps put back what their code has
+written (``features/manual_step.py``).
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultCollection
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
-from torch.utils.hooks import RemovableHandle
 
 from lightning_cephalo.accelerator import Accelerator
+from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.data.randomness import (
     GENERATOR_TYPES,
     preserved_randomness,
@@ -43,56 +41,65 @@ from lightning_cephalo.execution.graph import take_memory
 from lightning_cephalo.execution.overlay_slots import are_same, items_of, refill
 from lightning_cephalo.sharding.placement import local_part
 
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
-_ATOMS = (bool, int, float, complex, str, bytes, type(None))
-# parameters switch between their sharded and their full form by themselves
-# and Lightning names the hook that runs, which steps that log need
-_NOT_OURS = frozenset({"_parameters", "_trainer", "_fabric", "_current_fx_name"})
-_FRAMEWORKS = frozenset(["torch", "lightning", "pytorch_lightning", "torchmetrics"])
-# loggers, and configs that models fill in their first forward
-_FRAMEWORKS |= {"logging", "transformers"}
+_ATOMS = (bool, int, float, complex, str, bytes, type(None), type)
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
+# loggers, and configs that models fill in their first forward, are those of libraries
+_LIBRARIES = frozenset(
+    ["torch", "lightning", "pytorch_lightning", "torchmetrics", "logging", "transformers"]
+)
 _OF_PYTHON = frozenset(["builtins", "enum", "functools", "lightning_cephalo"])
 # a container of more items is data, not a counter: its items are put back, but not their contents
 _WALKED_ITEMS = 10_000
 
 
 @contextmanager
-def isolated(
-    trainer: Trainer,
-    module: nn.Module,
-    accelerator: Accelerator,
-) -> Iterator[None]:
-    """Undo what a step inside does to state, randomness, logs and gradients.
+def isolated(view: TrainerView, accelerator: Accelerator) -> Iterator[Callable[[], None]]:
+    """Undo what steps in a ``with`` block do to state, randomness, logs and gradients.
 
-    Results and loggers are replaced by throwaway ones. Optimizers update nothing.
+    Results and loggers are replaced by throwaway ones. Optimizers update nothing. Yields what puts
+    back the state of modules meanwhile.
     """
+    strategy = view.strategy
+    schedules = [config.scheduler for config in strategy.lr_scheduler_configs]
     with ExitStack() as stack:
         stack.enter_context(preserved_randomness())
         stack.callback(accelerator.restore_random_states, accelerator.random_states())
-        stack.enter_context(preserved_state(module, accelerator))
-        stack.enter_context(_muted(trainer, module, accelerator))
-        stack.enter_context(_gradients_set_aside(module))
-        yield
+        stack.enter_context(_muted(view))
+        for optimizer in strategy.optimizers:
+            _update_nothing(optimizer, stack)  # its hooks are among what is put back meanwhile
+        saved = Saved(accelerator)
+        saved.attributes(view.logger_connector)
+        saved.reach(view.module, *strategy.optimizers, *schedules)
+        stack.callback(saved.put_back)
+        stack.enter_context(_gradients_set_aside(view.module))
+        yield saved.put_back
 
 
 @contextmanager
 def _gradients_set_aside(module: nn.Module) -> Iterator[None]:
-    """Begin a ``with`` block without gradients, and put back those of before."""
+    """Begin a ``with`` block without gradients, and put back those of before.
+
+    A step that fails between toggles of optimizers leaves ``requires_grad`` as it is.
+    """
     kept = [
-        (each, gradient, local_part(gradient).clone())
+        (each, each.requires_grad, each.grad, None if each.grad is None else _copy(each.grad))
         for each in module.parameters()
-        if (gradient := each.grad) is not None
     ]
     forget_gradients(module)
     try:
         yield
     finally:
         forget_gradients(module)
-        for parameter, gradient, values in kept:
-            local_part(gradient).copy_(values)
-            parameter.grad = gradient
+        for parameter, flag, gradient, values in kept:
+            if parameter.requires_grad != flag:
+                parameter.requires_grad_(flag)
+            if gradient is not None and values is not None:
+                local_part(gradient).copy_(values)
+                parameter.grad = gradient
+
+
+def _copy(gradient: Tensor) -> Tensor:
+    return local_part(gradient).clone()
 
 
 def forget_gradients(module: nn.Module) -> None:
@@ -101,80 +108,44 @@ def forget_gradients(module: nn.Module) -> None:
         parameter.grad = None
 
 
-@contextmanager
-def same_flags(module: nn.Module) -> Iterator[None]:
-    """Put back ``requires_grad``, which a step that is refused between toggles leaves."""
-    flags = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
-    try:
-        yield
-    finally:
-        for parameter, flag in flags:
-            if parameter.requires_grad != flag:
-                parameter.requires_grad_(flag)
-
-
-@contextmanager
-def preserved_state(module: nn.Module, accelerator: Accelerator) -> Iterator[Callable[[], None]]:
-    """Put back all submodules' attributes afterwards, and by the yielded function (note above)."""
-    snapshot = _Snapshot(accelerator)
-    snapshot.take(module)
-    try:
-        yield snapshot.restore
-    finally:
-        snapshot.restore()
-
-
-class _Snapshot:
-    """The saved contents of the objects that a module reaches."""
+class Saved:
+    """The contents of the objects that are reached from modules (note above)."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._seen: dict[int, Any] = {}
         self._restores: list[Callable[[], None]] = []
 
-    def restore(self) -> None:
+    def put_back(self) -> None:
         for put_back in self._restores:
             put_back()
 
-    def take(self, value: Any) -> None:
-        if isinstance(value, (*_ATOMS, type)) or id(value) in self._seen:
-            return
-        self._seen[id(value)] = value
-        if isinstance(value, nn.Module):
-            self._attributes(value, skip=_NOT_OURS)
-        elif isinstance(value, Tensor):
-            self._tensor(value)
-        elif isinstance(value, np.ndarray):
-            self._array(value)
-        elif isinstance(value, GENERATOR_TYPES):
-            states = read_states([value])
-            self._restores.append(lambda: write_states([value], states))
-        elif isinstance(value, (Optimizer, LRScheduler)):
-            self._attributes(value)
-        elif isinstance(value, (dict, list, deque, set)):
-            self._container(value)
-        elif isinstance(value, tuple):
-            self._walk(list(value))
-        elif hasattr(value, "__dict__") and (dataclasses.is_dataclass(value) or _is_plain(value)):
-            self._attributes(value)
+    def reach(self, *values: Any) -> None:
+        """Save values, and what can be reached from them."""
+        for value in values:
+            if isinstance(value, _ATOMS) or id(value) in self._seen:
+                continue
+            self._seen[id(value)] = value
+            if isinstance(value, nn.Module):
+                # parameters switch between their sharded and their full form by themselves
+                self._seen[id(value._parameters)] = value._parameters
+                self.attributes(value)
+            elif isinstance(value, Tensor):
+                self._tensor(value)
+            elif isinstance(value, np.ndarray):
+                self._array(value)
+            elif isinstance(value, GENERATOR_TYPES):
+                self._restores.append(partial(write_states, [value], read_states([value])))
+            elif isinstance(value, (dict, list, deque, set)):
+                self._container(value)
+            elif isinstance(value, tuple):
+                self.reach(*value[:_WALKED_ITEMS])
+            elif isinstance(value, (Optimizer, LRScheduler)) or _is_plain(value):
+                self.attributes(value)
 
-    def _walk(self, values: list[Any]) -> None:
-        if len(values) <= _WALKED_ITEMS:
-            for value in values:
-                self.take(value)
-
-    def _attributes(self, owner: Any, skip: frozenset[str] = frozenset()) -> None:
-        saved = {name: value for name, value in vars(owner).items() if name not in skip}
-
-        def put_back() -> None:
-            # bypasses __setattr__: modules sort values by type there, and frozen dataclasses raise
-            attributes = vars(owner)
-            for name in [name for name in attributes if name not in saved and name not in skip]:
-                del attributes[name]
-            attributes.update(saved)
-
-        self._restores.append(put_back)
-        self._walk(list(saved.values()))
+    def attributes(self, owner: Any) -> None:
+        # bypasses __setattr__: modules sort values by type there, and frozen dataclasses raise
+        self._container(vars(owner))
 
     def _container(self, container: Any) -> None:
         saved = items_of(container)
@@ -185,7 +156,8 @@ class _Snapshot:
                 refill(container, saved)
 
         self._restores.append(put_back)
-        self._walk([*container.values()] if isinstance(container, dict) else saved)
+        if len(container) <= _WALKED_ITEMS:
+            self.reach(*(container.values() if isinstance(container, dict) else saved))
 
     def _tensor(self, tensor: Tensor) -> None:
         if isinstance(tensor, (nn.Parameter, DTensor)) or tensor.is_meta:
@@ -205,115 +177,77 @@ class _Snapshot:
         self._restores.append(put_back)
 
     def _array(self, array: np.ndarray[Any, Any]) -> None:
-        if not array.flags.writeable:  # such as a file of data that is mapped into memory
-            return
-        saved = array.copy()
-
-        def put_back() -> None:
-            if array.flags.writeable:
-                array[...] = saved
-
-        self._restores.append(put_back)
+        if array.flags.writeable:  # else it may be a file of data that is mapped into memory
+            saved = array.copy()
+            self._restores.append(lambda: np.copyto(array, saved))
 
 
 def _is_plain(value: Any) -> bool:
     """Whether an object is the user's own: a pool, a counter; not a dataset or a callback."""
     own, *parents = [kind.__module__.split(".")[0] for kind in type(value).__mro__]
-    is_users = own not in _OF_PYTHON and _FRAMEWORKS.isdisjoint([own, *parents])
-    return is_users and not isinstance(value, (FunctionType, BuiltinFunctionType, MethodType))
+    is_users = own not in _OF_PYTHON and _LIBRARIES.isdisjoint([own, *parents])
+    return is_users and hasattr(value, "__dict__") and not isinstance(value, _FUNCTIONS)
 
 
 # -- Lightning ------------------------------------------------------------------------------------
 #
-# [Note: private names of Lightning] `self.log` writes to `trainer._results`, which is the training
-# epoch loop's `_results` while training, and refuses to when `_current_fx_name` is None. Both are
-# replaced here and nowhere else; tests/profiling/test_isolation.py fails when they change.
+# [Note: private names of Lightning] `self.log` writes to the epoch loop's `_results` while
+# training, and refuses to when `_current_fx_name` is None. Optimizers count steps in two hooks. All
+# are replaced here and nowhere else; tests/profiling/test_isolation.py fails when they change.
 
 
 @contextmanager
-def _muted(trainer: Trainer, module: Any, accelerator: Accelerator) -> Iterator[None]:
-    """Redirect everything that the step logs or asks of the trainer to throwaway objects."""
-    loop = trainer.fit_loop.epoch_loop
-    connector = _Snapshot(accelerator)
-    connector._attributes(trainer._logger_connector)
-    results, loggers, stopping = loop._results, trainer.loggers, trainer.should_stop
-    name = module._current_fx_name
-    loop._results = _ResultCollection(training=True)
-    trainer.loggers = [DummyLogger() for _ in loggers]
-    module._current_fx_name = "training_step"
+def _muted(view: TrainerView) -> Iterator[None]:
+    """Redirect everything that the step logs, asks of the run or counts to throwaway objects."""
+    results = type(view.epoch_loop._results)(training=True)
+    results.batch_size = 1  # of means over an epoch, which nobody reads
+    replaced: list[tuple[Any, str, Any]] = [
+        (view.epoch_loop, "_results", results),
+        (view.of, "loggers", [DummyLogger() for _ in view.loggers]),
+        (view.of, "should_stop", view.of.should_stop),
+        (view.module, "_current_fx_name", "training_step"),
+    ]
+    for each in view.strategy._lightning_optimizers:
+        replaced += [(each, name, do_nothing_closure) for name in _COUNTS]
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     try:
-        with _idle(trainer, accelerator):
-            yield
-    finally:
-        loop._results, trainer.loggers, trainer.should_stop = results, loggers, stopping
-        module._current_fx_name = name
-        connector.restore()
-
-
-@contextmanager
-def _idle(trainer: Trainer, accelerator: Accelerator) -> Iterator[None]:
-    """Let the optimizers change nothing (private API: Lightning's step counters)."""
-    strategy: Any = trainer.strategy
-    kept = _Snapshot(accelerator)
-    schedules = [config.scheduler for config in strategy.lr_scheduler_configs]
-    for each in (*strategy.optimizers, *schedules):
-        kept.take(each)
-    counts = [(e, e._on_before_step, e._on_after_step) for e in strategy._lightning_optimizers]
-    for each, _, _ in counts:
-        each._on_before_step = each._on_after_step = do_nothing_closure
-    try:
-        with _updating_nothing(strategy.optimizers):
-            yield
-    finally:
-        for each, before_step, after_step in counts:
-            each._on_before_step, each._on_after_step = before_step, after_step
-        kept.restore()
-
-
-@contextmanager
-def _updating_nothing(optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Let the steps of optimizers find no gradients in a ``with`` block."""
-    handles = [handle for each in optimizers for handle in _update_nothing(each)]
-    try:
+        for owner, name, value in replaced:
+            setattr(owner, name, value)
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        for owner, name, value in before:
+            setattr(owner, name, value)
 
 
-def _update_nothing(optimizer: Optimizer) -> list[RemovableHandle]:
+_COUNTS = ("_on_before_step", "_on_after_step")
+
+
+def _update_nothing(optimizer: Optimizer, undo: ExitStack) -> None:
     """Hide all gradients from an optimizer's ``step()``: it would hold state, and take time."""
     hidden: dict[Tensor, Tensor] = {}
 
-    def hide() -> None:
+    def hide(outcome: Any = None) -> Any:
         for group in optimizer.param_groups:
             for each in group["params"]:
                 if each.grad is not None:
                     hidden[each], each.grad = each.grad, None
+        return outcome
 
-    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def hiding(value: Any) -> Any:
+        return (lambda: hide(value())) if callable(value) else value
+
+    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         hide()
         own, *rest = args
-        if rest and callable(rest[0]):
-            return (own, hiding(rest[0]), *rest[1:]), kwargs
-        if callable(kwargs.get("closure")):
-            return args, {**kwargs, "closure": hiding(kwargs["closure"])}
-        return None
-
-    def hiding(closure: Callable[[], Any]) -> Callable[[], Any]:
-        def without_gradients() -> Any:
-            outcome = closure()
-            hide()
-            return outcome
-
-        return without_gradients
+        return (own, *map(hiding, rest)), {name: hiding(each) for name, each in kwargs.items()}
 
     def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for parameter, gradient in hidden.items():
             parameter.grad = gradient
         hidden.clear()
 
-    return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+    undo.callback(optimizer.register_step_pre_hook(before).remove)
+    undo.callback(optimizer.register_step_post_hook(after).remove)
 
 
 @contextmanager
@@ -333,13 +267,13 @@ def state_on_host(optimizers: Sequence[Optimizer], accelerator: Accelerator) -> 
 
 
 @contextmanager
-def no_loaders_left(trainer: Trainer) -> Iterator[None]:
-    """Undo that ``trainer.estimated_stepping_batches`` deals the loaders, before there is a plan.
+def no_loaders_left(view: TrainerView) -> Iterator[None]:
+    """Undo that ``estimated_stepping_batches`` deals the loaders, before there is a plan.
 
     Private API: Lightning keeps them, and their source, in the loop.
     """
-    loop = trainer.fit_loop
-    combined, source = loop._combined_loader, dict(vars(loop._data_source))
+    loop, source = view.fit_loop, dict(vars(view.loader_source))
+    combined = loop._combined_loader
     try:
         yield
     finally:
@@ -347,13 +281,8 @@ def no_loaders_left(trainer: Trainer) -> Iterator[None]:
         vars(loop._data_source).update(source)
 
 
-def expect_samples(trainer: Trainer, count: int) -> None:
-    """Set the number of samples of a batch in the throwaway results, for means over an epoch."""
-    trainer.fit_loop.epoch_loop._results.batch_size = count
-
-
-def moved_to_device(trainer: Trainer, module: Any, batch: Any) -> Any:
+def moved_to_device(view: TrainerView, batch: Any) -> Any:
     """Convert and move a batch as ``_TrainingEpochLoop.advance`` does, hooks included (a copy)."""
-    batch = trainer.precision_plugin.convert_input(batch)
-    batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
-    return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+    batch = view.precision.convert_input(batch)
+    batch = view.module._on_before_batch_transfer(batch, dataloader_idx=0)
+    return view.strategy.batch_to_device(batch, dataloader_idx=0)

@@ -11,6 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from lightning_cephalo.accelerator import Device
+from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.data.containers import own_copy
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.features.chunked_cross_entropy import largest_call
@@ -18,12 +19,7 @@ from lightning_cephalo.plan import Problem, RankProfile
 from lightning_cephalo.plan.cost import fixed_time
 from lightning_cephalo.plan.program import Visit
 from lightning_cephalo.plan.updates import least_update_s, with_updates
-from lightning_cephalo.profiling.isolation import (
-    expect_samples,
-    isolated,
-    moved_to_device,
-    state_on_host,
-)
+from lightning_cephalo.profiling.isolation import isolated, moved_to_device, state_on_host
 from lightning_cephalo.profiling.lost_rank import lost_rank_explained
 from lightning_cephalo.profiling.memory_model import (
     RetainedBytes,
@@ -110,11 +106,8 @@ def measure(
     most = min(global_batch_size, options.ready_samples or global_batch_size)
     smallest = min(options.minimum_microbatch_size, most)
     progress = Progress(options.verbose and control.rank == 0)
-    batches = _Batches(read_batch, partial(moved_to_device, trainer, model.module))
-
-    def counted_batch(size: int) -> Any:
-        expect_samples(trainer, size)
-        return batches(size)
+    view = TrainerView(trainer)
+    batches = _Batches(read_batch, partial(moved_to_device, view))
 
     def report(sizes: Sequence[int]) -> None:
         pause()
@@ -123,11 +116,11 @@ def measure(
     with (
         lost_rank_explained(control.rank, "profiling"),
         progress,
-        isolated(trainer, model.module, model.accelerator),
+        isolated(view, model.accelerator),
         state_on_host(trainer.optimizers, model.accelerator),
         model.executor.updates.dropping(),  # beside an optimizer there may be no room for them
     ):
-        prober = Prober(model, clock, counted_batch, step)
+        prober = Prober(model, clock, batches, step)
         sweep = Sweep(
             ladder(smallest, most),
             global_batch_size,

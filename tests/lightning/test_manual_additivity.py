@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-from lightning_cephalo.preparation.loss_check import LossCheck
+from lightning_cephalo.preparation.training import Training
 from lightning_cephalo.sharding.placement import local_part
 
 SAID = "The loss of backward"
@@ -115,7 +115,7 @@ def fit(plan: str, kind: type[Any], compares: bool) -> dict[str, Any]:
     model.configure_optimizers = _counted(model.configure_optimizers, before)
     hooks = CountsHooks()
     fitting = trainer(plan, callbacks=[hooks])
-    without = nullcontext() if compares else mock.patch.object(LossCheck, "of_first_step")
+    without = nullcontext() if compares else mock.patch.object(Training, "compare_losses")
     with without, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fitting.fit(model, DataLoader(dataset(16), batch_size=GLOBAL_BATCH))
