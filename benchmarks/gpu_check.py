@@ -44,6 +44,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_cephalo import CephaloStrategy, Plan, Planner, RankPlan
 from lightning_cephalo.profiling.network import mean_times
+from lightning_cephalo.sharding.discovery import UnitKind
 
 ROOT = Path(__file__).resolve().parent.parent
 # the model comes from the main job
@@ -231,8 +232,8 @@ def _predicted(size: Size, samples: int) -> dict[str, list[float | None]]:
         global_batch_size=samples, planner=Planner(verbose=False, remeasure=True), replan=False
     )
     watch = _fit(size, strategy, samples, [kept])
-    assert strategy.report.memory is not None
-    measured = [rank.peak_bytes for rank in strategy.report.memory]
+    assert strategy.measured_memory is not None
+    measured = [rank.peak_bytes for rank in strategy.measured_memory]
     return {
         "predicted_bytes": list(kept.bytes),
         "measured_bytes": list(measured),
@@ -249,7 +250,8 @@ class _Collectives(Callback):
     def on_train_end(self, trainer: Trainer, *_: Any) -> None:
         strategy: Any = trainer.strategy
         model = strategy.session.model
-        times = mean_times(model, model.accelerator.clock)
+        blocks = model.of_kind(UnitKind.BLOCK)
+        times = mean_times(model, model.accelerator.clock, blocks)
         self.gather_s, self.reduce_s = times.gather_s, times.reduce_s
 
 

@@ -61,12 +61,7 @@ from lightning_cephalo.features.install import install  # noqa: E402
 from lightning_cephalo.plan import Plan, Problem, RankPlan, RankProfile  # noqa: E402
 from lightning_cephalo.plan.cost import predict  # noqa: E402
 from lightning_cephalo.plan.state_groups import even_shares  # noqa: E402
-from lightning_cephalo.profiling.network import (  # noqa: E402
-    NetworkTimes,
-    exchange_time,
-    mean_times,
-    root_times,
-)
+from lightning_cephalo.profiling.network import measure_network  # noqa: E402
 from lightning_cephalo.ranks.groups import Groups  # noqa: E402
 
 STRAIGHT, HYBRID, HSDP = "straight", "hybrid", "HSDP"
@@ -155,10 +150,7 @@ def predicted_s(
 ) -> float:
     """Return what the model of a step says of a contender; collective."""
     clock = accelerator_of(CPU).clock
-    sharded.executor.reshard()
-    root, last = root_times(sharded, clock)
-    blocks, exchange_s = mean_times(sharded, clock), exchange_time(sharded)
-    network = NetworkTimes(blocks, None, root, last, exchange_s)
+    network = measure_network(sharded, clock, 0.0)  # without room for shares of another kind
     for flat in sharded.flats:
         flat.gradient.forget()
     units = len(sharded.units) - 1
@@ -180,7 +172,7 @@ def predicted_s(
         hybrid_sharding=bool(state_groups),
         state_groups=state_groups,
     )
-    problem = network.in_problem(problem, units, 1.0)
+    problem = network.in_problem(problem, 1.0)
     ranks = tuple(RankPlan((1,), share) for share in sharded.fractions)
     return predict(problem, Plan(ranks, state_groups=state_groups)).step_s
 

@@ -26,7 +26,7 @@ from lightning_cephalo.profiling.optimizer_time import optimizer_time
 from lightning_cephalo.profiling.probe import Prober, ProfiledStep
 from lightning_cephalo.profiling.rank_curves import merge_equal_ranks
 from lightning_cephalo.profiling.state_rates import with_unit_parameters
-from lightning_cephalo.profiling.sweep import Sweep, ladder, measure_times
+from lightning_cephalo.profiling.sweep import Sweep, measure_times
 
 from . import links
 from .cases import CEPHALO, DDP_BY_SPEED, Case, cut
@@ -188,10 +188,10 @@ def _profile(
         return loss_of(sharded.module, part)
 
     prober = Prober(sharded, clock, batch_of, ProfiledStep(step))
-    sizes = sorted({*ladder(1, case.samples), case.global_batch_size})
     devices = sharded.control.gather(device.name)
-    measured = measure_times(prober, Sweep(sizes, case.global_batch_size, _PROFILE_S, devices))
-    updates = optimizer_time(sharded, clock, None)
+    whole = case.global_batch_size
+    measured = measure_times(prober, Sweep(1, whole, whole, _PROFILE_S, devices))
+    updates = optimizer_time(sharded, clock)
     network = measure_network(sharded, clock, math.inf)
     for unit in sharded.units:
         for flat in unit.flats:
@@ -220,8 +220,8 @@ def _profile(
         reshard_after_forward="auto",
         unresharded_bytes=float(sharded.unresharded_bytes),
     )
-    problem = network.in_problem(with_unit_parameters(problem, sharded), units, 1.0)
-    return updates.in_problem(problem, problem.unit_part)
+    problem = network.in_problem(with_unit_parameters(problem, sharded), 1.0)
+    return updates.in_problem(problem)
 
 
 def _solved(problem: Problem, case: Case) -> Plan:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,17 +15,6 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.graph import leaves_behind
 from lightning_cephalo.execution.unit_hooks import UnitForward
-
-
-@dataclass
-class LargestCall:
-    """The call of the most tokens since someone has set them to 0: a chunk stops growing there."""
-
-    tokens: int = 0
-    chunk_tokens: int = 0
-
-
-largest_call = LargestCall()
 
 
 def chunked_cross_entropy(
@@ -76,8 +64,6 @@ def chunked_cross_entropy(
     """
     _check(head, hidden, targets, reduction, chunk_tokens)
     rows, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    if len(rows) > largest_call.tokens:
-        largest_call.tokens, largest_call.chunk_tokens = len(rows), chunk_tokens
     loss_of = partial(
         functional.cross_entropy,
         weight=weight,

@@ -72,15 +72,15 @@ def measure_or_load(
         with named_where_nothing_fits(job.limits):
             problem = measure(
                 model=model,
-                trainer=view.of,
+                view=view,
                 device=device,
                 read_batch=partial(job.loaders.read, layouts=job.layouts),
                 step=ProfiledStep(
                     partial(step_on, module), view.precision.train_step_context, manual
                 ),
                 pause=pause,
-                global_batch_size=job.global_batch_size,
                 options=ProfileOptions(
+                    global_batch_size=job.global_batch_size,
                     budget_s=options.planner.budget_s,
                     minimum_microbatch_size=smallest,
                     ready_samples=job.ready_samples,

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-from torch.utils import _pytree as pytree
-
-from lightning_cephalo.accelerator import Device
+from lightning_cephalo.accelerator import Accelerator, Device
 from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.data.containers import own_copy
 from lightning_cephalo.execution.sharded_model import ShardedModel
-from lightning_cephalo.features.chunked_cross_entropy import largest_call
 from lightning_cephalo.plan import Problem, RankProfile
 from lightning_cephalo.plan.cost import fixed_time
 from lightning_cephalo.plan.program import Visit
 from lightning_cephalo.plan.updates import least_update_s, with_updates
 from lightning_cephalo.profiling.isolation import isolated, moved_to_device, state_on_host
-from lightning_cephalo.profiling.lost_rank import lost_rank_explained
 from lightning_cephalo.profiling.memory_model import (
     RetainedBytes,
     reducing_state_bytes,
@@ -31,7 +25,7 @@ from lightning_cephalo.profiling.memory_model import (
 )
 from lightning_cephalo.profiling.network import measure_network
 from lightning_cephalo.profiling.optimizer_time import clipping, optimizer_time
-from lightning_cephalo.profiling.probe import ProfiledStep
+from lightning_cephalo.profiling.probe import Prober, ProfiledStep, lost_rank_explained
 from lightning_cephalo.profiling.progress import Progress
 from lightning_cephalo.profiling.rank_curves import (
     merge_equal_ranks,
@@ -41,17 +35,13 @@ from lightning_cephalo.profiling.rank_curves import (
 from lightning_cephalo.profiling.save_curves import remember
 from lightning_cephalo.profiling.state_rates import with_unit_parameters
 from lightning_cephalo.profiling.sweep import (
-    Prober,
+    Measured,
     Sweep,
-    ladder,
     measure_memory,
     measure_times,
     measure_without_recompute,
 )
 from lightning_cephalo.sharding.discovery import UnitKind
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 # Part of the budget that timing may use; the rest is for memory and the network.
 _TIMING_SHARE = 0.7
@@ -69,6 +59,7 @@ class ProfileOptions:
         single_microbatch: Whether every rank runs one in every step, which may communicate.
     """
 
+    global_batch_size: int
     budget_s: float
     minimum_microbatch_size: int = 1
     ready_samples: int | None = None
@@ -80,12 +71,11 @@ class ProfileOptions:
 def measure(
     *,
     model: ShardedModel,
-    trainer: Trainer,
+    view: TrainerView,
     device: Device,
     read_batch: Callable[[int], Any],
     step: ProfiledStep,
     pause: Callable[[], None],
-    global_batch_size: int,
     options: ProfileOptions,
 ) -> Problem:
     """Run the user's step on growing microbatches of real samples; collective.
@@ -101,59 +91,88 @@ def measure(
         ProfilingError: On every rank, if any rank fails, dies, gets a loss that is not finite, or
             if none has memory for the smallest microbatch.
     """
-    control, clock = model.control, model.accelerator.clock
-    started_s = model.accelerator.now_s()
-    most = min(global_batch_size, options.ready_samples or global_batch_size)
-    smallest = min(options.minimum_microbatch_size, most)
+    control, accelerator = model.control, model.accelerator
+    started_s, clock = accelerator.now_s(), accelerator.clock
     progress = Progress(options.verbose and control.rank == 0)
-    view = TrainerView(trainer)
-    batches = _Batches(read_batch, partial(moved_to_device, view))
+    largest = min(options.global_batch_size, options.ready_samples or options.global_batch_size)
+    batches = _Batches(view, accelerator, read_batch)
+
+    def begin(what: str) -> None:
+        pause()
+        progress.say(f"profiling: {what}")
 
     def report(sizes: Sequence[int]) -> None:
-        pause()
-        progress.timing(sizes)
+        by_rank = ", ".join(str(size) if size else "-" for size in sizes)
+        begin(f"microbatches of {by_rank} samples (by rank)")
 
+    sweep = Sweep(
+        min(options.minimum_microbatch_size, largest),
+        largest,
+        options.global_batch_size,
+        options.budget_s * _TIMING_SHARE,
+        control.gather(device.name),
+        options.single_microbatch,
+        report,
+    )
     with (
         lost_rank_explained(control.rank, "profiling"),
         progress,
-        isolated(view, model.accelerator),
-        state_on_host(trainer.optimizers, model.accelerator),
+        isolated(view, accelerator),
+        state_on_host(view.optimizers, accelerator),
         model.executor.updates.dropping(),  # beside an optimizer there may be no room for them
     ):
-        prober = Prober(model, clock, batches, step)
-        sweep = Sweep(
-            ladder(smallest, most),
-            global_batch_size,
-            options.budget_s * _TIMING_SHARE,
-            control.gather(device.name),
-            options.single_microbatch,
-            report,
-        )
+        prober = Prober(model, clock, batches.of, step)
         measured, retaining = measure_times(prober, sweep), None
-        pause()
-        progress.say("profiling: memory")
+        begin("memory")
         measure_memory(prober, measured, sweep)
         if options.choose_recompute:
-            pause()
-            progress.say("profiling: without recomputation")
+            begin("without recomputation")
             retaining = measure_without_recompute(prober, measured, sweep)
-        pause()
-        progress.say("profiling: network")
+        begin("network")
         # a backend allocates when it first communicates, and cannot use memory that torch caches
-        model.accelerator.empty_cache()
-        clip = clipping(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
-        updates = optimizer_time(model, clock, clip, trainer.optimizers)
+        accelerator.empty_cache()
+        clip = clipping(view.clip_value, view.clips_by_value)
+        updates = optimizer_time(model, clock, view.optimizers, clip)
         network = measure_network(model, clock, device.capacity_bytes)
         own_resting = float(resting_bytes(model))
 
-    for unit in model.units:
-        for flat in unit.flats:
-            flat.gradient.forget()  # moving the shards may need this memory
-    model.accelerator.empty_cache()
+    for flat in model.flats:
+        flat.gradient.forget()  # moving the shards may need this memory
+    accelerator.empty_cache()
     visits = _visits_of_blocks(model)
     units = max(1, sum(visit.differentiable for visit in visits))
+    problem = _problem_of(model, device, sweep, (measured, retaining), own_resting, units)
+    problem = with_unit_parameters(problem, model)
+    reduced = len({visit.unit for visit in visits if model.units[visit.unit].trainable})
+    problem = network.in_problem(problem, reduced / units)
+    if clip is not None:  # which waits for the other ranks' norms
+        updates = replace(updates, overhead_s=updates.overhead_s + network.exchange_s)
+    problem = updates.in_problem(problem)
+    if control.rank == 0 and device.speed_lasts:
+        lost = remember(problem, model, batches.last)
+        if lost is not None:
+            progress.warn(f"The measured times were not kept for later: {lost}")
+    seconds = accelerator.now_s() - started_s
+    sizes = ", ".join(str(profile.largest_microbatch_size) for profile in problem.ranks)
+    progress.warn(
+        f"Profiled microbatches of up to {sizes} samples (by rank) in {seconds:.1f} s"
+        f" ({seconds / balanced_step_s(problem):.0f} steps)."
+    )
+    return problem
+
+
+def _problem_of(
+    model: ShardedModel,
+    device: Device,
+    sweep: Sweep,
+    measurements: tuple[Measured, Measured | None],
+    resting: float,
+    units: int,
+) -> Problem:
+    """Return what all ranks have measured of compute and memory; collective."""
+    measured, retaining = measurements
     inside = RetainedBytes() if retaining is None else retaining.kept
-    rows = control.gather([*astuple(measured.kept), *astuple(inside), own_resting])
+    rows = model.control.gather([*astuple(measured.kept), *astuple(inside), resting])
     *figures, resting = map(max, zip(*rows, strict=True))
     kept, inside = RetainedBytes(*figures[:3]), RetainedBytes(*figures[3:])
     per_microbatch = max(kept.microbatch_bytes, inside.microbatch_bytes)
@@ -164,18 +183,18 @@ def measure(
     own = profile_of(device, measured, kept, units, gathered_bytes)
     if retaining is not None:
         own = without_recompute(own, retaining, inside, units, gathered_bytes)
-    profiles = [RankProfile.from_dict(data) for data in control.gather(own.to_dict())]
-    problem = Problem(
+    profiles = [RankProfile.from_dict(data) for data in model.control.gather(own.to_dict())]
+    return Problem(
         ranks=tuple(merge_equal_ranks(profiles)),
         units=units,
+        global_batch_size=sweep.global_batch_size,
+        minimum_microbatch_size=sweep.smallest,
+        single_microbatch=sweep.has_one_microbatch,
         reducing_retained_bytes=kept.reducing_sample_bytes,
         kept_reducing_retained_bytes=None if retaining is None else inside.reducing_sample_bytes,
-        global_batch_size=global_batch_size,
         boundary_bytes=kept.sample_bytes / units,
         kept_bytes=(per_sample - kept.sample_bytes) / units,
         microbatch_bytes=per_microbatch,
-        minimum_microbatch_size=smallest,
-        single_microbatch=options.single_microbatch,
         unresharded_bytes=float(model.unresharded_bytes),
         unresharded_peak_bytes=float(unresharded_peak_bytes(model)),
         # what a reduce receives into grows with the number of ranks
@@ -187,26 +206,6 @@ def measure(
         hybrid_sharding=bool(model.state_groups),
         state_groups=model.state_groups,
     )
-    reduced = len({visit.unit for visit in visits if model.units[visit.unit].trainable})
-    problem = network.in_problem(with_unit_parameters(problem, model), len(visits), reduced / units)
-    problem = updates.in_problem(problem, problem.unit_part)
-    # curves are kept for models with any head: with chunks of logits they lack memory that others
-    # need
-    if control.rank == 0 and device.speed_lasts and not largest_call.tokens:
-        lost = remember(
-            problem,
-            model=type(model.module).__name__,
-            parameters=model.parameter_count,
-            dtype=model.compute_dtype,
-            recompute=model.executor.recompute,
-            batch=batches.held,
-        )
-        if lost is not None:
-            progress.warn(f"The measured times were not kept for later: {lost}")
-    largest = [profile.largest_microbatch_size for profile in problem.ranks]
-    seconds = model.accelerator.now_s() - started_s
-    progress.done(largest, seconds, seconds / balanced_step_s(problem))
-    return problem
 
 
 def _visits_of_blocks(model: ShardedModel) -> list[Visit]:
@@ -233,28 +232,13 @@ def balanced_step_s(problem: Problem) -> float:
 class _Batches:
     """Batches of the first samples on the device, never shared: steps may change what they get."""
 
-    def __init__(self, read: Callable[[int], Any], move: Callable[[Any], Any]) -> None:
-        self._read, self._move = read, move
-        self._held: tuple[int, Any] = (0, None)
-        self._versions: list[int] = []
-        self._are_written = False
+    def __init__(self, view: TrainerView, accelerator: Accelerator, read: Callable[[int], Any]):
+        self._view, self._accelerator, self._read = view, accelerator, read
+        self._size, self.last = 0, None
 
-    def __call__(self, size: int) -> Any:
-        is_written = _versions_of(self._held[1]) != self._versions
-        self._are_written = self._are_written or is_written
-        if self._held[0] != size or is_written:
-            self._held = (0, None)  # frees the last batch before the next one is moved
-            self._held = (size, self._move(self._read(size)))
-            self._versions = _versions_of(self._held[1])
-        return own_copy(self._held[1], with_arrays=self._are_written)
-
-    @property
-    def held(self) -> Any:
-        """The last batch that was requested."""
-        return self._held[1]
-
-
-def _versions_of(batch: Any) -> list[int]:
-    """Return how often the tensors of a batch have been written."""
-    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
-    return [leaf._version for leaf in leaves if not leaf.is_inference()]
+    def of(self, size: int) -> Any:
+        """Return a batch of so many samples."""
+        if self._size != size:
+            with self._accelerator.on_host():
+                self._size, self.last = size, self._read(size)
+        return moved_to_device(self._view, own_copy(self.last, with_arrays=True))

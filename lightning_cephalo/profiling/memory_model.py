@@ -120,7 +120,7 @@ def resting_bytes(model: ShardedModel) -> int:
         shards = [flat.shard for flat in model.flats]
         shards += [flat.gradient.own for flat in model.flats if flat.gradient.own is not None]
         lent = sum(pool.held_bytes for pool in model.buffer_pools)
-        state = sum(_nbytes(shard) for shard in shards)
+        state = sum(shard.nbytes for shard in shards)
         resting = max(resting, allocator.current_bytes - lent - state)
     return resting + _ROW_COPIES * largest_row(model)[1]
 
@@ -150,9 +150,9 @@ def check_capacities(
     if not reshard_after_forward:
         gathered += model.unresharded_bytes
         ways_out = f"reshard_after_forward=True, {ways_out}"
-    held = float(sum(_nbytes(flat.shard) for flat in model.flats))
+    held = float(sum(flat.shard.nbytes for flat in model.flats))
     if keeps_gradients:
-        held += sum(_nbytes(flat.shard) for flat in model.flats if flat.trainable)
+        held += sum(flat.shard.nbytes for flat in model.flats if flat.trainable)
     else:
         held += model.fractions[model.control.rank] * _receive_bytes(model)
     rows = model.control.gather([capacity_bytes, held])
@@ -171,11 +171,7 @@ def check_capacities(
 def batch_bytes(batch: Any, accelerator: Accelerator) -> int:
     """Return the bytes of a batch's tensors on the device."""
     leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-    return sum(_nbytes(leaf) for leaf in leaves if accelerator.holds(leaf))
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return sum(x.numel() * x.element_size() for x in leaves if accelerator.holds(x))
 
 
 def predicted(problem: Problem, plan: Plan, model: ShardedModel) -> tuple[RankMemory, ...]:
@@ -214,27 +210,19 @@ class StepMeter(Observer):
     def __init__(self, model: ShardedModel) -> None:
         self._model = model
         self._meter = MemoryMeter(model.accelerator.allocator, _StepTracker(model))
-        self._resting_bytes = 0
-        units = enumerate(model.units)
-        self._heads = {n for n, unit in units if unit.kind is UnitKind.HEAD}
-        self._is_reducing = False
-        self._peak_bytes = self._kept_bytes = 0
-        self._reducing_peak_bytes = self._reducing_kept_bytes = 0
+        self._heads = [n for n, unit in enumerate(model.units) if unit.kind is UnitKind.HEAD]
+        self._resting_bytes = self._kept_bytes = 0
+        self._at_first_reduce: tuple[int, int] | None = None
 
     def forward_done(self) -> None:
         """Record the memory between the forward and the backward."""
-        self._kept_bytes = self._beside_state(self._meter.current_bytes)
+        self._kept_bytes = self._meter.current_bytes
 
     def before(self, instruction: Instruction) -> None:
         is_reduce = instruction.operation is Operation.REDUCE
-        if is_reduce and instruction.unit not in self._heads and not self._is_reducing:
-            self._is_reducing = True
-            self._peak_bytes = self._beside_state(self._meter.peak_bytes)
-            self._reducing_kept_bytes = self._beside_state(self._meter.current_bytes)
+        if is_reduce and instruction.unit not in self._heads and self._at_first_reduce is None:
+            self._at_first_reduce = self._meter.peak_bytes, self._meter.current_bytes
             self._meter.restart()
-
-    def _beside_state(self, held_bytes: int) -> int:
-        return max(0, held_bytes - self._resting_bytes)
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
@@ -246,17 +234,14 @@ class StepMeter(Observer):
             self._resting_bytes = self._meter.current_bytes - lent
             with self._model.executor.link.observed_by(self):
                 yield
-        last_bytes = self._beside_state(self._meter.peak_bytes)
-        if self._is_reducing:
-            self._reducing_peak_bytes = last_bytes
-        else:
-            self._peak_bytes = last_bytes
 
     def held(self, samples_bytes: int) -> Held:
         """Return what the step held."""
-        figures = (self._peak_bytes, self._kept_bytes)
-        reducing = (self._reducing_peak_bytes, self._reducing_kept_bytes)
-        return Held(*(figure + samples_bytes for figure in (*figures, *reducing)))
+        last_bytes, reducing = self._meter.peak_bytes, self._at_first_reduce
+        peak_bytes, reducing_kept_bytes = (last_bytes, 0) if reducing is None else reducing
+        reducing_peak_bytes = 0 if reducing is None else last_bytes
+        figures = (peak_bytes, self._kept_bytes, reducing_peak_bytes, reducing_kept_bytes)
+        return Held(*(max(0, each - self._resting_bytes) + samples_bytes for each in figures))
 
 
 class _StepTracker(MemoryTracker):

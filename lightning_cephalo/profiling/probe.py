@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import gc
 import traceback
-from collections.abc import Callable, Container
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Container, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from lightning_cephalo.common.errors import (
-    ProfilingError,
-    RemoteRankError,
-)
+from lightning_cephalo.common.errors import ProfilingError, RemoteRankError
 from lightning_cephalo.common.texts import printable
 from lightning_cephalo.data.cutting import loss_and_weight
 from lightning_cephalo.execution.loss_weights import checked_weight
@@ -26,33 +23,19 @@ from lightning_cephalo.execution.step import MicrobatchCall
 from lightning_cephalo.features.manual_step import PhasedSteps
 from lightning_cephalo.plan.program import COMPUTE, Instruction, Operation
 from lightning_cephalo.profiling.isolation import forget_gradients
-from lightning_cephalo.profiling.lost_rank import lost_rank_explained
 from lightning_cephalo.profiling.memory_model import Held, StepMeter, batch_bytes
+from lightning_cephalo.ranks.crash_report import is_lost_connection
 from lightning_cephalo.sharding.discovery import UnitKind
 
+_TIMED = frozenset({*COMPUTE, Operation.MEET})
 
-@dataclass(frozen=True)
-class Times:
+
+class Times(NamedTuple):
     """Seconds of one microbatch on one rank, summed over its visits of units."""
 
     forward_s: float
     backward_s: float
     tail_s: float
-
-    @property
-    def total_s(self) -> float:
-        """The sum of the three."""
-        return self.forward_s + self.backward_s + self.tail_s
-
-    def least(self, other: Times | None) -> Times:
-        """Return the shorter time of each part: what disturbs a measurement makes it longer."""
-        if other is None:
-            return self
-        return Times(
-            min(self.forward_s, other.forward_s),
-            min(self.backward_s, other.backward_s),
-            min(self.tail_s, other.tail_s),
-        )
 
 
 @dataclass(frozen=True)
@@ -100,67 +83,70 @@ class Prober:
         batch_of: Callable[[int], Any],
         step: ProfiledStep,
     ) -> None:
-        self.model = model
-        self.control = model.control
-        self._clock = clock
-        self._batch_of = batch_of
-        self.step = step
-        self._times: Times | None = None
-        self._held = Held()
+        self.model, self.control, self.step = model, model.control, step
+        self._clock, self._batch_of = clock, batch_of
         self._is_inside = False
-        self.wall_s = 0.0
-
-    def now_s(self) -> float:
-        """Return the seconds of the host's clock."""
-        return self.model.accelerator.now_s()
 
     def timed(self, turn: Turn) -> Times | None:
         """Time a step with a microbatch; None: this rank ran none."""
-        while self.control.any(bool(turn.size)):
-            self._times = None
-            start_s = self.now_s()
-            is_run = self._run(partial(self._timed_step_of, turn.samples), turn)
-            self.wall_s = self.now_s() - start_s
-            if is_run:
-                return self._times
-        return None
+        blocks = {n for n, unit in enumerate(self.model.units) if unit.kind is UnitKind.BLOCK}
+        clock = _PhaseClock(self._clock, blocks)
+
+        def step() -> None:
+            clock.times = Times(0.0, 0.0, 0.0)
+            with self.model.executor.link.observed_by(clock):
+                self._forward_backward(*self._calls(turn.samples, 1))
+
+        return clock.times if self._runs(step, turn) else None
 
     def held(self, turn: Turn, count: int = 1) -> Held | None:
         """Measure the bytes of a step with ``count`` microbatches; None: it was not its turn."""
-        while self.control.any(bool(turn.size)):
-            own = count if turn.size else 1
-            if self._run(partial(self._watched_step_of, turn.samples, own), turn):
-                return self._held if turn.size else None
-        return None
+        found = Held()
 
-    def _failure_of(self, attempt: Callable[[], None], doing: str) -> BaseException | None:
-        """Run a step, and return the error of this rank; those of others are told afterwards."""
-        try:
-            with lost_rank_explained(self.control.rank, doing):
-                attempt()
-        except RemoteRankError:
-            pass  # the failing rank reports its error
-        except Exception as raised:
-            # the others wait for this rank in the middle of the step, and it cannot go on
-            if self._is_inside and not self.model.executor.failure.gave_up:
-                raise
-            return raised
-        finally:
-            forget_gradients(self.model.module)
-        return None
+        def step() -> None:
+            nonlocal found
+            own, meter = count if turn.size else 1, StepMeter(self.model)
+            calls, failure = self._calls(turn.samples, own)
+            with meter.measuring():
+                self._forward_backward(calls, failure, meter.forward_done)
+            if turn.size:
+                # in a real step every microbatch has samples of its own on the device
+                batch = self._batch_of(turn.size)
+                found = meter.held(own * batch_bytes(batch, self.model.accelerator))
+
+        return found if self._runs(step, turn) else None
+
+    def _runs(self, attempt: Callable[[], None], turn: Turn) -> bool:
+        """Run a step until all ranks have the memory; return whether this rank had a turn."""
+        while self.control.any(bool(turn.size)):
+            if self._run(attempt, turn):
+                return bool(turn.size)
+        return False
 
     def _run(self, attempt: Callable[[], None], turn: Turn) -> bool:
         """Run a step; return whether all ranks had the memory."""
-        doing = f"profiling a microbatch of {samples(turn.samples)}"
-        failure = self._failure_of(attempt, doing)
-        message = None if failure is None else printable(f"{type(failure).__name__}: {failure}")
-        refused = failure is not None and is_out_of_memory(failure)
-        with lost_rank_explained(self.control.rank, doing):
-            said = self.control.gather((turn.samples, refused, message))
-        for rank, (at, out_of_memory, text) in enumerate(said):
+        failure: Exception | None = None
+        with lost_rank_explained(
+            self.control.rank, f"profiling a microbatch of {samples(turn.samples)}"
+        ):
+            try:
+                attempt()
+            except RemoteRankError:
+                pass  # the failing rank reports its error
+            except Exception as raised:
+                # the others wait for this rank in the middle of the step, and it cannot go on
+                if self._is_inside and not self.model.executor.failure.gave_up:
+                    raise
+                failure = raised
+            finally:
+                forget_gradients(self.model.module)
+            message = None if failure is None else printable(f"{type(failure).__name__}: {failure}")
+            refused = failure is not None and is_out_of_memory(failure)
+            rows = self.control.gather((turn.samples, refused, message))
+        for rank, (size, out_of_memory, text) in enumerate(rows):
             if text is not None and not out_of_memory:
                 raise ProfilingError(
-                    f"Rank {rank} failed while profiling a microbatch of {samples(at)}: {text}\n"
+                    f"Rank {rank} failed while profiling a microbatch of {samples(size)}: {text}\n"
                     "Profiling calls training_step after the setup() hook and before training"
                     " starts. CephaloStrategy(plan=...) trains without profiling."
                 ) from failure
@@ -170,29 +156,11 @@ class Prober:
             del failure
         if refused:
             turn.drop()
-        if not any(out_of_memory for _, out_of_memory, _ in said):
+        if not any(out_of_memory for _, out_of_memory, _ in rows):
             return True
         gc.collect()
         self.model.accelerator.empty_cache()
         return False
-
-    def _timed_step_of(self, size: int) -> None:
-        blocks = {n for n, unit in enumerate(self.model.units) if unit.kind is UnitKind.BLOCK}
-        clock = _PhaseClock(self._clock, blocks)
-        with self.model.executor.link.observed_by(clock):
-            self._forward_backward(*self._calls(size, 1))
-        if size:
-            self._times = Times(clock.forward_s, clock.backward_s, clock.tail_s)
-
-    def _watched_step_of(self, size: int, count: int) -> None:
-        calls, failure = self._calls(size, count)
-        meter = StepMeter(self.model)
-        with meter.measuring():
-            self._forward_backward(calls, failure, meter.forward_done)
-        if size:
-            # in a real step every microbatch has samples of its own on the device
-            samples_bytes = count * batch_bytes(self._batch_of(size), self.model.accelerator)
-            self._held = meter.held(samples_bytes)
 
     def _forward_backward(
         self,
@@ -214,11 +182,9 @@ class Prober:
 
     def _calls(self, size: int, count: int) -> tuple[list[MicrobatchCall], BaseException | None]:
         """Return the microbatches to run, or why this rank cannot run them."""
-        if not size:
-            return [], None
         weight_of: Any = partial(_finite_loss_and_weight, samples=size)
         try:
-            batches = [self._batch_of(size) for _ in range(count)]
+            batches = [self._batch_of(size) for _ in range(count if size else 0)]
         except Exception as failure:
             return [], failure
         return [
@@ -232,35 +198,37 @@ class _PhaseClock(Observer):
 
     def __init__(self, clock: Callable[[], float], blocks: Container[int]) -> None:
         self._clock, self._blocks = clock, blocks
-        self._began_s = self._met_s = 0.0
-        self.forward_s = self.backward_s = self.tail_s = 0.0
+        self._began_s = 0.0
+        self.times = Times(0.0, 0.0, 0.0)
 
     def before(self, instruction: Instruction) -> None:
-        if instruction.operation in COMPUTE or instruction.operation is Operation.MEET:
-            self._met_s = 0.0
+        if instruction.operation in _TIMED:
             self._began_s = self._clock()
 
     def before_wait(self, instruction: Instruction) -> None:
         if instruction.operation is Operation.MEET:
-            self._met_s += self._clock() - self._began_s
+            self._add(instruction)
 
     def after_wait(self, instruction: Instruction) -> None:
         if instruction.operation is Operation.MEET:
             self._began_s = self._clock()
 
     def after(self, instruction: Instruction) -> None:
+        if instruction.operation in _TIMED:
+            self._add(instruction)
+
+    def _add(self, instruction: Instruction) -> None:
+        took_s, (forward_s, backward_s, tail_s) = self._clock() - self._began_s, self.times
         if instruction.operation is Operation.MEET:
-            # behind the wait the backward goes on to the meeting before; the forward does little
-            self.backward_s += self._met_s + self._clock() - self._began_s
-        if instruction.operation not in COMPUTE:
-            return
-        took_s = self._clock() - self._began_s
-        if instruction.unit not in self._blocks:
-            self.tail_s += took_s
+            # without the wait; behind it the backward goes on, and the forward does little
+            backward_s += took_s
+        elif instruction.unit not in self._blocks:
+            tail_s += took_s
         elif instruction.operation is Operation.BACKWARD:
-            self.backward_s += took_s
+            backward_s += took_s
         else:
-            self.forward_s += took_s
+            forward_s += took_s
+        self.times = Times(forward_s, backward_s, tail_s)
 
 
 def _finite_loss_and_weight(result: Any, samples: int) -> tuple[torch.Tensor, float]:
@@ -283,3 +251,16 @@ def _finite_loss_and_weight(result: Any, samples: int) -> tuple[torch.Tensor, fl
 
 def samples(size: int) -> str:
     return "1 sample" if size == 1 else f"{size} samples"
+
+
+@contextmanager
+def lost_rank_explained(rank: int, doing: str) -> Iterator[None]:
+    """Replace the error of a lost connection by one that explains it."""
+    try:
+        yield
+    except RuntimeError as failure:
+        if isinstance(failure, ProfilingError) or not is_lost_connection(failure):
+            raise
+        raise ProfilingError(
+            f"Rank {rank} lost the connection to another rank while {doing}: {failure}"
+        ) from failure

@@ -1,8 +1,7 @@
-"""Shows a status line while profiling and solving, and prints one line at the end."""
+"""Shows a status line while profiling and solving."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -37,18 +36,3 @@ class Progress:
         """Print a line that stays."""
         if self._console is not None:
             self._console.print(printable(text), highlight=False)
-
-    def timing(self, sizes: Sequence[int]) -> None:
-        """Show the microbatch sizes that are being timed."""
-        by_rank = ", ".join(str(size) if size else "-" for size in sizes)
-        self.say(f"profiling: microbatches of {by_rank} samples (by rank)")
-
-    def done(self, largest: Sequence[int], seconds: float, steps: float) -> None:
-        """Print the final line."""
-        if self._console is not None:
-            sizes = ", ".join(map(str, largest))
-            self._console.print(
-                f"Profiled microbatches of up to {sizes} samples (by rank) in {seconds:.1f} s"
-                f" ({steps:.0f} steps).",
-                highlight=False,
-            )

@@ -16,6 +16,8 @@ from lightning_cephalo.profiling.sweep import Measured
 
 # Ranks with the same device name whose times differ by less count as equal.
 _ALIKE = 0.10
+# Memory that grows by less than this part of before has slowed down.
+_SLOWER = 0.9
 # Curves of which equal ranks get the medians, and those of which they get the largest.
 _TIMES = ("forward_s", "backward_s", "tail_s")
 _MEMORY = (
@@ -91,15 +93,25 @@ def compute_curve(
 ) -> tuple[float, ...]:
     """Return ``compute_bytes`` of 1 to ``largest`` samples; a larger batch holds no less.
 
-    Sizes beyond those measured lie on the line through the smallest and the largest one.
+    Between two sizes it lies on their line. Where chunks of logits fill up in between, growth slows
+    down: then it lies on the lines of the sizes at both ends, up to where they meet. Sizes beyond
+    those measured lie on the steepest line.
     """
     if not largest:
         return ()
     every, rising = np.arange(1, largest + 1), np.maximum.accumulate(np.asarray(peaks, dtype=float))
-    slope = rising[0] / sizes[0]
-    if len(sizes) > 1:
-        slope = (rising[-1] - rising[0]) / (sizes[-1] - sizes[0])
-    dense = np.interp(every, sizes, rising) + slope * np.maximum(every - sizes[-1], 0)
+    slopes = np.diff(rising) / np.diff(sizes) if len(sizes) > 1 else [rising[0] / sizes[0]]
+    dense = np.interp(every, sizes, rising) + max(slopes) * np.maximum(every - sizes[-1], 0)
+    for at in range(len(sizes) - 1):
+        bound = np.full(largest, rising[at + 1])
+        if at > 1 and slopes[at - 1] < _SLOWER * slopes[at - 2]:
+            continue  # they were full before
+        if at:
+            bound = np.minimum(bound, rising[at] + slopes[at - 1] * (every - sizes[at]))
+        if at + 2 < len(sizes):
+            bound = np.minimum(bound, rising[at + 1] - slopes[at + 1] * (sizes[at + 1] - every))
+        is_between = (every > sizes[at]) & (every < sizes[at + 1]) & (len(sizes) > 2)
+        dense = np.where(is_between, np.maximum(dense, bound), dense)
     inside = dense - gathered - kept.microbatch_bytes - kept.sample_bytes * every
     return tuple(np.maximum(inside, 0.0).tolist())
 
@@ -116,28 +128,23 @@ def merge_equal_ranks(profiles: Sequence[RankProfile]) -> list[RankProfile]:
         group = [profiles[index] for index in members]
         length = min(profile.largest_microbatch_size for profile in group)
         capacities = [profile.capacity_bytes for profile in group]
-        if len(group) < 2 or not length or min(capacities) < (1.0 - _ALIKE) * max(capacities):
-            continue
         curves: dict[str, Any] = {
-            curve: _merged(group, curve, length, statistics.median)
-            for curve in (*_TIMES, "kept_backward_s")
+            curve: _merged(group, curve, length, max if curve in _MEMORY else statistics.median)
+            for curve in (*_TIMES, "kept_backward_s", *_MEMORY)
         }
-        totals = [sum(curves[curve][at] for curve in _TIMES) for at in range(length)]
-        if any(
-            abs(sum(getattr(profile, curve)[at] for curve in _TIMES) - total) > _ALIKE * total
-            for profile in group
-            for at, total in enumerate(totals)
-        ):
-            continue
-        curves |= {curve: _merged(group, curve, length, max) for curve in _MEMORY}
-        shared = replace(
-            group[0],
-            capacity_bytes=min(capacities),
-            updated_parameters_per_s=min(profile.updated_parameters_per_s for profile in group),
-            **curves,
+        is_noise = (
+            length
+            and min(capacities) >= (1.0 - _ALIKE) * max(capacities)
+            and all(
+                abs(sum(getattr(own, curve)[at] - curves[curve][at] for curve in _TIMES))
+                <= _ALIKE * sum(curves[curve][at] for curve in _TIMES)
+                for own in group
+                for at in range(length)
+            )
         )
-        for index in members:
-            found[index] = shared
+        if len(group) > 1 and is_noise:
+            shared = replace(group[0], capacity_bytes=min(capacities), **curves)
+            found = [shared if own.name == name else own for own in found]
     return found
 
 

@@ -28,6 +28,7 @@ from lightning_cephalo.execution.memory_errors import OutOfMemoryInStepError
 from lightning_cephalo.plan import Problem, RankProfile, solve
 from lightning_cephalo.plan.replan import ReplanPolicy
 from lightning_cephalo.preparation import replanning
+from lightning_cephalo.preparation.options import Options
 from lightning_cephalo.sharding.flat import Flat
 from lightning_cephalo.sharding.spent_gradients import sent_gradient
 
@@ -145,21 +146,30 @@ class TakesLabels(Counts):
 class BeginsToReplan(Callback):
     """Lets a training by a given plan change it where memory is short."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+    def __init__(self, problem: Problem, **options: Any) -> None:
+        self.problem, self.options = problem, options
 
     def on_train_start(self, trainer, module) -> None:
-        training, session = trainer.strategy._training, trainer.strategy.session
+        strategy = trainer.strategy
+        session = strategy.session
         policy = ReplanPolicy(self.problem, session.plan)
-        training.replanning = replanning.Replanning(training.changes, self.problem, policy)
-        training.repeated = RepeatedStep(session.model, session.logs.metrics)
+        strategy._training.replanning = replanning.Replanning(
+            session,
+            trainer,
+            strategy._training.changes,
+            strategy._watch,
+            self.problem,
+            policy,
+            Options(**self.options),
+        )
+        strategy._training.repeated = RepeatedStep(session.model, session.logs.metrics)
 
 
 def _fit(model: Net, plan: Plan | None, problem: Problem = PROBLEM, early: Any = False, **options):
     callbacks: list[Callback] = []
     strategy: Any = "auto"
     if plan is not None:
-        callbacks = [BeginsToReplan(problem)]
+        callbacks = [BeginsToReplan(problem, planner=Planner(verbose=False))]
         strategy = CephaloStrategy(
             plan=plan,
             global_batch_size=GLOBAL_BATCH,
@@ -171,7 +181,7 @@ def _fit(model: Net, plan: Plan | None, problem: Problem = PROBLEM, early: Any =
         strategy=strategy, devices=devices, accelerator="cpu", callbacks=callbacks, **options
     )
     run.fit(model, loader(32), loader(8))
-    return [] if plan is None else list(run.strategy.report.replans), run
+    return list(getattr(run.strategy, "replans", ())), run
 
 
 def _result(make: Callable[[], Hungry], plan: Plan | None, **options):
@@ -331,7 +341,7 @@ ON_DEVICES = Problem([DEVICE, DEVICE], units=3, state_bytes=2e6, global_batch_si
 
 def _grown(capacity_bytes: int):
     model = Grows()
-    callback = BeginsToReplan(ON_DEVICES)
+    callback = BeginsToReplan(ON_DEVICES, planner=Planner(verbose=False))
     plan = plan_of(((4,), 0.5), ((4,), 0.5))
     run = fit(
         model,
@@ -342,7 +352,7 @@ def _grown(capacity_bytes: int):
         is_time_shared=False,
         max_steps=5,
     )
-    return model.losses, model.largest, [(c.cause, c.step) for c in run.strategy.report.replans]
+    return model.losses, model.largest, [(c.cause, c.step) for c in run.strategy.replans]
 
 
 def _both():

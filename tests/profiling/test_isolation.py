@@ -158,9 +158,9 @@ def around_profiling(module, data, look, **options):
     measure = planning.measure
 
     def looking(**arguments):
-        seen.append(look(arguments["trainer"]))
+        seen.append(look(arguments["view"].of))
         problem = measure(**arguments)
-        seen.append(look(arguments["trainer"]))
+        seen.append(look(arguments["view"].of))
         return problem
 
     planning.measure = looking

@@ -2,6 +2,7 @@
 
 import functools
 import warnings
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -62,17 +63,18 @@ def test_what_was_measured_is_kept_for_plans_of_other_clusters(profiled_once, mo
     assert list(curves.compute_bytes) == problem["ranks"][0]["compute_bytes"]
 
 
-def both_kinds_of_shares(capacity_bytes):
+def both_kinds_of_shares(capacity_bytes, uneven_s=(3.0, 3.0)):
     """What one of the two kinds of shares saves, by a clock that counts bytes moved."""
     from lightning_cephalo.profiling import network
 
     seen = []
     timed = network.mean_times
 
-    def recorded(model, clock):
-        seen.append(model.fractions)
+    def recorded(model, clock, units):
+        if len(units) > 1:  # blocks
+            seen.append(model.fractions)
         even = len(set(model.fractions)) == 1
-        return network.MeanTimes(*((1.0, 2.0) if even else (3.0, 2.01)))
+        return network.MeanTimes(*((1.0, 2.0) if even else uneven_s))
 
     network.mean_times = recorded
     try:
@@ -84,13 +86,15 @@ def both_kinds_of_shares(capacity_bytes):
 
 def test_even_and_uneven_shares_are_both_timed():
     def each():
-        return [both_kinds_of_shares(capacity) for capacity in (None, (3 * 10**8, 10**8))]
+        cases = [(None,), ((3 * 10**8, 10**8),), (None, (1.0, 2.1))]
+        return [both_kinds_of_shares(*case) for case in cases]
 
-    alike, other = in_ranks(2, each)[0]
+    alike, other, noise = in_ranks(2, each)[0]
     seen, gather_s, even_gather_s, even_reduce_s = alike
     assert seen == [(0.5, 0.5), (0.25, 0.75)]
     assert (gather_s, even_gather_s) == (3.0, 1.0)
-    assert even_reduce_s is None  # less than noise
+    assert even_reduce_s == 2.0
+    assert noise[1:] == (1.0, None, None)
     seen, gather_s, even_gather_s, _ = other
     assert seen == [(0.75, 0.25), (0.5, 0.5)]
     assert (gather_s, even_gather_s) == (3.0, 1.0)
@@ -117,7 +121,7 @@ def on_unequal_ranks():
         planning.measure = measure
     plan = trainer.strategy.plan
     batches = [rank.batch_size for rank in plan.ranks]
-    return problems[0].to_dict(), batches, plan.step_s, trainer.strategy.report.step_s
+    return problems[0].to_dict(), batches, plan.step_s, trainer.strategy.measured_step_s
 
 
 @functools.cache
@@ -287,12 +291,13 @@ def test_nothing_that_goes_wrong_in_remembering_is_raised():
                       global_batch_size=1)  # fmt: skip
 
     def told(**wrong):
-        arguments = {"model": "m", "parameters": 5, "dtype": None, "recompute": True, "batch": None}
-        return remember(problem, **{**arguments, **wrong})
+        given = {"module": nn.Linear(2, 2), "parameter_count": 5, "compute_dtype": None}
+        executor = SimpleNamespace(recompute=True)
+        return remember(problem, SimpleNamespace(executor=executor, **{**given, **wrong}), None)
 
     assert told() is None
-    assert "CurveTable.model" in told(model="")
-    assert "TypeError" in told(dtype=[])
+    assert "CurveTable.parameters" in told(parameter_count=-1)
+    assert "TypeError" in told(compute_dtype=[1])
 
 
 FIRST = loader().dataset[0][0]
