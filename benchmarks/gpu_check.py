@@ -232,8 +232,8 @@ def _predicted(size: Size, samples: int) -> dict[str, list[float | None]]:
         global_batch_size=samples, planner=Planner(verbose=False, remeasure=True), replan=False
     )
     watch = _fit(size, strategy, samples, [kept])
-    assert strategy.measured_memory is not None
-    measured = [rank.peak_bytes for rank in strategy.measured_memory]
+    assert strategy.report.memory is not None
+    measured = [rank.peak_bytes for rank in strategy.report.memory]
     return {
         "predicted_bytes": list(kept.bytes),
         "measured_bytes": list(measured),

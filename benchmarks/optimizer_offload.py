@@ -236,7 +236,7 @@ def _row(batch: int, problem: Problem, name: str, plan: Plan, is_early: bool) ->
     callbacks = [Blocking()] if name == BLOCKING else []
     ranks = len(plan.ranks)
     strategy = _fit(batch, ranks, STEPS, {"plan": bare, **early}, callbacks=callbacks).strategy
-    held = strategy.measured_memory
+    held = strategy.report.memory
     fullest = max(range(len(held)), key=lambda rank: predicted.ranks[rank].memory_bytes)
     part = predicted.ranks[fullest]
     return Row(
@@ -244,7 +244,7 @@ def _row(batch: int, problem: Problem, name: str, plan: Plan, is_early: bool) ->
         batch,
         name,
         blocking_s(case, plan) if name == BLOCKING else predicted.step_s,
-        strategy.measured_step_s,
+        strategy.report.step_s,
         part.memory_bytes,
         held[fullest].peak_bytes,
         part.host_bytes + part.state_host_bytes,

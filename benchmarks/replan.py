@@ -164,7 +164,7 @@ def _train(
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(4096, _LENGTH, _WIDTH, generator=generator))
     trainer.fit(model, DataLoader(data, _BATCH))
-    found = strategy.replans
+    found = strategy.report.replans
     return Run(
         times.times_s,
         model.losses,

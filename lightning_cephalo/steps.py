@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.plugins.precision import Precision
@@ -38,7 +38,6 @@ from lightning_cephalo.data.cutting import (
 from lightning_cephalo.execution.step import ForwardOutcome, MicrobatchCall
 from lightning_cephalo.execution.updates import LateUpdates
 from lightning_cephalo.features.manual_step import PhasedSteps
-from lightning_cephalo.observe.watch import Watch
 from lightning_cephalo.preparation.session import Session
 from lightning_cephalo.preparation.training import Training
 from lightning_cephalo.ranks.control import not_connected
@@ -51,28 +50,6 @@ Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Run:
-    """What the steps of a training work with.
-
-    Attributes:
-        precision: Returns the precision plugin, which code may replace.
-        reduce: Lightning's function that reduces values over the ranks.
-        running: Returns the training, which begins when ranks are measured.
-        tells: What else adds numbers to the exchange of each step.
-        settle: Waits until no copy of the state is under way, before it changes.
-    """
-
-    session: Session
-    running: Callable[[], Training]
-    module: LightningModule
-    precision: Callable[[], Precision]
-    reduce: Callable[..., Any]
-    tells: tuple[TellsRanks, ...]
-    watch: Watch
-    settle: Callable[[], None]
-
-
-@dataclass(frozen=True)
 class _Forward:
     """The microbatches of a forward, what this rank tells the others at its end, and a failure."""
 
@@ -82,19 +59,24 @@ class _Forward:
 
 
 class Steps(ABC):
-    """The steps of a training."""
+    """The steps of a training.
 
-    def __init__(self, run: Run) -> None:
-        self._run, self._session = run, run.session
+    Args:
+        reduce: Lightning's function that reduces values over the ranks.
+        tells: What else adds numbers to the exchange of each step.
+    """
+
+    def __init__(
+        self, training: Training, reduce: Callable[..., Any], tells: Sequence[TellsRanks]
+    ) -> None:
+        self._training, self._reduce = training, reduce
+        self._session, self._view, self._watch = training.session, training.view, training.watch
+        self._notes = StepNotes(training, *tells)
         self._batch_weight = 0.0  # of this rank, in the last step
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         """Make None of a copy, as of a session."""
         return not_connected, ()
-
-    @cached_property
-    def _notes(self) -> StepNotes:
-        return StepNotes(self._run.running(), *self._run.tells)
 
     @abstractmethod
     def training_step(self, batch: Any, arguments: Arguments) -> Any:
@@ -122,13 +104,13 @@ class Steps(ABC):
         self, attempts: Attempts, arguments: Arguments, is_seen: bool
     ) -> tuple[list[int], StepLog, ForwardOutcome]:
         """Run a forward, and return its microbatches' samples, its log and its outcome."""
-        run, session, batch = self._run, self._session, attempts.next()
+        session, batch = self._session, attempts.next()
         rest, kwargs = arguments
-        step = run.module.training_step
-        pieces, failure = session.cut(batch)
+        step = self._view.module.training_step
+        pieces, failure = session.batches.cut(batch)
         failure = attempts.cut_into(pieces) or failure
         counts = [count for _, count in pieces]
-        run.running().compare_losses(batch, pieces, lambda piece: step(piece, *rest, **kwargs))
+        self._training.compare_losses(batch, pieces, lambda piece: step(piece, *rest, **kwargs))
         log = session.logs.of_step(counts, is_seen=is_seen)
         calls = [
             _call(partial(step, piece, *rest, **kwargs), count, log, index)
@@ -136,17 +118,17 @@ class Steps(ABC):
         ]
         session.user_gathers.before_step("training", len(calls), failed=failure is not None)
         note = (lambda: self._notes.of(log.note())) if is_seen else tuple
-        with run.precision().train_step_context():
+        with self._view.precision.train_step_context():
             outcome = self._forward_of(_Forward(calls, note, failure))
         return counts, log, outcome
 
     def _run_forward(
         self, batch: Any, arguments: Arguments
     ) -> tuple[list[int], StepLog, ForwardOutcome]:
-        run, memory = self._run, self._session.memory
+        training, memory = self._training, self._session.memory
         memory.before_forward(batch)
-        attempts = Attempts(batch, may_repeat=run.running().may_repeat)
-        found = run.running().forward(partial(self._forward, attempts, arguments))
+        attempts = Attempts(batch, may_repeat=training.may_repeat)
+        found = training.forward(partial(self._forward, attempts, arguments))
         self._notes.learn(found[2].notes)
         memory.after_forward()
         return found
@@ -154,7 +136,7 @@ class Steps(ABC):
     def _update(
         self, optimizer: Optimizer, closure: Callable[[], Any], options: Mapping[str, Any]
     ) -> Any:
-        run, session = self._run, self._session
+        session = self._session
         session.look_for_early_update(optimizer)
         elsewhere = None if session.moved is None else LateUpdates(session.model.executor)
         update = local_update(optimizer, session.updates.of(optimizer), elsewhere)
@@ -166,30 +148,30 @@ class Steps(ABC):
                 after_closure.enter_context(session.model.executor.update())
                 return session.updates.whole_loss(optimizer, outcome, self._batch_weight)
 
-            return run.precision().optimizer_step(
-                optimizer, model=run.module, closure=whole_closure, **options
+            return self._view.precision.optimizer_step(
+                optimizer, model=self._view.module, closure=whole_closure, **options
             )
 
 
 class AutomaticSteps(Steps):
     """Steps whose backward and update follow ``training_step``."""
 
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._skipped = SkippedSteps()
 
     def training_step(self, batch: Any, arguments: Arguments) -> Any:
-        run, session = self._run, self._session
-        run.watch.start_step()
+        session = self._session
+        self._watch.start_step()
         counts, log, outcome = self._run_forward(batch, arguments)
-        with run.precision().forward_context():
+        with self._view.precision.forward_context():
             weights, trained = outcome.weights, sum(counts)
             if outcome.skipped:
                 weights, trained = without_loss(outcome.results, weights, counts)
-            session.logs.finish(log, outcome, weights, run.reduce)
+            session.logs.finish(log, outcome, weights, self._reduce)
         self._skipped.learn(outcome)
         if outcome.is_skipped:
-            run.running().end_without_backward()
+            self._training.end_without_backward()
             return no_loss()
         self._batch_weight = math.fsum(outcome.weights)
         joined = joined_result(outcome.results, outcome.weights, counts)
@@ -197,16 +179,16 @@ class AutomaticSteps(Steps):
 
     def _forward_of(self, forward: _Forward) -> ForwardOutcome:
         executor = self._session.model.executor
-        executor.weighing.steps_per_update = self._run.module.trainer.accumulate_grad_batches
-        scale_loss = loss_scaler(self._run.precision())
+        executor.weighing.steps_per_update = self._view.accumulates
+        scale_loss = loss_scaler(self._view.precision)
         return executor.forward(forward.calls, scale_loss, forward.note, forward.failure)
 
     def backward(self, loss: Tensor, optimizer: Optimizer | None, arguments: Arguments) -> Tensor:
-        run, session = self._run, self._session
-        plugin, module, (args, kwargs) = run.precision(), run.module, arguments
+        session, plugin, module = self._session, self._view.precision, self._view.module
+        args, kwargs = arguments
         session.model.executor.show_held_gradients()
         loss = plugin.pre_backward(loss, module)
-        steps = float(module.trainer.accumulate_grad_batches)
+        steps = float(self._view.accumulates)
         if not is_overridden("backward", module) and type(plugin).backward is Precision.backward:
             self._layered(divisor=steps)
         else:
@@ -218,16 +200,16 @@ class AutomaticSteps(Steps):
 
     def _layered(self, **factors: float) -> None:
         run = partial(self._session.model.executor.backward, **factors)
-        self._run.running().backward(run)
+        self._training.backward(run)
 
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], options: Mapping[str, Any]
     ) -> Any:
-        run, memory = self._run, self._session.memory
+        memory = self._session.memory
         with memory.step():
             result = self._update(optimizer, closure, options)
-        is_repeated = run.running().step_was_repeated
-        run.watch.finish_step(counts=not memory.slowed and not is_repeated)
+        is_repeated = self._training.step_was_repeated
+        self._watch.finish_step(counts=not memory.slowed and not is_repeated)
         return result
 
     def before_norm(self) -> bool:
@@ -237,18 +219,18 @@ class AutomaticSteps(Steps):
 class ManualSteps(Steps):
     """Steps whose code calls backwards and updates itself."""
 
-    def __init__(self, run: Run, phased: PhasedSteps) -> None:
-        super().__init__(run)
+    def __init__(self, phased: PhasedSteps, *args: Any) -> None:
+        super().__init__(*args)
         self._phased = phased
 
     def training_step(self, batch: Any, arguments: Arguments) -> Any:
-        run, session = self._run, self._session
-        run.watch.start_step()
+        session = self._session
+        self._watch.start_step()
         with session.memory.step():
             _, log, outcome = self._run_forward(batch, arguments)
-            with run.precision().forward_context():
-                session.logs.finish(log, outcome, outcome.weights, run.reduce)
-        run.watch.finish_step(counts=not session.memory.slowed)
+            with self._view.precision.forward_context():
+                session.logs.finish(log, outcome, outcome.weights, self._reduce)
+        self._watch.finish_step(counts=not session.memory.slowed)
         return detached(outcome.results[0])
 
     def _forward_of(self, forward: _Forward) -> ForwardOutcome:
@@ -257,7 +239,7 @@ class ManualSteps(Steps):
 
     def backward(self, loss: Tensor, optimizer: Optimizer | None, arguments: Arguments) -> Tensor:
         self._phased.check_is_running()
-        plugin, module, (args, kwargs) = self._run.precision(), self._run.module, arguments
+        plugin, module, (args, kwargs) = self._view.precision, self._view.module, arguments
         if not self._phased.calls_hooks:
             plugin.backward(loss, module, optimizer, *args, **kwargs)
             return loss.detach()
@@ -271,7 +253,7 @@ class ManualSteps(Steps):
     ) -> Any:
         if self._phased.is_measured:
             return closure()
-        self._run.settle()
+        self._training.settle()
         with self._phased.updating(optimizer):
             return self._update(optimizer, self._phased.closure(closure), options)
 
@@ -298,7 +280,7 @@ class EvaluationSteps:
         """Run one of the module's steps; return its result and this rank's samples in it."""
         session, user_step = self._session, getattr(self._module, name)
         rest, kwargs = arguments
-        samples = 0 if session.lacks_samples else evaluation_samples(batch)
+        samples = 0 if session.batches.are_lacking else evaluation_samples(batch)
         log = session.logs.of_step([samples])
 
         def step() -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from os import PathLike
@@ -21,7 +20,7 @@ from lightning.fabric.utilities.init import _EmptyInit
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
-from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -36,23 +35,16 @@ from lightning_cephalo.adapters import (
     precision,
 )
 from lightning_cephalo.adapters.dealt_loaders import SamplerTakeover
-from lightning_cephalo.adapters.ending import Ending, evaluation_loop
-from lightning_cephalo.adapters.held_state import holds_rows
+from lightning_cephalo.adapters.ending import Ending
 from lightning_cephalo.adapters.hook_logs import HookLogs, mean_over_samples
 from lightning_cephalo.adapters.refusals import Situation, When, refuse
 from lightning_cephalo.adapters.resuming import KEY, Resumption, saved_order
 from lightning_cephalo.adapters.user_gathers import require_equal_shapes
 from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.common.errors import UnsupportedError
-from lightning_cephalo.observe import report
-from lightning_cephalo.observe.memory import RankMemory
-from lightning_cephalo.observe.pace import MeasuredRank
-from lightning_cephalo.observe.watch import Watch
-from lightning_cephalo.plan import Plan, Problem
-from lightning_cephalo.plan.memory_timeline import MemoryTimeline
-from lightning_cephalo.plan.reasons import left_out, reasons, surprises
-from lightning_cephalo.plan.replan import Replan
-from lightning_cephalo.preparation import replanning
+from lightning_cephalo.observe.watch import RunReport, Watch
+from lightning_cephalo.plan import Plan
+from lightning_cephalo.preparation import tables
 from lightning_cephalo.preparation.job import Job, read_job
 from lightning_cephalo.preparation.limits import Cap
 from lightning_cephalo.preparation.options import (
@@ -66,18 +58,16 @@ from lightning_cephalo.preparation.options import (
     parse_units,
     refuse_removed,
 )
-from lightning_cephalo.preparation.prepare import make_plan, measure_or_load
 from lightning_cephalo.preparation.session import Session
 from lightning_cephalo.preparation.training import Training
 from lightning_cephalo.profiling.isolation import no_loaders_left
-from lightning_cephalo.profiling.memory_model import predicted
 from lightning_cephalo.ranks import launch
 from lightning_cephalo.ranks.aborting import abort_groups
 from lightning_cephalo.ranks.connection import Ranks
 from lightning_cephalo.recovery.options import Recovery, Wish
 from lightning_cephalo.recovery.recovering import Recovering, rows_of_model, rows_of_optimizer
 from lightning_cephalo.sharding.collectives import all_gather_rows, communicates
-from lightning_cephalo.steps import AutomaticSteps, EvaluationSteps, ManualSteps, Run, Steps
+from lightning_cephalo.steps import AutomaticSteps, EvaluationSteps, ManualSteps, Steps
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -217,10 +207,6 @@ class CephaloStrategy(ParallelStrategy):
         self._synchronised: batch_norm.SynchronisedLayers | None = None
         # from the loading of a checkpoint to teardown()
         self._resumption: Resumption | None = None
-        # results, which outlive the ranks and the session
-        self._plan: Plan | None = None
-        self._measured_memory: tuple[RankMemory, ...] | None = None
-        self._replans: tuple[Replan, ...] = ()
 
     @classmethod
     @override
@@ -234,35 +220,12 @@ class CephaloStrategy(ParallelStrategy):
     @property
     def plan(self) -> Plan | None:
         """The plan of the running or last training, known after ``setup``."""
-        return self._plan
+        return self._watch.plan
 
     @property
-    def measured_step_s(self) -> float | None:
-        """Median time of a training step on this rank, without the first few; None before any."""
-        return self._watch.step_s
-
-    @property
-    def measured_ranks(self) -> tuple[MeasuredRank, ...]:
-        """Work and waiting times of every rank, known on all ranks at the end of ``fit``."""
-        return self._watch.ranks
-
-    @property
-    def measured_memory(self) -> tuple[RankMemory, ...] | None:
-        """Memory of every rank, by kind; known after training of two steps or more."""
-        return self._measured_memory
-
-    @property
-    def memory_timeline(self) -> tuple[MemoryTimeline, ...]:
-        """What every rank held and moved over one step, by phase and kind, at the end of ``fit``.
-
-        Known on all ranks, with ``record=``; else empty.
-        """
-        return self._watch.timelines(self._plan)
-
-    @property
-    def replans(self) -> tuple[Replan, ...]:
-        """The changes of plan in the running or last training, without those of the user."""
-        return self._replans if self._training is None else self._training.replans
+    def report(self) -> RunReport:
+        """Times, memory and changes of plan of the running or last training."""
+        return self._watch.report()
 
     def change_plan(self, plan: Plan | str | PathLike[str]) -> None:
         """Train by another plan, from between two of the next steps on; collective.
@@ -289,10 +252,10 @@ class CephaloStrategy(ParallelStrategy):
             RemoteRankError: If any of these happened on another rank.
             RuntimeError: Outside of ``fit``.
         """
-        if self._training is None:
+        if self._training is None or self._watch.plan is None:
             raise RuntimeError("change_plan() works only while fit() runs, after setup.")
         self._ending.meet("changing the plan", "Call strategy.change_plan() on every rank.")
-        self.session.optimizers = list(self.optimizers)
+        self.session.hold(self.optimizers)
         self._training.changes.request(plan)
 
     @property
@@ -303,16 +266,14 @@ class CephaloStrategy(ParallelStrategy):
         return self._session
 
     @property
-    def _running(self) -> Training:
-        if self._training is None:
-            raise RuntimeError("This works only while fit() runs, after setup.")
-        return self._training
+    def _view(self) -> TrainerView:
+        return TrainerView(self._module.trainer)
 
     @property
-    def _training_steps(self) -> Steps:
-        if self._steps is None:
+    def _running(self) -> tuple[Training, Steps]:
+        if self._training is None or self._steps is None:
             raise RuntimeError("This works only while fit() runs, after setup.")
-        return self._steps
+        return self._training, self._steps
 
     # -- which rank this is -------------------------------------------------------------------
 
@@ -426,27 +387,19 @@ class CephaloStrategy(ParallelStrategy):
     @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
-        self._resumption = None
+        self._resumption, view = None, TrainerView(trainer)
         self.accelerator.setup(trainer)
-        fitting = trainer.state.fn == TrainerFn.FITTING
         self._recovering.check_begin()
-        self._refuse(When.TRAINING_SETUP if fitting else When.EVALUATION_SETUP)
-        if fitting and self._layer_sync is not None:
+        self._refuse(When.TRAINING_SETUP if view.is_fitting else When.EVALUATION_SETUP)
+        if view.is_fitting and self._layer_sync is not None:
             self._synchronised = batch_norm.SynchronisedLayers(self._module)
         if precision.compute_dtype(self.precision_plugin) is None:
             self.precision_plugin.convert_module(self._module)
         # as FSDPStrategy does: sets `self.device` of a module that is never moved as a whole
         self._module._device = self.root_device
         self.model = self._module
-        if fitting:
-            with self._waiting_for_hosts():
-                self._shard_for_training(trainer)
-            self._make_optimizers(trainer)
-            with self._waiting_for_hosts():
-                self._follow_plan(trainer)
-            self._use_optimizers(trainer)
-            if self._options.verbose and self.is_global_zero:
-                report.show(self.session.plan_table(details=self._options.planner.verbose > 1))
+        if view.is_fitting:
+            self._set_up_training(view)
         else:
             self._shard(Job.of_evaluation(self._options, self.world_size))
         self.setup_precision_plugin()
@@ -469,114 +422,41 @@ class CephaloStrategy(ParallelStrategy):
         situation = Situation(self._module.trainer, self._module, optimizers, model)
         refuse(when, situation, self._connection.control)
 
-    def _warn_of_plan(self, trainer: Trainer) -> None:
-        """Warn of what the plan that training begins with makes different; collective."""
-        plan = self.session.plan
-        differences.warn_of_throughput(trainer.callbacks, plan)  # type: ignore[attr-defined]
-        self.session.control.together(
-            "looking for batch normalisation",
-            partial(batch_norm.warn_of_microbatches, self._module, plan, self.global_rank),
-        )
-
-    def _shard_for_training(self, trainer: Trainer) -> None:
-        """Read the job, and shard the model before there is a plan; collective."""
-        self._plan = self._measured_memory = None
+    def _set_up_training(self, view: TrainerView) -> None:
+        """Shard the model, make the optimizers, and follow a plan; collective."""
         control = self._connection.control
-        control.together(
-            "checking where to write the record", partial(self._watch.check, self.is_global_zero)
-        )
+        with self._waiting_for_hosts():
+            start = partial(self._watch.start, self.is_global_zero)
+            control.together("checking where to write the record", start)
+            session = self._shard(self._read_job(view))
+            session.enforce_limits()
+        training = self._training = Training(session, view, self._watch, self._recovering)
+        run = (training, self.reduce, (self._recovering, self._ending.termination))
+        manual = session.manual
+        # measured steps use them already
+        self._steps = AutomaticSteps(*run) if manual is None else ManualSteps(manual, *run)
+
+        def make_optimizers() -> None:
+            with no_loaders_left(view):
+                self.setup_optimizers(view.of)
+
+        control.together("making the optimizers", make_optimizers)
+        self._refuse(When.OPTIMIZERS)  # before ranks are measured for nothing
+        session.count_on(self.optimizers, view)
+        with self._waiting_for_hosts():
+            training.follow_plan(self.optimizers, partial(self._ending.termination.check, control))
+        self._warn_of_plan(view, session)
+        session.use_optimizers(self.optimizers, view)
+        if self._options.verbose and self.is_global_zero:
+            tables.show_plan(training)
+
+    def _read_job(self, view: TrainerView) -> Job:
         recovering = self._recovering
         size, kept_bytes = recovering.global_batch_size, recovering.kept_bytes(self._module)
         options = self._options.recovering(size, kept_bytes)
         if batch_norm.synchronised(self._module):
             options = options.without_recompute()
-        groups = self._connection.groups
-        job = read_job(TrainerView(trainer), groups, options, self._samplers.deals)
-        self._shard(job).enforce_limits()
-
-    def _make_optimizers(self, trainer: Trainer) -> None:
-        """Make the user's optimizers, once; plans count on what they hold; collective."""
-
-        def make() -> None:
-            with no_loaders_left(TrainerView(trainer)):
-                self.setup_optimizers(trainer)
-
-        self.session.control.together("making the optimizers", make)
-        self._refuse(When.OPTIMIZERS)  # before ranks are measured for nothing
-        self.session.count_on(self.optimizers, trainer)
-
-    def _follow_plan(self, trainer: Trainer) -> None:
-        """Measure the ranks, make a plan and follow it, or follow that which is given."""
-        session, job = self.session, self.session.job
-        control, plan = session.control, job.plan
-        self._steps = self._made_steps()
-        memory: tuple[RankMemory, ...] = ()
-        problem: Problem | None = None
-        replans = replanning.wants(self._options.replan, job)
-        if plan is None:
-            problem = self._measured(job)
-            plan = make_plan(job, problem, control)
-            memory = predicted(problem, plan, session.model)
-            shorter = left_out(problem, plan) if self.is_global_zero else []
-            session.notes = (*reasons(problem, plan), *shorter, *surprises(problem, plan))
-        else:
-            session.check_modes(plan)  # before the ranks are measured for nothing
-            problem = self._measured(job) if replans else None
-        # some hold rows from the beginning, such as Adagrad
-        session.optimizers = [own for own in self.optimizers if holds_rows(own)]
-        session.apply(plan, memory)
-        session.shard_averages(trainer.callbacks)  # type: ignore[attr-defined]
-        self._replans = ()
-        self._begin_training(trainer, problem if replans else None)
-
-    def _use_optimizers(self, trainer: Trainer) -> None:
-        """Let the optimizers hold their rows, and update them by the plan; collective."""
-        session, control = self.session, self.session.control
-        self._warn_of_plan(trainer)
-        away = session.state_away
-        checkpoint.cut_earlier_state(self.optimizers, session.model, control, away)
-        control.together("sharding the optimizers", self._shard_optimizers)
-        session.use_optimizers(self.optimizers, trainer)
-        self._plan = session.plan
-
-    def _measured(self, job: Job) -> Problem:
-        """Measure a job, or load an earlier measurement; collective."""
-        session = self.session
-        return measure_or_load(
-            job,
-            session.model,
-            TrainerView(self._module.trainer),
-            partial(self._ending.termination.check, session.control),
-            session.manual,
-        )
-
-    def _made_steps(self) -> Steps:
-        """Return the steps of this run; measured steps already use them."""
-        run = Run(
-            self.session,
-            lambda: self._running,
-            self._module,
-            lambda: self.precision_plugin,
-            self.reduce,
-            (self._recovering, self._ending.termination),
-            self._watch,
-            self._recovering.settle,
-        )
-        manual = self.session.manual
-        return AutomaticSteps(run) if manual is None else ManualSteps(run, manual)
-
-    def _begin_training(self, trainer: Trainer, problem: Problem | None) -> None:
-        """Train by the session's plan from now on."""
-        self._watch.begin(self.session.model)
-        self._training = Training(
-            self.session,
-            trainer,
-            self._watch,
-            self._recovering,
-            problem,
-            self._options,
-            self._plan_has_changed,
-        )
+        return read_job(view, self._connection.groups, options, self._samplers.deals)
 
     def _shard(self, job: Job) -> Session:
         """Begin a session, and set it here: steps that are measured already use it."""
@@ -585,9 +465,13 @@ class CephaloStrategy(ParallelStrategy):
         self._session = Session(job, self._module, groups, accelerator_of(self.root_device), dtype)
         return self._session
 
-    def _shard_optimizers(self) -> None:
-        for optimizer in self.optimizers:
-            checkpoint.shard_optimizer(optimizer, self.session.model, self.session.state_away)
+    def _warn_of_plan(self, view: TrainerView, session: Session) -> None:
+        """Warn of what the plan that training begins with makes different; collective."""
+        differences.warn_of_throughput(view.callbacks, session.plan)
+        session.control.together(
+            "looking for batch normalisation",
+            partial(batch_norm.warn_of_microbatches, self._module, session.plan, self.global_rank),
+        )
 
     @override
     def model_to_device(self) -> None:
@@ -595,22 +479,23 @@ class CephaloStrategy(ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        if self._session is None:
+        session, view = self._session, self._view
+        if session is None:
             return dataloader  # outside of a run its batches are only counted
-        trainer = self._module.trainer
-        training = trainer.state.stage == RunningStage.TRAINING
-        begin = self._ending.begin_reading
-        deal = partial(self.session.dealt, dataloader, before_reading=begin)
+        plan = None
+        if view.is_training:
+            plan = session.plan if self._training is None else self._training.changes.dealt_plan
+        deal = partial(session.batches.dealt, dataloader, plan, self._ending.begin_reading)
         if not self._samplers.deals:
-            return deal(training=training, epoch=trainer.current_epoch, is_divided=True)
+            return deal(epoch=view.epoch, is_divided=True)
         self._ending.stop_together()
-        if training:
+        if plan is not None:
             self._recovering.before_pass(accelerator_of(self.root_device))
-        resumption, epoch = self._resumption, trainer.current_epoch
-        if not training or resumption is None:
-            return deal(training=training, epoch=epoch)
-        epoch = resumption.epoch_of(epoch)
-        dealt = deal(training=True, epoch=epoch, seed=resumption.seed)
+        resumption = self._resumption
+        if plan is None or resumption is None:
+            return deal(epoch=view.epoch, is_divided=False)
+        epoch = resumption.epoch_of(view.epoch)
+        dealt = deal(epoch=epoch, seed=resumption.seed, is_divided=False)
         resumption.continue_with(dealt, warns=self.is_global_zero)
         return dealt
 
@@ -619,8 +504,9 @@ class CephaloStrategy(ParallelStrategy):
     @override
     def on_train_start(self) -> None:
         self._refuse(When.TRAINING_START)
-        self.session.start_training(self.optimizers)
-        self._hook_logs.watch(self._module.trainer.fit_loop.epoch_loop._results)
+        self.session.hold(self.optimizers)
+        self.session.start_training()
+        self._hook_logs.watch(self._view.epoch_loop._results)
         self._record(is_finished=False)
         if self._resumption is not None:
             self._resumption.announce()
@@ -633,38 +519,37 @@ class CephaloStrategy(ParallelStrategy):
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._ending.begin_batch()
-        self._running.begin_batch(self.optimizers)
-
-    def _plan_has_changed(self) -> None:
-        self._plan = self.session.plan
+        self._running[0].begin_batch(self.optimizers)
 
     @override
     def training_step(self, batch: Any, *rest: Any, **kwargs: Any) -> Any:
         if self._resumption is not None:
             self._resumption.end()
-        return self._training_steps.training_step(batch, (rest, kwargs))
+        return self._running[1].training_step(batch, (rest, kwargs))
 
     @override
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        return self._training_steps.backward(closure_loss, optimizer, (args, kwargs))
+        return self._running[1].backward(closure_loss, optimizer, (args, kwargs))
 
     @override
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        return self._training_steps.optimizer_step(optimizer, closure, kwargs)
+        return self._running[1].optimizer_step(optimizer, closure, kwargs)
 
     def _shown(self, batch: Any) -> Any:
         """Return what hooks see of a batch that has come from the loaders."""
         if self._session is None:
             return batch
-        return self._session.shown(batch, self._module.trainer.training)
+        return self._session.batches.shown(batch, self._module.trainer.training)
 
     def _hook_lacks_samples(self) -> bool:
         session = self._session
-        return session is not None and session.lacks_samples and not session.logs.are_combining
+        if session is None or session.logs.are_combining:
+            return False
+        return session.batches.are_lacking
 
     def _before_norm(self) -> bool:
         """Let all ranks come before gradients are clipped; return whether to clip at all."""
@@ -674,25 +559,21 @@ class CephaloStrategy(ParallelStrategy):
     def on_train_end(self) -> None:
         session, verbose = self.session, self._options.verbose
         executor = session.model.executor
-        self._hook_logs.unwatch(self._module.trainer.fit_loop.epoch_loop._results)
+        self._hook_logs.unwatch(self._view.epoch_loop._results)
         self._ending.end_training()
         session.control.together("checking the last step's buffers", executor.overlay.merge.check)
         executor.reshard()
-        self._measured_memory = session.measured_memory()
-        if verbose and self.is_global_zero:
-            session.report(self.measured_step_s, self._measured_memory)
+        measured, looks = session.measured_memory(), session.memory.looks()
         is_given = self._options.plan is not None
-        looks = session.memory.looks()
-        self._watch.end(session.plan, verbose, is_given=is_given, looks=looks)
+        self._watch.end(measured, looks, verbose=verbose, is_given=is_given)
+        if verbose and self.is_global_zero:
+            tables.show_predictions(session, self.report)
         self._record(is_finished=True)
 
     def _record(self, is_finished: bool) -> None:
         if self.is_global_zero and self._watch.writes_record:
-            session, measured, replans = self.session, self._measured_memory, self.replans
-            self._watch.write_record(
-                lambda: replace(session.record(measured, replans), is_finished=is_finished),
-                is_given=self._options.plan is not None,
-            )
+            record = partial(tables.record_of, self._running[0], is_finished=is_finished)
+            self._watch.write_record(record, is_given=self._options.plan is not None)
 
     # -- evaluation ---------------------------------------------------------------------------
 
@@ -710,7 +591,7 @@ class CephaloStrategy(ParallelStrategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.predict_step_context():
             result, samples = self._evaluate("predict_step", args, kwargs)
-        return self.session.predictions.of_step(result, samples, args[2:])
+        return self.session.batches.predictions.of_step(result, samples, args[2:])
 
     def _evaluate(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -725,10 +606,8 @@ class CephaloStrategy(ParallelStrategy):
 
     def _evaluation_ends(self) -> bool:
         """Whether the batch of this step is the last of its validation or test."""
-        trainer = self._module.trainer
-        if trainer.state.fn == TrainerFn.PREDICTING:
-            return False
-        return evaluation_loop(trainer).batch_progress.is_last_batch
+        view = self._view
+        return not view.is_predicting and view.evaluation_loop.batch_progress.is_last_batch
 
     @override
     def on_validation_start(self) -> None:
@@ -740,24 +619,24 @@ class CephaloStrategy(ParallelStrategy):
         self._begin_evaluation()
 
     def _begin_evaluation(self) -> None:
-        self._hook_logs.watch(evaluation_loop(self._module.trainer)._results)
+        self._hook_logs.watch(self._view.evaluation_loop._results)
         self._warn_of_combined_evaluation()
 
     def _warn_of_combined_evaluation(self) -> None:
         if self._samplers.deals and self.world_size > 1:
-            loop = evaluation_loop(self._module.trainer)
+            loop = self._view.evaluation_loop
             differences.warn_of_combined_evaluation(loop._combined_loader)
 
     @override
     def on_validation_end(self) -> None:
-        self._hook_logs.unwatch(evaluation_loop(self._module.trainer)._results)
+        self._hook_logs.unwatch(self._view.evaluation_loop._results)
         self._ending.stop_together()
         self.session.model.executor.reshard()
         self._recovering.after_validation()
 
     @override
     def on_test_end(self) -> None:
-        self._hook_logs.unwatch(evaluation_loop(self._module.trainer)._results)
+        self._hook_logs.unwatch(self._view.evaluation_loop._results)
         self._ending.stop_together()
         self.session.model.executor.reshard()
 
@@ -770,7 +649,8 @@ class CephaloStrategy(ParallelStrategy):
 
     @property
     def _inside_microbatch(self) -> bool:
-        return self._session is not None and self._session.inside_microbatch
+        session = self._session
+        return session is not None and session.model.executor.inside_microbatch
 
     @override
     def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
@@ -994,7 +874,6 @@ class CephaloStrategy(ParallelStrategy):
         session, self._session = self._session, None
         training, self._training, self._steps = self._training, None, None
         if training is not None:
-            self._replans = training.replans
             training.close()
         return session
 

@@ -98,7 +98,7 @@ def _fit(model: Model, steps: int, **options: Any) -> CephaloStrategy:
 
 
 def _outcome(name: str, units: int, strategy: CephaloStrategy) -> Outcome:
-    plan, ranks, memory = strategy.plan, strategy.measured_ranks, strategy.measured_memory
+    plan, ranks, memory = strategy.plan, strategy.report.ranks, strategy.report.memory
     assert plan is not None and plan.step_s is not None and memory is not None
     predicted = Figures(
         plan.step_s,

@@ -8,7 +8,7 @@ import time
 import weakref
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.observe import report, trace
+from lightning_cephalo.observe.memory import RankMemory
 from lightning_cephalo.observe.pace import (
     MeasuredRank,
     busy_table,
@@ -34,6 +35,7 @@ from lightning_cephalo.observe.timing import Timing
 from lightning_cephalo.plan import Plan
 from lightning_cephalo.plan.memory_timeline import MemoryTimeline
 from lightning_cephalo.plan.program import Instruction, Operation
+from lightning_cephalo.plan.replan import Replan
 from lightning_cephalo.plan.timeline import Recording
 from lightning_cephalo.ranks.control import ControlGroup
 
@@ -47,6 +49,33 @@ _MEASURED = ("name", "step_s", "busy_s", "waiting_s", "between_s", "predicted_bu
 
 def _nothing() -> None:
     pass
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """What is known of the running training, or of the last one that has run.
+
+    ::
+
+        trainer.fit(module, loader)
+        print(trainer.strategy.report.step_s)
+
+    Attributes:
+        plan: The plan in use; None before ``setup``.
+        step_s: Median seconds of a step on this rank, without the first few; None before any.
+        ranks: Work and waiting times of every rank, at the end of ``fit``.
+        memory: Memory of every rank, by kind; None before the end of two steps or more.
+        timeline: What every rank held and moved over one step, by phase and kind, at the end of
+            ``fit`` with ``record=``.
+        replans: The changes of plan, without those of the user.
+    """
+
+    plan: Plan | None = None
+    step_s: float | None = None
+    ranks: tuple[MeasuredRank, ...] = ()
+    memory: tuple[RankMemory, ...] | None = None
+    timeline: tuple[MemoryTimeline, ...] = ()
+    replans: tuple[Replan, ...] = ()
 
 
 class Watch:
@@ -65,7 +94,10 @@ class Watch:
         self._recorder: Recorder | None = None
         self._timing = Timing()
         self._clock: Callable[[], float] = time.perf_counter
+        self.plan: Plan | None = None
         self.ranks: tuple[MeasuredRank, ...] = ()
+        self.replans: tuple[Replan, ...] = ()
+        self._memory: tuple[RankMemory, ...] | None = None
         self._forget()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -85,8 +117,23 @@ class Watch:
         busy_s, self._latest_busy_s = self._latest_busy_s, math.nan
         return busy_s
 
-    def count_again(self) -> None:
+    def report(self) -> RunReport:
+        """Return what is known now."""
+        timeline = tuple(
+            MemoryTimeline.of_recording(
+                one, None if self.plan is None else self.plan.ranks[one.rank]
+            )
+            for one in self.recordings
+        )
+        return RunReport(self.plan, self.step_s, self.ranks, self._memory, timeline, self.replans)
+
+    def note(self, change: Replan) -> None:
+        """Note a change of plan that is not the user's."""
+        self.replans = (*self.replans, change)
+
+    def follow(self, plan: Plan) -> None:
         """Forget the times of steps so far: from now on another plan is followed."""
+        self.plan = plan
         before = self._steps_before + len(self._steps_s)
         self._read()
         self._forget()
@@ -97,8 +144,9 @@ class Watch:
         """Median time of a step on this rank, without the first few; None before any step."""
         return median(counted(self._steps_s)) if self._steps_s else None
 
-    def check(self, writes: bool) -> None:
-        """Raise PlanError if this rank will write the record, and cannot."""
+    def start(self, writes: bool) -> None:
+        """Forget an earlier run; raise PlanError if this rank will write the record, and cannot."""
+        self.plan, self._memory, self.replans = None, None, ()
         if writes and self._folder is not None:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
@@ -108,9 +156,10 @@ class Watch:
                     f" {error.strerror or error}. Name another one."
                 ) from error
 
-    def begin(self, model: ShardedModel) -> None:
+    def begin(self, model: ShardedModel, plan: Plan) -> None:
         """Watch a training that is about to start."""
         self._forget()
+        self.plan = plan
         self.ranks, self.recordings = (), ()
         self._reference = weakref.ref(model)  # weak: its process groups must be freed in time
         # elsewhere, waiting for the device costs more than it tells
@@ -178,17 +227,19 @@ class Watch:
 
     def end(
         self,
-        plan: Plan | None,
+        memory: tuple[RankMemory, ...] | None,
+        looks: Sequence[Look],
+        *,
         verbose: bool,
-        is_given: bool = False,
-        looks: Sequence[Look] = (),
+        is_given: bool,
     ) -> None:
         """Share the measurements with all ranks, and write the timeline; collective."""
+        self._memory = memory
         model, control = self._model, self._model.control
         model.accelerator.synchronize()  # so that all steps can be read
         self._read()
         name = model.accelerator.name
-        told = control.gather(self._measured(control.rank, name, plan))
+        told = control.gather(self._measured(control.rank, name))
         self.ranks = tuple(rank for rank in told if rank is not None)
         if verbose and control.rank == 0 and len(self.ranks) == control.world_size:
             report.show(busy_table(self.ranks))
@@ -199,13 +250,6 @@ class Watch:
             if control.rank == 0 and self._folder is not None:
                 path = self._folder / trace.TRACE_NAME
                 _write(partial(trace.write_recording, self.recordings, path), "timeline")
-
-    def timelines(self, plan: Plan | None) -> tuple[MemoryTimeline, ...]:
-        """Return the recorded step of every rank, up to 64."""
-        return tuple(
-            MemoryTimeline.of_recording(one, None if plan is None else plan.ranks[one.rank])
-            for one in self.recordings
-        )
 
     @property
     def writes_record(self) -> bool:
@@ -237,8 +281,8 @@ class Watch:
             steps_s=_thinned(self._steps_s),
         )
 
-    def _measured(self, rank: int, name: str, plan: Plan | None) -> MeasuredRank | None:
-        step_s = self.step_s
+    def _measured(self, rank: int, name: str) -> MeasuredRank | None:
+        step_s, plan = self.step_s, self.plan
         if step_s is None or not self._busy_s:
             return None
         visits = self._model.executor.visits

@@ -32,7 +32,7 @@ REMOVED_OPTIONS: dict[str, str] = {
         )
     },
     "profile_budget_s": _OF_PLANNER.format("budget_s"),
-    "on_replan": "Read strategy.replans in a hook; loggers get cephalo/replans, too.",
+    "on_replan": "Read strategy.report.replans in a hook; loggers get cephalo/replans, too.",
     "trace": "Give CephaloStrategy(record=FOLDER), which also writes FOLDER/trace.json.",
     "optimizer_scope": (
         "A trial tells of other optimizers than torch's what an update depends on. Name those with"

@@ -15,16 +15,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_cephalo.adapters import batch_norm
 from lightning_cephalo.adapters.dealt_loaders import DealtLoaders, Mark, deal_alike
+from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.common.errors import (
     HostMemoryError,
     PlanError,
@@ -32,13 +31,9 @@ from lightning_cephalo.common.errors import (
     TooLittleMemoryError,
     UnsupportedError,
 )
-from lightning_cephalo.execution.offload import HostArena
-from lightning_cephalo.observe.memory import RankMemory
-from lightning_cephalo.plan import Plan
-from lightning_cephalo.preparation.session import Session
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+from lightning_cephalo.observe.watch import Watch
+from lightning_cephalo.plan import Plan, Problem
+from lightning_cephalo.preparation.session import Adoption, Session
 
 REFUSALS = (PlanError, UnsupportedError, HostMemoryError, TooLittleMemoryError, RemoteRankError)
 """What a plan is refused with, on all ranks together; the old one stays."""
@@ -48,19 +43,21 @@ REFUSALS = (PlanError, UnsupportedError, HostMemoryError, TooLittleMemoryError, 
 class _Pending:
     """A plan that all ranks have accepted, and when it takes effect."""
 
-    plan: Plan
-    memory: tuple[RankMemory, ...]
-    arena: HostArena | None
+    adoption: Adoption
     from_batch: float
     mark: Mark
     is_users: bool
 
 
 class PlanChanges:
-    """Lets a training follow another plan between two of its steps."""
+    """Lets a training follow another plan between two of its steps.
 
-    def __init__(self, session: Session, trainer: Trainer) -> None:
-        self._session, self._trainer = session, trainer
+    Attributes:
+        change_s: Seconds that the last change has taken.
+    """
+
+    def __init__(self, session: Session, view: TrainerView, watch: Watch) -> None:
+        self.session, self.view, self.watch = session, view, watch
         self._pending: list[_Pending] = []  # in the order of their batches
         self._steps_before: int | None = None
         self._accumulates = False
@@ -72,22 +69,25 @@ class PlanChanges:
         return bool(self._pending)
 
     @property
-    def waits_for_users(self) -> bool:
-        """Whether a plan of the user's will take effect."""
-        return any(pending.is_users for pending in self._pending)
+    def dealt_plan(self) -> Plan:
+        """The plan whose sizes dataloaders deal that are made from now on."""
+        return self._pending[-1].adoption.plan if self._pending else self.session.plan
 
     def request(
         self,
         plan: Plan | str | PathLike[str],
-        memory: Sequence[RankMemory] = (),
+        problem: Problem | None = None,
         *,
         by_user: bool = True,
     ) -> bool:
-        """Accept a plan on all ranks, or raise on all of them; collective."""
-        if self.waits_for_users and not by_user:
+        """Accept a plan on all ranks, or raise on all of them; collective.
+
+        Returns False without a look at it where a plan of the user's waits.
+        """
+        if not by_user and any(pending.is_users for pending in self._pending):
             return False
-        session, control = self._session, self._session.control
-        loaders = DealtLoaders(self._trainer)
+        session, control = self.session, self.session.control
+        loaders, dealt = DealtLoaders(self.view.of), self.dealt_plan
         read = partial(self._read, plan, loaders)
         checked: Plan = control.together("checking the new plan", read)
         everyones = control.gather((checked,))
@@ -97,39 +97,33 @@ class PlanChanges:
                     f"Rank {rank} gives another plan than rank 0. Give change_plan() the same plan"
                     " on every rank, for example strategy.broadcast(plan)."
                 )
-        session.check_move(checked)
-        arena = control.together("allocating host memory", partial(session.host_memory_of, checked))
-        first = float(self._trainer.fit_loop.epoch_loop.batch_progress.current.ready)
-        dealt = session.dealt_plan
+        adoption = session.accept(checked, problem)
+        first = float(self.view.batches_ready)
         if not deal_alike(dealt, checked):
             first = loaders.first_free_step(int(first), control)
         elif self._pending:  # the batches before it have the present plan's sizes
             first = self._pending[-1].from_batch
         if math.isfinite(first):
-            together = self._trainer.accumulate_grad_batches
+            together = self.view.accumulates
             first = math.ceil(first / together) * together
         self._pending = [each for each in self._pending if each.from_batch < first]
-        self._pending.append(
-            _Pending(checked, tuple(memory), arena, first, loaders.mark(), by_user)
-        )
-        session.dealt_plan = checked
+        self._pending.append(_Pending(adoption, first, loaders.mark(), by_user))
         if not deal_alike(dealt, checked):
             loaders.deal(checked, first)
         return True
 
     def _read(self, plan: Plan | str | PathLike[str], loaders: DealtLoaders) -> Plan:
-        if self._session.inside_microbatch:
+        if self.session.model.executor.inside_microbatch:
             raise UnsupportedError(
                 "change_plan() inside of a step. Call it in a hook, such as on_train_batch_end()."
             )
         checked = plan if isinstance(plan, Plan) else Plan.load(plan)
-        self._session.check(checked)
-        loaders.refuse_other_sizes(self._session.dealt_plan, checked)
+        loaders.refuse_other_sizes(self.dealt_plan, checked)
         return checked
 
-    def take_effect(self, batch: int) -> bool:
+    def take_effect(self) -> bool:
         """Follow an accepted plan if its batch has come; collective then."""
-        steps = self._trainer.global_step
+        batch, steps = self.view.batch, self.view.step
         # no update since the batch before: its gradients are needed still
         self._accumulates = batch > 0 and steps == self._steps_before
         self._steps_before = steps
@@ -137,51 +131,37 @@ class PlanChanges:
         if not due:
             return False
         self._pending = self._pending[len(due) :]
-        last = due[-1]
-        plan = self._movable(last.plan)
-        memory = last.memory if plan is last.plan else ()
-        self._follow(plan, memory, last.arena, self._accumulates)
+        self._follow(self._movable(due[-1].adoption), self._accumulates)
         return True
 
-    def _movable(self, plan: Plan) -> Plan:
+    def _movable(self, adoption: Adoption) -> Adoption:
         """Return a plan; with the present shares, and a warning, if rows cannot move any more."""
+        session, plan = self.session, adoption.plan
         try:
-            self._session.check_move(plan, self._accumulates)
+            session.check_move(plan, self._accumulates)
         except (UnsupportedError, TooLittleMemoryError, RemoteRankError) as error:
             rank_zero_warn(
                 f"The new plan takes effect, but rows of the model stay where they are: {error}"
             )
-            present = zip(plan.ranks, self._session.model.fractions, strict=True)
+            present = zip(plan.ranks, session.model.fractions, strict=True)
             ranks = tuple(replace(rank, state_fraction=share) for rank, share in present)
-            return replace(plan, ranks=ranks)
-        return plan
+            return replace(adoption, plan=replace(plan, ranks=ranks))
+        return adoption
 
     def _is_due(self, pending: _Pending, batch: int) -> bool:
         if batch >= pending.from_batch:
             return True
-        is_next = DealtLoaders(self._trainer).is_behind(pending.mark)
+        is_next = DealtLoaders(self.view.of).is_behind(pending.mark)
         return is_next and not (batch and pending.mark.have_begun)
 
-    def follow_now(self, plan: Plan, memory: Sequence[RankMemory]) -> None:
+    def follow_now(self, plan: Plan, problem: Problem) -> None:
         """Follow a plan from the middle of a step that has failed on all ranks; collective."""
-        session, control = self._session, self._session.control
-        control.together("checking the new plan", partial(session.check, plan))
-        session.check_move(plan, keeps_gradients=True)
-        arena = control.together("allocating host memory", partial(session.host_memory_of, plan))
-        self._follow(plan, memory, arena, True, in_step=True)
+        adoption = self.session.accept(plan, problem, keeps_gradients=True)
+        self._follow(adoption, True, in_step=True)
 
-    def _follow(
-        self,
-        plan: Plan,
-        memory: Sequence[RankMemory],
-        arena: HostArena | None,
-        keeps_gradients: bool,
-        *,
-        in_step: bool = False,
-    ) -> None:
-        session, start_s = self._session, time.perf_counter()
-        session.follow(plan, memory, arena, keeps_gradients, in_step)
-        if self._pending:
-            session.dealt_plan = self._pending[-1].plan
+    def _follow(self, adoption: Adoption, keeps_gradients: bool, *, in_step: bool = False) -> None:
+        session, start_s = self.session, time.perf_counter()
+        session.adopt(adoption, keeps_gradients=keeps_gradients, in_step=in_step)
+        self.watch.follow(session.plan)
         self.change_s = time.perf_counter() - start_s
-        batch_norm.warn_of_microbatches(session.model.module, plan, session.control.rank)
+        batch_norm.warn_of_microbatches(session.model.module, session.plan, session.control.rank)

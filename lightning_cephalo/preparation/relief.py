@@ -17,8 +17,6 @@ from lightning_cephalo.execution.memory_errors import OutOfMemoryInStepError
 from lightning_cephalo.plan import Plan, Problem, solve
 from lightning_cephalo.plan.memory_pressure import plan_for_batches, with_less_memory
 from lightning_cephalo.preparation.plan_change import REFUSALS, PlanChanges
-from lightning_cephalo.preparation.session import Session
-from lightning_cephalo.profiling.memory_model import predicted
 
 _LIMIT_S = 30.0
 
@@ -44,11 +42,9 @@ class _Said:
     refused: str
 
 
-def make_room(
-    session: Session, changes: PlanChanges, problem: Problem, error: Exception, refused: str
-) -> Relief:
+def make_room(changes: PlanChanges, problem: Problem, error: Exception, refused: str) -> Relief:
     """Follow a plan that takes less memory, or raise the error on every rank; collective."""
-    control = session.control
+    session, control = changes.session, changes.session.control
     figures = session.model.accelerator.memory
     own = _Said(
         isinstance(error, OutOfMemoryInStepError),
@@ -72,10 +68,10 @@ def make_room(
         _refuse(error, found)
     capped, plan, now = found
     try:
-        changes.follow_now(now, predicted(capped, now, session.model))
+        changes.follow_now(now, capped)
     except REFUSALS as failure:
         _refuse(error, f"A plan that takes less memory was refused. {failure}")
-    is_requested = plan != now and _request(changes, plan, capped, session)
+    is_requested = plan != now and _request(changes, plan, capped)
     return Relief(short[0], capped, plan, now, is_requested)
 
 
@@ -103,9 +99,9 @@ def _solved(
     return capped, plan, now
 
 
-def _request(changes: PlanChanges, plan: Plan, problem: Problem, session: Session) -> bool:
+def _request(changes: PlanChanges, plan: Plan, problem: Problem) -> bool:
     try:
-        return changes.request(plan, predicted(problem, plan, session.model), by_user=False)
+        return changes.request(plan, problem, by_user=False)
     except REFUSALS:
         return False  # the batches stay, as the loaders cannot deal others
 

@@ -9,57 +9,33 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.common.quantities import format_mib, format_seconds
 from lightning_cephalo.observe import report
-from lightning_cephalo.observe.watch import Watch
 from lightning_cephalo.plan import Plan, Problem, predict
 from lightning_cephalo.plan.beside import SolverBeside
 from lightning_cephalo.plan.replan import Replan, ReplanPolicy, Trial, moved_share
 from lightning_cephalo.preparation.job import Job
-from lightning_cephalo.preparation.options import Automatic, Options
 from lightning_cephalo.preparation.plan_change import REFUSALS, PlanChanges
 from lightning_cephalo.preparation.relief import make_room
-from lightning_cephalo.preparation.session import Session
-from lightning_cephalo.profiling.memory_model import predicted
 from lightning_cephalo.profiling.state_rates import has_state_rates
 
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
-
-def wants(wish: Automatic, job: Job) -> bool:
-    """Return whether the plan may change in this job; with True, say why if it cannot."""
-    if wish is False or (wish == "auto" and job.plan is not None):
+def may_replan(job: Job) -> bool:
+    """Return whether the plan may change in this job; with replan=True, warn if it cannot."""
+    option = job.options.replan
+    if option is False or (option == "auto" and job.plan is not None):
         return False
-    why = None
-    if len(job.limits) == 1:
-        why = "there is one rank only"
-    if why is not None and wish is True:
-        rank_zero_warn(f"replan=True has no effect: {why}.")
-    return why is None
+    is_alone = len(job.limits) == 1
+    if is_alone and option is True:
+        rank_zero_warn("replan=True has no effect: there is one rank only.")
+    return not is_alone
 
 
-def begin(
-    session: Session,
-    trainer: Trainer,
-    changes: PlanChanges,
-    watch: Watch,
-    problem: Problem,
-    options: Options,
-) -> Replanning | None:
-    """Begin to watch a training; None, with a warning, if its plan cannot be compared."""
-    policy = _policy_of(problem, session.plan, trainer.global_step)
-    if policy is None:
-        return None
-    return Replanning(session, trainer, changes, watch, problem, policy, options)
-
-
-def _policy_of(problem: Problem, plan: Plan, step: int) -> ReplanPolicy | None:
+def policy_of(problem: Problem, plan: Plan, step: int) -> ReplanPolicy | None:
     """Return what decides on changes of a plan; None, with a warning, if it was not measured."""
     if plan.moves_state and not has_state_rates(problem):
         rank_zero_warn(
@@ -79,27 +55,16 @@ def _policy_of(problem: Problem, plan: Plan, step: int) -> ReplanPolicy | None:
 class Replanning:
     """Changes the plan of a running training where ranks change their pace."""
 
-    def __init__(
-        self,
-        session: Session,
-        trainer: Trainer,
-        changes: PlanChanges,
-        watch: Watch,
-        problem: Problem,
-        policy: ReplanPolicy,
-        options: Options,
-    ) -> None:
-        self._session, self._trainer, self._changes = session, trainer, changes
-        self._watch, self._problem = watch, problem
-        self._verbose = options.verbose
-        self._policy: ReplanPolicy | None = policy if session.control.rank == 0 else None
+    def __init__(self, changes: PlanChanges, problem: Problem, policy: ReplanPolicy) -> None:
+        self._changes, self._problem = changes, problem
+        self._session, self._view, self._watch = changes.session, changes.view, changes.watch
+        self._policy: ReplanPolicy | None = policy if self._session.control.rank == 0 else None
         self._solver: SolverBeside | None = None
         self._trial: Trial | None = None
         self._ready: Replan | None = None  # on rank 0
         self._is_announced = False
         self._accepted: Replan | None = None
         self._busy_s = math.nan
-        self.replans: tuple[Replan, ...] = ()
 
     # -- with the exchange of a step ----------------------------------------------------------
 
@@ -114,7 +79,7 @@ class Replanning:
         """Learn :meth:`note` of every rank."""
         self._is_announced, self._busy_s = bool(notes[0][1]), math.nan
         if self._policy is not None:
-            self._policy.observe(self._trainer.global_step, [busy_s for busy_s, _ in notes])
+            self._policy.observe(self._view.step, [busy_s for busy_s, _ in notes])
 
     # -- between steps ------------------------------------------------------------------------
 
@@ -127,15 +92,13 @@ class Replanning:
             self._look(self._policy)
 
     def _look(self, policy: ReplanPolicy) -> None:
-        step = self._trainer.global_step
+        step = self._view.step
         if self._solver is not None:
-            if not self._solver.is_done:
-                return
-            assert self._trial is not None
-            self._ready = policy.judge(self._trial, self._solver.plan)
-            self.close()
+            if self._solver.is_done and self._trial is not None:
+                self._ready = policy.judge(self._trial, self._solver.plan)
+                self.close()
             return
-        self._trial = policy.look(step, _steps_left(self._trainer))
+        self._trial = policy.look(step, self._view.steps_left)
         if self._trial is not None and self._trial.answer is not None:
             self._ready = policy.judge(self._trial, self._trial.answer)
         elif self._trial is not None:
@@ -148,54 +111,53 @@ class Replanning:
     def _ask(self) -> None:
         change: Replan = self._session.control.broadcast(self._ready)
         self._ready = None
-        step = self._trainer.global_step
+        step = self._view.step
         try:
-            memory = predicted(self._problem, change.plan, self._session.model)
-            if self._changes.request(change.plan, memory, by_user=False):
+            if self._changes.request(change.plan, self._problem, by_user=False):
                 self._accepted = change
         except REFUSALS as error:
             if self._policy is not None:
                 self._policy.keep(step)
             rank_zero_warn(f"Step {step}: another plan would be faster, but was refused. {error}")
 
-    def changed(self, plan: Plan, seconds: float) -> None:
-        """Note that a plan has taken effect, and tell everybody who wants to know."""
+    def changed(self) -> None:
+        """Note that a plan has taken effect."""
         change, self._accepted = self._accepted, None
-        step = self._trainer.global_step
+        step, plan = self._view.step, self._session.plan
         if change is None or change.plan != plan:  # the user's own
             self._begin_anew(plan)
             return
         if change.cause != "pace":
             self._begin_anew(plan)
-        elif self._policy is not None:
-            assert self._trial is not None
+        elif self._policy is not None and self._trial is not None:
             self._policy.follow(step, change, self._trial.paces)
-        self.tell(replace(change, step=step, moved_s=seconds))
+        self._tell(replace(change, step=step, moved_s=self._changes.change_s))
 
     def _begin_anew(self, plan: Plan) -> None:
         """Forget the paces so far, and a plan that was looked for."""
         self.close()
         self._ready, self._is_announced = None, False
         if self._session.control.rank == 0:
-            self._policy = _policy_of(self._problem, plan, self._trainer.global_step)
+            self._policy = policy_of(self._problem, plan, self._view.step)
 
-    def tell(self, change: Replan) -> None:
+    def _tell(self, change: Replan) -> None:
         """Tell the user of a change that has taken effect."""
-        self.replans = (*self.replans, change)
-        if self._verbose and self._session.control.rank == 0:
+        self._watch.note(change)
+        if self._session.job.options.verbose and self._session.control.rank == 0:
             report.show(line_of(change, self._problem.ranks[change.rank].name))
-        values = {"cephalo/replans": float(len(self.replans)), "cephalo/replan_s": change.moved_s}
+        changes = float(len(self._watch.replans))
+        values = {"cephalo/replans": changes, "cephalo/replan_s": change.moved_s}
         if change.plan.step_s is not None:
             values["cephalo/step_s"] = change.plan.step_s
-        for logger in self._trainer.loggers:
+        for logger in self._view.loggers:
             logger.log_metrics(values, step=change.step)
 
     # -- in a step that has failed --------------------------------------------------------------
 
-    def relieve(self, error: Exception, refused: str) -> Replan:
+    def relieve(self, error: Exception, refused: str) -> None:
         """Follow a plan that takes less memory, so that the step can be repeated; collective."""
-        session, step, old = self._session, self._trainer.global_step, self._session.plan
-        found = make_room(session, self._changes, self._problem, error, refused)
+        step, old = self._view.step, self._session.plan
+        found = make_room(self._changes, self._problem, error, refused)
         self._problem = found.problem
         change = Replan(
             step=step,
@@ -211,6 +173,7 @@ class Replanning:
         )
         self._begin_anew(found.now)
         self._accepted = None
+        self._tell(change)
         if found.is_requested:
             moved_bytes = moved_share(found.now, found.plan) * found.problem.state_bytes
             self._accepted = replace(
@@ -221,7 +184,6 @@ class Replanning:
                 moved_bytes=moved_bytes,
                 cause="loaded",
             )
-        return change
 
     def close(self) -> None:
         """End the process that solves, if there is one."""
@@ -247,16 +209,3 @@ def line_of(change: Replan, name: str = "") -> str:
         f" {format_seconds(change.old_step_s)}; about {format_mib(change.moved_bytes)} moved in"
         f" {format_seconds(change.moved_s)}."
     )
-
-
-def _steps_left(trainer: Trainer) -> float:
-    """Return the updates that are left; infinite if unknown."""
-    left = math.inf
-    if trainer.max_steps >= 0:
-        left = float(trainer.max_steps - trainer.global_step)
-    epochs = trainer.max_epochs
-    if epochs is not None and epochs >= 0:
-        done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        batches = (epochs - trainer.current_epoch) * float(trainer.num_training_batches) - done
-        left = min(left, batches / trainer.accumulate_grad_batches)
-    return max(left, 0.0)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,11 @@ from torch.optim import Optimizer
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.backends import backend_of
 from lightning_cephalo.adapters.averaged_weights import AveragedWeights
-from lightning_cephalo.adapters.checkpoint import release_optimizer
+from lightning_cephalo.adapters.checkpoint import (
+    cut_earlier_state,
+    release_optimizer,
+    shard_optimizer,
+)
 from lightning_cephalo.adapters.early_update import EarlyUpdater, may_send_gradients
 from lightning_cephalo.adapters.held_state import OptimizerFacts
 from lightning_cephalo.adapters.logging import StepLogs
@@ -28,49 +31,49 @@ from lightning_cephalo.adapters.updates import OptimizerUpdates
 from lightning_cephalo.adapters.user_collectives import UserCollectives
 from lightning_cephalo.adapters.user_gathers import UserGathers
 from lightning_cephalo.adapters.user_module import SwitchedOffCaches
+from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.common.errors import TooLittleMemoryError, UnsupportedError
 from lightning_cephalo.common.lasting_objects import LastingObjects
-from lightning_cephalo.common.quantities import format_mib
-from lightning_cephalo.common.texts import printable
-from lightning_cephalo.data.batch_layout import BatchLayout
-from lightning_cephalo.data.cutting import (
-    BatchCutter,
-    EmptyPredictions,
-    shown,
-)
-from lightning_cephalo.data.dealing import Dealing
-from lightning_cephalo.data.loaders import dealt_loader
-from lightning_cephalo.data.reading import agreed_seed, original_of
+from lightning_cephalo.common.quantities import format_bytes, format_mib
 from lightning_cephalo.data.shares import deal
-from lightning_cephalo.data.streams import own_part
 from lightning_cephalo.execution.memory_errors import is_out_of_memory
 from lightning_cephalo.execution.offload import HostArena
 from lightning_cephalo.execution.sharded_model import Dtypes, ShardedModel
 from lightning_cephalo.features.install import install
 from lightning_cephalo.features.manual_step import PhasedSteps
-from lightning_cephalo.observe import report
 from lightning_cephalo.observe.memory import RankMemory, TrainingMemory
-from lightning_cephalo.observe.run_record import RankRecord, RunRecord
-from lightning_cephalo.plan import Plan, PlanError, RankPlan
+from lightning_cephalo.plan import Plan, PlanError, Problem, RankPlan
 from lightning_cephalo.plan.memory_pressure import lower_capacity
-from lightning_cephalo.plan.replan import Replan
 from lightning_cephalo.plan.state_groups import members_of
+from lightning_cephalo.preparation.batches import Batches
 from lightning_cephalo.preparation.first_shares import first_shares
 from lightning_cephalo.preparation.host_state import HostState
-from lightning_cephalo.preparation.job import Job, read_layouts
+from lightning_cephalo.preparation.job import Job
 from lightning_cephalo.preparation.limits import (
     check_plan,
-    limit_note,
     named_where_nothing_fits,
     reserve_host_memory,
 )
-from lightning_cephalo.profiling.memory_model import check_capacities, state_bytes
+from lightning_cephalo.profiling.memory_model import check_capacities, predicted, state_bytes
 from lightning_cephalo.ranks.control import not_connected
 from lightning_cephalo.ranks.groups import Groups
-from lightning_cephalo.sharding.blocks import type_of
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import LightningModule
+
+
+@dataclass(frozen=True)
+class Adoption:
+    """A plan that all ranks have accepted.
+
+    Attributes:
+        memory: The predicted memory of every rank, by kind.
+        arena: This rank's host memory for boundaries, allocated; None: none is offloaded.
+    """
+
+    plan: Plan
+    memory: tuple[RankMemory, ...]
+    arena: HostArena | None
 
 
 class Session:
@@ -79,7 +82,7 @@ class Session:
     ::
 
         session = Session(job, module, groups, accelerator, dtype)       # shards the model
-        session.apply(plan)                                              # may be called again
+        session.adopt(session.accept(plan))                              # again between two steps
         ...
         session.close()                                                  # restores the full module
 
@@ -91,15 +94,11 @@ class Session:
         compute_dtype: Dtype of gathered parameters; None: their own.
 
     Attributes:
-        plan: The plan in use. Before :meth:`apply`, and in evaluation, it only holds the fractions
+        plan: The plan in use. Before the first one, and in evaluation, it only holds the fractions
             of the model.
-        dealt_plan: The plan whose sizes dataloaders deal that are made from now on.
-        lacks: Of each loader, whether this rank has no samples of it in the present step.
+        batches: What this rank gets of each batch.
         user_gathers: Rejects collectives of the user's step that would hang.
-        predictions: Serves prediction steps in which this rank has no samples.
         lasting: Keeps the garbage collector away from what lives as long as training.
-        notes: Sentences below the plan's table: why it divides the work so.
-        late: Why updates follow the backward, in a few words; empty: they run inside of it.
     """
 
     memory: TrainingMemory
@@ -140,9 +139,7 @@ class Session:
         self._at_end.callback(ModuleCopies(self.model, self._ranks_run_one_step).remove)
         if job.trains:
             self._at_end.callback(SwitchedOffCaches(module).restore)
-        self.plan = self.dealt_plan = _plan_before(job, self.model.fractions)
-        self.cutter = BatchCutter((), None, ())
-        self._layouts = itertools.cycle(job.layouts)
+        self.plan = _plan_before(job, self.model.fractions)
         self.logs = StepLogs(module, groups, accelerator)
         if groups.control.world_size > 1:
             executor = self.model.executor
@@ -156,14 +153,11 @@ class Session:
             collectives = UserCollectives(self._on_user_collective)
             self._at_end.callback(collectives.close)
             self.model.executor.hooks.watch = collectives.watched
-        self.predictions = EmptyPredictions()
-        self.lacks: tuple[bool, ...] = (False,)
+        self.batches = Batches(job, groups.control, is_manual=self.manual is not None)
         self.optimizers: list[Optimizer] = []
         self.updates = OptimizerUpdates(self.model, options.planner.elementwise)
         self.predicted_memory: tuple[RankMemory, ...] = ()
         self._averages: AveragedWeights | None = None
-        self.notes: tuple[str, ...] = ()
-        self.late = job.late
         self._updater: EarlyUpdater | None = None
         self._may_send: Callable[[Optimizer], bool] = lambda _: False
         host = job.limits[groups.control.rank].host
@@ -187,11 +181,6 @@ class Session:
         self.user_gathers.called(module.trainer.training, name, takes_all=takes_all)
 
     @property
-    def own_plan(self) -> RankPlan:
-        """This rank's part of the plan."""
-        return self.plan.ranks[self.control.rank]
-
-    @property
     def moved(self) -> MovedState | None:
         """Optimizer state that lives in host memory; None: all of it is on the device."""
         return self._host_state.moved
@@ -201,74 +190,51 @@ class Session:
         """Which parameters have their state in host memory, by the plan."""
         return self._host_state.away(self.plan)
 
-    @property
-    def inside_microbatch(self) -> bool:
-        """Whether a microbatch of the user's step is running right now."""
-        return self.model.executor.inside_microbatch
-
     # -- training -----------------------------------------------------------------------------
 
-    def count_on(self, optimizers: Sequence[Optimizer], trainer: Trainer) -> Job:
-        """Let plans count on what the optimizers hold, and when they may update; collective."""
-        facts = OptimizerFacts.of(optimizers, self.model, trainer)
-        self.late = self.job.late or facts.late
-        self.job = replace(self.job, late=self.late, optimizers=facts)
-        return self.job
+    @property
+    def late(self) -> str:
+        """Why updates follow the backward, in a few words; empty: they run inside of it."""
+        return self.job.late
 
-    def use_optimizers(self, optimizers: Sequence[Optimizer], trainer: Trainer) -> None:
-        """Let the optimizers update by the plan; collective.
+    def count_on(self, optimizers: Sequence[Optimizer], view: TrainerView) -> None:
+        """Let plans count on what the optimizers hold, and when they may update; collective."""
+        facts = OptimizerFacts.of(optimizers, self.model, view.of)
+        self.job = replace(self.job, late=self.job.late or facts.late, optimizers=facts)
+
+    def use_optimizers(self, optimizers: Sequence[Optimizer], view: TrainerView) -> None:
+        """Let the optimizers hold their rows, and update them by the plan; collective.
 
         Raises:
             UnsupportedError: On every rank, if an optimizer cannot train as on one device.
-            PlanError: On every rank, if updates must be late, and a rank lacks the memory.
         """
-        self.optimizers = list(optimizers)
+        away = self.state_away
+        cut_earlier_state(optimizers, self.model, self.control, away)
+
+        def shard() -> None:
+            for optimizer in optimizers:
+                shard_optimizer(optimizer, self.model, away)
+
+        self.control.together("sharding the optimizers", shard)
+        self.hold(optimizers)
         for optimizer in optimizers:
             self.updates.of(optimizer)
-        self._host_state.begin(optimizers, trainer, self.plan, self.job.optimizers.stays)
+        self._host_state.begin(optimizers, view.of, self.plan, self.job.optimizers.stays)
         self._predict_host_memory()
-        is_planned = self.plan.early_update is True
-        more_bytes = state_bytes(self.model) - state_bytes(self.model, early=True)
         if self.late:
-            self._may_send = lambda own: may_send_gradients(self.late, own, trainer)
-            if is_planned:
-                self._count_on_late_updates(more_bytes)
+            self._may_send = lambda own: may_send_gradients(self.late, own, view.of)
             return
-        most = format_mib(more_bytes * max(self.model.fractions))
-        consequence = f" The plan counts on early ones: ranks hold up to {most} more." * is_planned
-        self._updater = EarlyUpdater(optimizers[0], trainer, consequence, self.moved)
+        consequence = ""
+        if self.plan.early_update:
+            more_bytes = state_bytes(self.model) - state_bytes(self.model, early=True)
+            most = format_mib(more_bytes * max(self.model.fractions))
+            consequence = f" The plan counts on early ones: ranks hold up to {most} more."
+        self._updater = EarlyUpdater(optimizers[0], view.of, consequence, self.moved)
         self.model.executor.updates.updater = self._updater
 
     def _predict_host_memory(self) -> None:
         memory = self._host_state.predicted(self.plan, self.predicted_memory, self.optimizers)
         self.predicted_memory = memory
-
-    def _count_on_late_updates(self, more_bytes: float) -> None:
-        """Add the gradients that late updates hold to the plan's predictions."""
-        ranks, memory = [], []
-        for index, (rank, kinds) in enumerate(
-            zip(self.plan.ranks, self.predicted_memory, strict=True)
-        ):
-            more = rank.state_fraction * more_bytes
-            if rank.memory_bytes is not None:
-                needed, capacity = rank.memory_bytes + more, rank.capacity_bytes or math.inf
-                if needed > capacity:
-                    raise PlanError(
-                        "The plan counts on updates inside the backward, but they have to follow"
-                        f" it: {self.late}. Rank {index} would need {format_mib(needed)} of its"
-                        f" {format_mib(capacity)}. Have a plan made for late updates:"
-                        " CephaloStrategy(planner=Planner(early_update=False))."
-                    )
-                rank = replace(rank, memory_bytes=needed)
-            if kinds.state_bytes is not None:
-                kinds = replace(kinds, state_bytes=kinds.state_bytes + more)
-            if kinds.peak_bytes is not None:
-                kinds = replace(kinds, peak_bytes=kinds.peak_bytes + more)
-            ranks.append(rank)
-            memory.append(kinds)
-        self.plan = replace(self.plan, ranks=tuple(ranks), early_update=None)
-        self.predicted_memory = tuple(memory)
-        self.model.executor.failure.planned_memory = _planned_memory(self.own_plan)
 
     def look_for_early_update(self, optimizer: Optimizer) -> None:
         """Look whether the next step may update units early; called on every rank before it."""
@@ -290,70 +256,67 @@ class Session:
                 check_capacities(self.model, device.cap_bytes, reshard_after_forward=reshards)
         self._at_end.callback(self.model.accelerator.limit_memory(device.cap_bytes))
 
-    def apply(self, plan: Plan, memory: Sequence[RankMemory] = ()) -> None:
-        """Follow a plan from the next step on; collective.
+    # -- plans --------------------------------------------------------------------------------
 
-        Moves the shards, and what optimizers and averages hold of their rows. If shards move,
-        gradients are forgotten, except with manual optimization: call it between two steps.
-        Dataloaders that are dealt after this call yield batches of the plan's sizes.
+    def accept(
+        self, plan: Plan, problem: Problem | None = None, *, keeps_gradients: bool = False
+    ) -> Adoption:
+        """Look whether this training can follow a plan, and allocate what it needs; collective.
 
         Args:
-            memory: The predicted memory of every rank, by kind; empty: the peaks of the plan.
+            problem: What it was made for; None: its memory is known by its own figures only.
+            keeps_gradients: Whether gradients move with the rows.
 
         Raises:
-            UnsupportedError: If shards must move, but state that goes with them cannot.
-            PlanError: If the plan offloads boundaries that retained activations hold.
+            PlanError: On every rank, if the plan does not fit this training.
+            UnsupportedError: On every rank, if shards must move, but state that goes with them
+                cannot.
             HostMemoryError: If the host has less memory than the plan needs.
+            TooLittleMemoryError: If a rank has too little memory to move rows.
         """
-        self.check_modes(plan)
-        arena = self.control.together("allocating host memory", partial(self.host_memory_of, plan))
-        self.follow(plan, memory, arena)
+        together = self.control.together
+        together("checking the plan", partial(self.check, plan))
+        self.check_move(plan, keeps_gradients)
+        arena = together("allocating host memory", partial(self._host_memory_of, plan))
+        peaks = (RankMemory(peak_bytes=rank.memory_bytes) for rank in plan.ranks)
+        memory = tuple(peaks) if problem is None else predicted(problem, plan, self.model)
+        return Adoption(plan, memory, arena)
 
-    def follow(
-        self,
-        plan: Plan,
-        memory: Sequence[RankMemory] = (),
-        arena: HostArena | None = None,
-        keeps_gradients: bool = False,
-        in_step: bool = False,
+    def adopt(
+        self, adoption: Adoption, *, keeps_gradients: bool = False, in_step: bool = False
     ) -> None:
-        """Follow a plan that is checked, with its host memory; collective. See :meth:`apply`."""
+        """Follow a plan from the next step on; collective.
+
+        Shards move, and what optimizers and averages hold of their rows. If shards move, gradients
+        are forgotten, except with manual optimization: call it between two steps.
+        """
+        plan, own = adoption.plan, adoption.plan.ranks[self.control.rank]
         self.model.release_buffers()  # modes decide which of them are needed
         self._move_shards(plan, keeps_gradients)
         for owned in () if in_step else map(self.updates.of, self.optimizers):
             if owned is not None:
                 owned.follow(self.model.fractions)
-        self.plan = self.dealt_plan = plan
+        self.plan = plan
         self._host_state.follow(plan, self.optimizers)
         if self._updater is not None:  # it may have begun with all state on the device
             self._updater.moved = self.moved
-        peaks = (RankMemory(peak_bytes=rank.memory_bytes) for rank in plan.ranks)
-        self.predicted_memory = tuple(memory) or tuple(peaks)
+        self.predicted_memory = adoption.memory
         self._predict_host_memory()
         self.user_gathers.expect([len(rank.microbatch_sizes) for rank in plan.ranks])
-        job, own, executor = self.job, self.own_plan, self.model.executor
-        executor.reshard_after_forward = job.options.reshard_after_forward.of_plan(
+        self.batches.follow(own)
+        options, executor = self.job.options, self.model.executor
+        executor.reshard_after_forward = options.reshard_after_forward.of_plan(
             plan.reshard_after_forward
         )
         self.model.padding.is_on = plan.shares_are_even and plan.padded is not False
         # a lower bound: where weights are tokens, the total that measuring left is closer
         executor.weighing.whole_batch = float(plan.global_batch_size)
-        executor.recompute = job.options.recompute.of_plan(own.recompute)
+        executor.recompute = options.recompute.of_plan(own.recompute)
         executor.failure.planned_memory = _planned_memory(own)
-        executor.arena = arena
-        # with one microbatch on each rank a batch stays whole
-        sizes = own.microbatch_sizes if self.manual is None else ()
-        whole = job.leaves_batches_whole and len(own.microbatch_sizes) == 1
-        layouts = job.layouts if whole else job.layouts or read_layouts(job.loaders, job.options)
-        self.cutter = BatchCutter(layouts, job.loaders.spec, sizes, whole)
+        executor.arena = adoption.arena
 
     def check(self, plan: Plan) -> None:
-        """Raise if this training cannot follow a plan.
-
-        Raises:
-            PlanError: If it is for other ranks, another batch, or more memory than there is.
-            UnsupportedError: If its numbers of microbatches differ where the step communicates.
-        """
+        """Raise if this training cannot follow a plan: for other ranks, or in another way."""
         job = self.job
         plan.check(world_size=self.control.world_size, global_batch_size=job.global_batch_size)
         if members_of(plan.state_groups, plan.world_size) != self.model.members:
@@ -365,11 +328,6 @@ class Session:
         check_plan(plan, job.limits)
         self.check_modes(plan)
         self._host_state.check(plan)
-        if plan.early_update and self.late:
-            raise PlanError(
-                "The plan says early_update: true, so that its memory lacks gradients, but updates"
-                f" follow the backward: {self.late}. Leave early_update out of the plan."
-            )
         self.user_gathers.check([len(rank.microbatch_sizes) for rank in plan.ranks])
 
     def check_modes(self, plan: Plan) -> None:
@@ -382,6 +340,11 @@ class Session:
                 "The plan says offload: true, but recomputation is off, so that activations are"
                 " kept and hold what enters them. Use CephaloStrategy(recompute=True), or say"
                 " recompute: true in the plan."
+            )
+        if plan.early_update and self.late:
+            raise PlanError(
+                "The plan says early_update: true, so that its memory lacks gradients, but updates"
+                f" follow the backward: {self.late}. Leave early_update out of the plan."
             )
 
     def check_move(self, plan: Plan, keeps_gradients: bool = False) -> None:
@@ -408,7 +371,7 @@ class Session:
                 " present ones."
             ) from failure
 
-    def host_memory_of(self, plan: Plan) -> HostArena | None:
+    def _host_memory_of(self, plan: Plan) -> HostArena | None:
         """Return this rank's host memory for a plan; that of the present plan if it is enough."""
         own, arena = plan.ranks[self.control.rank], self.model.executor.arena
         self._host_state.check_room(own, self.optimizers)
@@ -440,137 +403,20 @@ class Session:
         """Shard the averages that callbacks hold, now and as plans change; collective."""
         self._averages = AveragedWeights(self.model.module, callbacks)
 
-    def shown(self, batch: Any, trains: bool) -> Any:
-        """Return what hooks see of a batch: without samples a repeated one that counts nowhere."""
-        seen, self.lacks = self.cutter.shown(batch) if trains else shown(batch)
-        return seen
-
-    @property
-    def lacks_samples(self) -> bool:
-        """Whether this rank has no samples in the present step, of any loader."""
-        return all(self.lacks)
-
-    def cut(self, batch: Any) -> tuple[list[tuple[Any, int]], Exception | None]:
-        """Return the microbatches of a batch with their samples, or none and the error."""
-        try:
-            return self.cutter.cut(batch, self.lacks), None
-        except Exception as failure:
-            return [], failure
-
-    def start_training(self, optimizers: Sequence[Optimizer]) -> None:
-        """Measure this rank's memory from now on, its optimizers' included."""
+    def hold(self, optimizers: Sequence[Optimizer]) -> None:
+        """Let plans move the state of these optimizers."""
         self.optimizers = list(optimizers)
+
+    def start_training(self) -> None:
+        """Measure this rank's memory from now on, its optimizers' included."""
         self.lasting.begin()
-        self.memory = TrainingMemory(
-            self.model, self.optimizers, self.moved, keeps_looks=self.job.options.record is not None
-        )
+        keeps_looks = self.job.options.record is not None
+        self.memory = TrainingMemory(self.model, self.optimizers, self.moved, keeps_looks)
 
     def measured_memory(self) -> tuple[RankMemory, ...] | None:
         """Return the memory of every rank in training; None before two steps; collective."""
         rows = self.control.gather(self.memory.measured())
         return tuple(rows) if all(rank is not None for rank in rows) else None
-
-    def unit_sizes(self) -> list[report.UnitSize]:
-        """Return the units as tables name them, the root unit first."""
-        return [
-            report.UnitSize(
-                unit.name,
-                type_of(unit.module).__name__,
-                sum(flat.contents.numel for flat in unit.flats),
-            )
-            for unit in self.model.units
-        ]
-
-    @property
-    def _updates(self) -> str:
-        """When updates run, in a few words; empty if nobody has asked for another way."""
-        if not self.job.options.planner.early_update:
-            return ""
-        return f"after the backward: {self.late}" if self.late else "inside the backward"
-
-    def plan_table(self, details: bool) -> Any:
-        """Return the plan as a table that also says when updates run, and by details how solved."""
-        return report.plan_table(
-            self.plan,
-            model=self.unit_sizes(),
-            updates=self._updates,
-            notes=self._all_notes(),
-            details=details,
-        )
-
-    def _all_notes(self) -> tuple[str, ...]:
-        uses_host = self.plan.moves_state or any(rank.offload for rank in self.plan.ranks)
-        return tuple(filter(None, (*self.notes, limit_note(self.job.limits, uses_host))))
-
-    def record(self, measured: Sequence[RankMemory] | None, changes: Sequence[Replan]) -> RunRecord:
-        """Return the run's record; ``measured`` is None while the run has not ended."""
-        predicted = self.predicted_memory or tuple(RankMemory() for _ in self.plan.ranks)
-        found = tuple(measured or ()) or (None,) * self.plan.world_size
-        ranks = tuple(
-            RankRecord(rank, part.name, predicted_memory=before, measured_memory=after)
-            for rank, (part, before, after) in enumerate(
-                zip(self.plan.ranks, predicted, found, strict=True)
-            )
-        )
-        return RunRecord(
-            plan=self.plan,
-            ranks=ranks,
-            model=printable(report.units_text(self.unit_sizes())),
-            updates=self._updates,
-            notes=self._all_notes(),
-            changes=tuple(
-                f"behind step {change.step}: {change.cause}, rank {change.rank}"
-                for change in changes
-            ),
-        )
-
-    def report(self, step_s: float | None, memory: Sequence[RankMemory] | None) -> None:
-        """Print predicted against measured step time and memory."""
-        if step_s is not None:
-            report.show(report.prediction_table({"step_s": self.plan.step_s}, {"step_s": step_s}))
-        if memory is not None:
-            report.show(report.memory_table(self.predicted_memory, memory))
-
-    # -- dataloaders --------------------------------------------------------------------------
-
-    def dealt(
-        self,
-        loader: Any,
-        *,
-        training: bool,
-        epoch: int,
-        is_divided: bool = False,
-        seed: int | None = None,
-        before_reading: Callable[[], None] = lambda: None,
-    ) -> Any:
-        """Return a loader that yields this rank's share of each global batch; collective.
-
-        Evaluation is dealt evenly. ``is_divided``: the user deals, and ranks only end together.
-        ``seed`` None: that which ranks agree on. ``before_reading`` is called before ranks agree
-        on a batch of a stream; it may communicate.
-        """
-        ranks = self.control.world_size
-        if ranks == 1 and (is_divided or not training):
-            return original_of(loader)
-        options = self.job.options
-        agreed = agreed_seed(self.control.broadcast)
-        layout = BatchLayout(splitter=options.split_batch)
-        if training:
-            # Lightning passes all training dataloaders each time, in the order of their tree
-            layout = next(self._layouts, layout)
-        dealing = Dealing(
-            self.control.rank,
-            tuple(rank.batch_size for rank in self.dealt_plan.ranks) if training else (1,) * ranks,
-            agreed if seed is None else seed,
-            self.control.broadcast,
-            _behind(before_reading, self.control.gather),
-            epoch=epoch,
-            trains=training,
-            every_rank=training and self.manual is not None,
-            global_batch_size=options.global_batch_size if training else None,
-            layout=layout,
-        )
-        return (own_part if is_divided else dealt_loader)(loader, dealing)
 
     # -- the whole model ----------------------------------------------------------------------
 
@@ -646,17 +492,9 @@ def _planned_memory(rank: RankPlan) -> str:
         return ""
     capacity = ""
     if rank.capacity_bytes is not None and math.isfinite(rank.capacity_bytes):
-        capacity = f" of the {report.format_bytes(rank.capacity_bytes)} that it may use"
+        capacity = f" of the {format_bytes(rank.capacity_bytes)} that it may use"
     lower = lower_capacity(rank.memory_bytes, rank.capacity_bytes or math.inf)
     return (
-        f"The plan counts on {report.format_bytes(rank.memory_bytes)}{capacity}. One for"
-        f" {report.format_bytes(lower)} on this rank would leave room."
+        f"The plan counts on {format_bytes(rank.memory_bytes)}{capacity}. One for"
+        f" {format_bytes(lower)} on this rank would leave room."
     )
-
-
-def _behind(before: Callable[[], None], collective: Callable[..., Any]) -> Callable[[Any], Any]:
-    def both(own: Any) -> Any:
-        before()
-        return collective(own)
-
-    return both

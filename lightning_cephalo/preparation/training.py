@@ -1,76 +1,84 @@
-"""Holds what may change the plan of a running training, or repeat a step of it."""
+"""A training from ``setup`` to ``teardown``: its session, and what may change its plan."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_cephalo.adapters.repeated_step import Relief, RepeatedStep
+from lightning_cephalo.adapters.held_state import holds_rows
+from lightning_cephalo.adapters.repeated_step import RepeatedStep
 from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.observe.watch import Watch
-from lightning_cephalo.plan import Problem
-from lightning_cephalo.plan.replan import Replan
-from lightning_cephalo.preparation import replanning
+from lightning_cephalo.plan.reasons import left_out, reasons, surprises
 from lightning_cephalo.preparation.loss_check import compare_losses
-from lightning_cephalo.preparation.options import Options
 from lightning_cephalo.preparation.plan_change import PlanChanges
+from lightning_cephalo.preparation.prepare import make_plan, measure_or_load
+from lightning_cephalo.preparation.replanning import Replanning, may_replan, policy_of
 from lightning_cephalo.preparation.session import Session
 from lightning_cephalo.ranks.control import not_connected
 from lightning_cephalo.recovery.recovering import Recovering
 
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
 
 class Training:
-    """A training that follows a plan, from ``setup`` to ``teardown``.
+    """A training: measured, planned, and followed through its changes of plan.
 
     Args:
         recovering: Copies the state of training meanwhile.
-        problem: The measured problem; None: the plan does not change by itself.
-        plan_changed: Called behind each change of the plan.
 
     Attributes:
         changes: Changes the plan between two steps.
         replanning: Changes it where ranks change their pace; None: it does not change by itself.
-        repeated: Repeats steps that lack memory, or that use an end of the root unit where it is
-            away; None: they end the run.
+        repeated: Repeats steps that lack memory; None: they end the run.
+        notes: Sentences below the plan's table: why it divides the work so.
     """
 
     def __init__(
-        self,
-        session: Session,
-        trainer: Trainer,
-        watch: Watch,
-        recovering: Recovering,
-        problem: Problem | None,
-        options: Options,
-        plan_changed: Callable[[], None],
+        self, session: Session, view: TrainerView, watch: Watch, recovering: Recovering
     ) -> None:
-        self._session, self._trainer = session, trainer
-        self._watch, self._recovering = watch, recovering
-        self._plan_changed, self._has_compared = plan_changed, False
-        self.changes = PlanChanges(session, trainer)
-        self.replanning: replanning.Replanning | None = None
+        self.session, self.view, self.watch = session, view, watch
+        self._recovering = recovering
+        self._has_compared = False
+        self.changes = PlanChanges(session, view, watch)
+        self.replanning: Replanning | None = None
         self.repeated: RepeatedStep | None = None
-        if problem is not None:
-            self.replanning = replanning.begin(
-                session, trainer, self.changes, watch, problem, options
-            )
-        may_repeat = self.replanning is not None
-        if may_repeat and session.manual is None:
-            self.repeated = RepeatedStep(session.model, session.logs.metrics)
+        self.notes: tuple[str, ...] = ()
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         """Make None of a copy, as of a session."""
         return not_connected, ()
 
-    @property
-    def replans(self) -> tuple[Replan, ...]:
-        """The changes of plan so far, without those of the user."""
-        return () if self.replanning is None else self.replanning.replans
+    def follow_plan(self, optimizers: Sequence[Optimizer], pause: Callable[[], None]) -> None:
+        """Measure the ranks, make a plan and follow it, or follow that which is given; collective.
+
+        ``pause`` is called between measurements; it may raise on all ranks.
+        """
+        session, view = self.session, self.view
+        job, plan, problem = session.job, session.job.plan, None
+        replans = may_replan(job)
+        if plan is not None:
+            session.check(plan)  # before the ranks are measured for nothing
+        if plan is None or replans:
+            problem = measure_or_load(job, session.model, view, pause, session.manual)
+        if plan is None:
+            assert problem is not None
+            plan = make_plan(job, problem, session.control)
+            if session.control.rank == 0:
+                shorter = left_out(problem, plan)
+                self.notes = (*reasons(problem, plan), *shorter, *surprises(problem, plan))
+        # some hold rows from the beginning, such as Adagrad
+        session.hold([own for own in optimizers if holds_rows(own)])
+        session.adopt(session.accept(plan, problem if job.plan is None else None))
+        session.shard_averages(view.callbacks)
+        self.watch.begin(session.model, plan)
+        if problem is None or not replans:
+            return
+        policy = policy_of(problem, plan, view.step)
+        if policy is not None:
+            self.replanning = Replanning(self.changes, problem, policy)
+            if session.manual is None:
+                self.repeated = RepeatedStep(session.model, session.logs.metrics)
 
     def note(self) -> tuple[float, ...]:
         """Return what the exchange of a step carries to all ranks."""
@@ -83,18 +91,17 @@ class Training:
 
     def begin_batch(self, optimizers: Sequence[Optimizer]) -> None:
         """Let a waiting plan take effect; collective. The user may have replaced optimizers."""
-        self._session.optimizers = list(optimizers)
-        self._session.lasting.between_steps()
+        session = self.session
+        session.hold(optimizers)
+        session.lasting.between_steps()
         if self.repeated is not None:
             self.repeated.begin_batch()
         if self.changes.is_pending:
             self._recovering.settle()  # rows may be about to move
-        # of a step that pulls its batch, Lightning's hook gets the number of the batch before
-        number = self._trainer.fit_loop.epoch_loop.batch_idx
-        if self.changes.take_effect(number):
-            self._follow()
+        if self.changes.take_effect():
+            session.start_training()
             if self.replanning is not None:
-                self.replanning.changed(self._session.plan, self.changes.change_s)
+                self.replanning.changed()
         if self.replanning is not None:
             self.replanning.between_steps()
 
@@ -104,18 +111,18 @@ class Training:
         """Compare the loss of a microbatch with its halves', in the first step; collective."""
         if not self._has_compared:
             self._has_compared = True
-            compare_losses(self._session, TrainerView(self._trainer), batch, pieces, step)
+            compare_losses(self.session, self.view, batch, pieces, step)
 
     def forward(self, run: Callable[[bool], Any]) -> Any:
         """Run a forward, again if a rank lacks memory; ``run`` gets whether the step goes on."""
-        return run(True) if self.repeated is None else self.repeated.forward(run, self._relief)
+        return run(True) if self.repeated is None else self.repeated.forward(run, self._relieve)
 
     def backward(self, run: Callable[[], None]) -> None:
         """Run a backward; repeat the step if a rank lacks the memory."""
         if self.repeated is None:
             run()
         else:
-            self.repeated.backward(run, self._relief)
+            self.repeated.backward(run, self._relieve)
 
     def end_without_backward(self) -> None:
         """End a step of which no rank has a loss."""
@@ -132,25 +139,20 @@ class Training:
         """Whether the running step is a repeated one, so that its time says nothing."""
         return self.repeated is not None and self.repeated.was_repeated
 
+    def settle(self) -> None:
+        """Wait until no copy of the state is under way, before it changes."""
+        self._recovering.settle()
+
     def close(self) -> None:
         """End what runs beside the training."""
         if self.replanning is not None:
             self.replanning.close()
 
-    def _follow(self) -> None:
-        self._watch.count_again()
-        self._session.start_training(self._session.optimizers)
-        self._plan_changed()
-
-    @property
-    def _relief(self) -> Relief | None:
-        return None if self.replanning is None else self._relieve
-
     def _relieve(self, error: Exception, refused: str) -> None:
         """Follow a plan in the middle of a step that takes less memory, or raise the error."""
-        assert self.replanning is not None
+        if self.replanning is None:
+            raise error
         self._recovering.settle()  # rows are about to move
-        change = self.replanning.relieve(error, refused)
-        self._follow()
-        self.replanning.tell(change)
-        self._watch.start_step()
+        self.replanning.relieve(error, refused)
+        self.session.start_training()
+        self.watch.start_step()

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from late_device import LateCopies, LateDevice
+from plans import plan_of
 
 from lightning_cephalo.accelerator.backends import Backend
 from lightning_cephalo.accelerator.throttle import Throttle
@@ -130,7 +131,7 @@ def test_a_watch_does_not_wait_for_a_device_that_runs_behind():
     device = LateDevice()
     watch = Watch()
     model = model_on(device)
-    watch.begin(model)
+    watch.begin(model, plan_of(((1,), 1.0)))
     watch.start_step()
     device.issued += 1
     watch.finish_step()

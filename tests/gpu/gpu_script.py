@@ -136,10 +136,10 @@ def main() -> None:
         "device": str(trainer.strategy.root_device),
     }
     if isinstance(trainer.strategy, CephaloStrategy):
-        measured = trainer.strategy.measured_ranks
+        measured = trainer.strategy.report.ranks
         said["busy_s"] = [rank.busy_s for rank in measured]
         said["waiting_s"] = [rank.waiting_s for rank in measured]
-        said["held"] = [asdict(rank) for rank in trainer.strategy.measured_memory]
+        said["held"] = [asdict(rank) for rank in trainer.strategy.report.memory]
         said["parameters"] = sum(parameter.numel() for parameter in model.parameters())
         said["reserved_bytes"] = model.reserved_bytes
     (options.folder / f"{trainer.global_rank}.json").write_text(json.dumps(said))

@@ -84,7 +84,7 @@ class Recorder(LightningModule):
         seen = self.indices(batch)
         assert seen, "a hook sees an empty batch"
         # without samples a repeated one, which counts nowhere
-        lacks = session is not None and session.lacks_samples
+        lacks = session is not None and session.batches.are_lacking
         self.record.hooks.setdefault(hook, []).append([] if lacks else seen)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -57,7 +57,7 @@ class Records(Net):
     def on_train_batch_start(self, batch, batch_idx) -> None:
         super().on_train_batch_start(batch, batch_idx)
         strategy = self.trainer.strategy
-        lacks = isinstance(strategy, CephaloStrategy) and strategy.session.lacks_samples
+        lacks = isinstance(strategy, CephaloStrategy) and strategy.session.batches.are_lacking
         self.samples.append([] if lacks else batch[2].tolist())  # a repeated sample
 
 

@@ -231,7 +231,7 @@ def _fit_that_solves(kind=Net):
     )
     fitted.fit(module, loader(28), loader(8))
     predicted = [rank.memory_bytes for rank in fitted.strategy.plan.ranks]
-    measured = [rank.peak_bytes for rank in fitted.strategy.measured_memory]
+    measured = [rank.peak_bytes for rank in fitted.strategy.report.memory]
     assert all(most >= held for most, held in zip(predicted, measured, strict=True))
     return fitted.strategy.plan, module.losses, values_of(module)
 

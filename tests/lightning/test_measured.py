@@ -43,7 +43,7 @@ def fit(
     with virtual_rank(host, time):
         made.fit(Paced(host, pause_s), loader(32))
     assert made.global_step == steps
-    return made.strategy.measured_ranks
+    return made.strategy.report.ranks
 
 
 def five_times_slower(rank: int, step: int) -> float:
@@ -105,13 +105,13 @@ def test_work_is_compared_with_what_the_plan_predicted(capfd: pytest.CaptureFixt
 def fit_predicted() -> tuple[MeasuredRank, ...]:
     made = trainer("predicted", {"verbose": True}, max_epochs=-1, max_steps=4)
     made.fit(Net(), loader(32))
-    return made.strategy.measured_ranks
+    return made.strategy.report.ranks
 
 
 def fit_recorded(folder: str, steps: int) -> bool:
     made = trainer("even", {"record": folder}, max_epochs=-1, max_steps=steps)
     made.fit(Net(), loader(32))
-    return made.strategy.measured_ranks != ()
+    return made.strategy.report.ranks != ()
 
 
 @pytest.mark.parametrize("steps", [2, 7])

@@ -98,7 +98,7 @@ def fit(kind: type[Any], devices: int) -> Any:
     found = model.losses, values_of(model), len(model.history), getattr(model, "pool", Pool()).seen
     if devices == 1:
         return found
-    plan, held = fitting.strategy.plan, fitting.strategy.measured_memory
+    plan, held = fitting.strategy.plan, fitting.strategy.report.memory
     planned = [rank.memory_bytes for rank in plan.ranks]
     sizes = [rank.microbatch_sizes for rank in plan.ranks]
     return *found, sizes, planned, [rank.peak_bytes for rank in held]

@@ -36,7 +36,7 @@ def fit(folder: str, steps: int) -> tuple[Any, Any, RunRecord | None]:
     early = Early(folder)
     made = trainer("3:1", options, max_epochs=-1, max_steps=steps, callbacks=[early])
     made.fit(Net(), loader(32))
-    return made.strategy.memory_timeline, made.strategy.measured_memory, early.found
+    return made.strategy.report.timeline, made.strategy.report.memory, early.found
 
 
 def test_a_recorded_step_has_the_measured_peak_phases_and_traffic(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def fit_with_state_on_the_host(folder: str) -> Any:
     options = {**QUIET, "max_epochs": -1, "max_steps": 4}
     made = Trainer(accelerator="cpu", devices=2, strategy=chosen, **options)
     made.fit(Net(), loader(32))
-    return made.strategy.memory_timeline
+    return made.strategy.report.timeline
 
 
 def test_state_that_moves_is_traffic_and_updates_by_the_host_keep_it_busy(tmp_path: Path) -> None:

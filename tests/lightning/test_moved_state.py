@@ -394,7 +394,7 @@ def _idle() -> list[float]:
             max_steps=4,
             strategy={"plan": plan, "global_batch_size": 4},
         )
-        found.append(runs.strategy.measured_step_s)
+        found.append(runs.strategy.report.step_s)
     return found
 
 
@@ -427,7 +427,7 @@ def _memory() -> list[Any]:
             max_steps=2,
             strategy={"plan": plan, "early_update": "auto", "global_batch_size": 4},
         )
-        found.append((runs.strategy.measured_memory, predicted.memory))
+        found.append((runs.strategy.report.memory, predicted.memory))
     return found
 
 

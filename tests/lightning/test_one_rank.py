@@ -179,7 +179,7 @@ def test_trainers_are_copied_and_count_and_save_and_restore_outside_of_runs(tmp_
         assert made.estimated_stepping_batches == 2 and made.num_training_batches == 4
         made.fit(module, DataLoader(dataset(), batch_size=1))
         copied = pickle.loads(pickle.dumps(made.strategy))
-        assert copied.measured_step_s == made.strategy.measured_step_s is not None
+        assert copied.report.step_s == made.strategy.report.step_s is not None
         assert copies.copied[-1].trainer is not made
         assert_same_tensors(
             values_of(copies.copied[-1].trainer.lightning_module), values_of(Net()), 0.0

@@ -53,7 +53,7 @@ class Watch(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         session = trainer.strategy.session
-        self.predicted, self.notes = session.predicted_memory, session.notes
+        self.predicted, self.notes = session.predicted_memory, trainer.strategy._training.notes
 
 
 def one_device(kind: type[Model] = Model) -> dict[str, Tensor]:
@@ -90,7 +90,7 @@ def _trained(
         },
     )
     values = {name: parameter.detach() for name, parameter in module.named_parameters()}
-    return runs.strategy.plan, runs.strategy.measured_memory, watch, values
+    return runs.strategy.plan, runs.strategy.report.memory, watch, values
 
 
 def _refused(offload: Any, **strategy: Any) -> str:

@@ -28,7 +28,6 @@ from lightning_cephalo.execution.memory_errors import OutOfMemoryInStepError
 from lightning_cephalo.plan import Problem, RankProfile, solve
 from lightning_cephalo.plan.replan import ReplanPolicy
 from lightning_cephalo.preparation import replanning
-from lightning_cephalo.preparation.options import Options
 from lightning_cephalo.sharding.flat import Flat
 from lightning_cephalo.sharding.spent_gradients import sent_gradient
 
@@ -146,30 +145,21 @@ class TakesLabels(Counts):
 class BeginsToReplan(Callback):
     """Lets a training by a given plan change it where memory is short."""
 
-    def __init__(self, problem: Problem, **options: Any) -> None:
-        self.problem, self.options = problem, options
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
 
     def on_train_start(self, trainer, module) -> None:
-        strategy = trainer.strategy
-        session = strategy.session
+        training, session = trainer.strategy._training, trainer.strategy.session
         policy = ReplanPolicy(self.problem, session.plan)
-        strategy._training.replanning = replanning.Replanning(
-            session,
-            trainer,
-            strategy._training.changes,
-            strategy._watch,
-            self.problem,
-            policy,
-            Options(**self.options),
-        )
-        strategy._training.repeated = RepeatedStep(session.model, session.logs.metrics)
+        training.replanning = replanning.Replanning(training.changes, self.problem, policy)
+        training.repeated = RepeatedStep(session.model, session.logs.metrics)
 
 
 def _fit(model: Net, plan: Plan | None, problem: Problem = PROBLEM, early: Any = False, **options):
     callbacks: list[Callback] = []
     strategy: Any = "auto"
     if plan is not None:
-        callbacks = [BeginsToReplan(problem, planner=Planner(verbose=False))]
+        callbacks = [BeginsToReplan(problem)]
         strategy = CephaloStrategy(
             plan=plan,
             global_batch_size=GLOBAL_BATCH,
@@ -181,7 +171,7 @@ def _fit(model: Net, plan: Plan | None, problem: Problem = PROBLEM, early: Any =
         strategy=strategy, devices=devices, accelerator="cpu", callbacks=callbacks, **options
     )
     run.fit(model, loader(32), loader(8))
-    return list(getattr(run.strategy, "replans", ())), run
+    return [] if plan is None else list(run.strategy.report.replans), run
 
 
 def _result(make: Callable[[], Hungry], plan: Plan | None, **options):
@@ -341,7 +331,7 @@ ON_DEVICES = Problem([DEVICE, DEVICE], units=3, state_bytes=2e6, global_batch_si
 
 def _grown(capacity_bytes: int):
     model = Grows()
-    callback = BeginsToReplan(ON_DEVICES, planner=Planner(verbose=False))
+    callback = BeginsToReplan(ON_DEVICES)
     plan = plan_of(((4,), 0.5), ((4,), 0.5))
     run = fit(
         model,
@@ -352,7 +342,7 @@ def _grown(capacity_bytes: int):
         is_time_shared=False,
         max_steps=5,
     )
-    return model.losses, model.largest, [(c.cause, c.step) for c in run.strategy.replans]
+    return model.losses, model.largest, [(c.cause, c.step) for c in run.strategy.report.replans]
 
 
 def _both():

@@ -17,6 +17,8 @@ from lightning_cephalo import CephaloStrategy, Planner
 from lightning_cephalo.plan import Problem, RankProfile, predict, solve
 from lightning_cephalo.plan.replan import ReplanPolicy
 from lightning_cephalo.preparation import replanning
+from lightning_cephalo.preparation.job import Job
+from lightning_cephalo.preparation.limits import Limits
 from lightning_cephalo.preparation.options import Options
 
 CURVE = [0.01 * size for size in range(1, 9)]
@@ -48,6 +50,9 @@ class MadeUpWatch:
     def __init__(self, strategy: CephaloStrategy, run: Trainer) -> None:
         self.strategy, self.run = strategy, run
 
+    def __getattr__(self, name: str):
+        return getattr(self.strategy._watch, name)
+
     def take_busy_s(self) -> float:
         rank, step = self.run.global_rank, self.run.global_step
         own = predict(OFFLOADED, self.strategy.plan).ranks[rank]
@@ -66,23 +71,21 @@ class SolvesAtOnce:
 class BeginsToReplan(Callback):
     """Lets a training by a given plan change it."""
 
-    def __init__(self, problem: Problem = PROBLEM, **options) -> None:
-        self.problem, self.options = problem, options
+    def __init__(self, problem: Problem = PROBLEM) -> None:
+        self.problem = problem
 
     def on_train_start(self, trainer, module) -> None:
         strategy = trainer.strategy
-        session, changes = strategy.session, strategy._training.changes
-        policy = ReplanPolicy(self.problem, session.plan)
-        watch = MadeUpWatch(strategy, trainer)
-        strategy._training.replanning = replanning.Replanning(
-            session, trainer, changes, watch, self.problem, policy, Options(**self.options)
-        )
+        changes = strategy._training.changes
+        policy = ReplanPolicy(self.problem, changes.session.plan)
+        changes.watch = MadeUpWatch(strategy, trainer)
+        strategy._training.replanning = replanning.Replanning(changes, self.problem, policy)
 
 
-def _fit(plan, folder=None, problem=PROBLEM, steps=STEPS, **options):
+def _fit(plan, folder=None, problem=PROBLEM, steps=STEPS):
     model = Net()
     logger = False if folder is None else CSVLogger(folder)
-    callbacks = [] if plan is None else [BeginsToReplan(problem, **options)]
+    callbacks = [] if plan is None else [BeginsToReplan(problem)]
     quiet = {
         **QUIET,
         "max_epochs": -1,
@@ -100,7 +103,7 @@ def _fit(plan, folder=None, problem=PROBLEM, steps=STEPS, **options):
         strategy=strategy, devices=devices, accelerator="cpu", callbacks=callbacks, **quiet
     )
     run.fit(model, loader(60, shuffle=True), loader(8))
-    return model.losses, list(getattr(run.strategy, "replans", ()))
+    return model.losses, [] if plan is None else list(run.strategy.report.replans)
 
 
 def _replans(folder):
@@ -140,13 +143,11 @@ def _wishes():
     """What is said with replan=True where no other plan can be followed."""
     said = []
 
-    class Job:
-        options, limits, plan = Options(), (None,), None
-
-    for job, wish in ((Job, True), (Job, "auto"), (Job, False)):
+    for wish in (True, "auto", False):
+        job = Job(Options(replan=wish), (Limits.none(),))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            said.append((replanning.wants(wish, job), [str(each.message) for each in caught]))
+            said.append((replanning.may_replan(job), [str(each.message) for each in caught]))
     return said
 
 
@@ -194,7 +195,7 @@ def _by_hand(problem, changed):
         warnings.simplefilter("always")
         run.fit(Net(), loader(), loader(8))
     said = [str(each.message) for each in caught if "by itself" in str(each.message)]
-    return said, strategy.plan == changed, strategy.replans
+    return said, strategy.plan == changed, strategy.report.replans
 
 
 def _each_by_hand():
@@ -254,11 +255,10 @@ class TakesOnce:
 
 def _alone(watch):
     plan = solve(PROBLEM)
-    session = Mock()
-    session.control.rank, session.plan = 0, plan
-    trainer = Mock(global_step=5, max_steps=-1, max_epochs=None, loggers=[])
-    policy = ReplanPolicy(PROBLEM, plan)
-    return replanning.Replanning(session, trainer, Mock(), watch, PROBLEM, policy, Options())
+    changes = Mock(watch=watch)
+    changes.session.control.rank, changes.session.plan = 0, plan
+    changes.view.step, changes.view.steps_left = 5, math.inf
+    return replanning.Replanning(changes, PROBLEM, ReplanPolicy(PROBLEM, plan))
 
 
 def test_the_last_of_several_exchanges_of_a_step_carries_the_pace_too():
@@ -273,7 +273,8 @@ def test_a_plan_that_was_announced_is_dropped_if_the_users_own_comes_first():
     alone = _alone(TakesOnce(0.25))
     alone._ready = Mock()
     alone.learn([alone.note(), (0.25, 0.0)])
-    alone.changed(plan_of(((4,), 0.5), ((4,), 0.5)), 0.0)
+    alone._session.plan = plan_of(((4,), 0.5), ((4,), 0.5))
+    alone.changed()
     alone.between_steps()
     alone._changes.request.assert_not_called()
     alone._session.control.broadcast.assert_not_called()

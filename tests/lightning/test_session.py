@@ -30,15 +30,16 @@ class Applies(Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
         session = trainer.strategy.session
         if batch_idx == 0:
-            session.apply(self.plan)
-        self.counts.append(len(session.cutter.cut(batch)))
+            session.adopt(session.accept(self.plan))
+        self.counts.append(len(session.batches.cutter.cut(batch)))
 
 
 class AppliesEarly(Net):
     """Applies a plan before there are optimizers."""
 
     def configure_optimizers(self):
-        self.trainer.strategy.session.apply(OTHER_FRACTIONS)
+        session = self.trainer.strategy.session
+        session.adopt(session.accept(OTHER_FRACTIONS))
         return super().configure_optimizers()
 
 
@@ -112,7 +113,7 @@ class Looks(Callback):
 
     def on_fit_start(self, trainer, module) -> None:
         self.plan = trainer.strategy.session.plan
-        self.sizes = trainer.strategy.session.cutter.microbatch_sizes
+        self.sizes = trainer.strategy.session.batches.cutter.microbatch_sizes
 
 
 def fit_looking(plan: str):
@@ -140,7 +141,7 @@ class Overrules(Callback):
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
         session = trainer.strategy.session
-        session.apply(self.plans[batch_idx])
+        session.adopt(session.accept(self.plans[batch_idx]))
         self.seen.append(session.model.executor.reshard_after_forward)
 
 

@@ -54,7 +54,7 @@ def held(plan, speeds, max_steps, early="auto"):
     )
     timed = len(trainer.strategy._watch._steps_s)
     loss = trainer.callback_metrics["loss"].item()
-    return trainer.strategy.measured_memory, peak.peak_bytes, timed, loss, peak.resting_bytes
+    return trainer.strategy.report.memory, peak.peak_bytes, timed, loss, peak.resting_bytes
 
 
 HELD = [
@@ -165,7 +165,7 @@ def test_rank_zero_prints_predicted_beside_measured(capfd):
         options = {"strategy": {"verbose": True}, "max_steps": 2, "callbacks": [at_the_end]}
         options["speeds"] = (1.0, 1.0)  # the plan depends on no machine
         trainer = fit(GPT(**MODEL), loader(context=CONTEXT, batch_size=8), **options)
-        return trainer.strategy.measured_memory, predicted
+        return trainer.strategy.report.memory, predicted
 
     measured, predicted = in_ranks(2, planned)[0]
     output = capfd.readouterr().out

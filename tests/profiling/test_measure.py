@@ -121,7 +121,7 @@ def on_unequal_ranks():
         planning.measure = measure
     plan = trainer.strategy.plan
     batches = [rank.batch_size for rank in plan.ranks]
-    return problems[0].to_dict(), batches, plan.step_s, trainer.strategy.measured_step_s
+    return problems[0].to_dict(), batches, plan.step_s, trainer.strategy.report.step_s
 
 
 @functools.cache

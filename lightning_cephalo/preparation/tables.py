@@ -1,0 +1,87 @@
+"""What a session shows of its plan and its run: tables on the terminal, and the record of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightning_cephalo.common.texts import printable
+from lightning_cephalo.observe import report
+from lightning_cephalo.observe.memory import RankMemory
+from lightning_cephalo.observe.run_record import RankRecord, RunRecord
+from lightning_cephalo.observe.watch import RunReport
+from lightning_cephalo.preparation.limits import limit_note
+from lightning_cephalo.preparation.session import Session
+from lightning_cephalo.preparation.training import Training
+from lightning_cephalo.sharding.blocks import type_of
+
+
+def show_plan(training: Training) -> None:
+    """Print the plan as a table that also says when updates run."""
+    session = training.session
+    report.show(
+        report.plan_table(
+            session.plan,
+            model=_unit_sizes(session),
+            updates=_updates(session),
+            notes=_notes(training),
+            details=session.job.options.planner.verbose > 1,
+        )
+    )
+
+
+def show_predictions(session: Session, found: RunReport) -> None:
+    """Print predicted against measured step time and memory."""
+    if found.step_s is not None:
+        step_s = {"step_s": session.plan.step_s}, {"step_s": found.step_s}
+        report.show(report.prediction_table(*step_s))
+    if found.memory is not None:
+        report.show(report.memory_table(session.predicted_memory, found.memory))
+
+
+def record_of(training: Training, *, is_finished: bool) -> RunRecord:
+    """Return the run's record."""
+    session, found = training.session, training.watch.report()
+    plan = session.plan
+    before = session.predicted_memory or tuple(RankMemory() for _ in plan.ranks)
+    after: Sequence[RankMemory | None] = found.memory or (None,) * plan.world_size
+    rows = enumerate(zip(plan.ranks, before, after, strict=True))
+    return RunRecord(
+        plan=plan,
+        ranks=tuple(
+            RankRecord(rank, part.name, predicted_memory=predicted, measured_memory=measured)
+            for rank, (part, predicted, measured) in rows
+        ),
+        model=printable(report.units_text(_unit_sizes(session))),
+        updates=_updates(session),
+        notes=_notes(training),
+        changes=tuple(
+            f"behind step {change.step}: {change.cause}, rank {change.rank}"
+            for change in found.replans
+        ),
+        is_finished=is_finished,
+    )
+
+
+def _unit_sizes(session: Session) -> list[report.UnitSize]:
+    """Return the units as tables name them, the root unit first."""
+    return [
+        report.UnitSize(
+            unit.name,
+            type_of(unit.module).__name__,
+            sum(flat.contents.numel for flat in unit.flats),
+        )
+        for unit in session.model.units
+    ]
+
+
+def _updates(session: Session) -> str:
+    """Return when updates run, in a few words; empty if the user has turned early ones off."""
+    if not session.job.options.planner.early_update:
+        return ""
+    return f"after the backward: {session.late}" if session.late else "inside the backward"
+
+
+def _notes(training: Training) -> tuple[str, ...]:
+    session = training.session
+    uses_host = session.plan.moves_state or any(rank.offload for rank in session.plan.ranks)
+    return tuple(filter(None, (*training.notes, limit_note(session.job.limits, uses_host))))
