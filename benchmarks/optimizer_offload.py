@@ -108,7 +108,7 @@ def _profiled(batch: int, ranks: int) -> Problem:
         found.append(make(*arguments, **more))
         return found[-1]
 
-    import lightning_cephalo.strategy as own
+    import lightning_cephalo.preparation.training as own
 
     own.measure_or_load = keeping
     try:

@@ -14,34 +14,22 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.distributed import _sync_ddp_if_available
 from lightning.fabric.utilities.init import _EmptyInit
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies.parallel import ParallelStrategy
-from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_cephalo.accelerator import accelerator_of
-from lightning_cephalo.accelerator.backends import backend_named
 from lightning_cephalo.adapters import (
     batch_norm,
-    checkpoint,
-    checkpoint_io,
     differences,
     precision,
 )
 from lightning_cephalo.adapters.dealt_loaders import SamplerTakeover
-from lightning_cephalo.adapters.ending import Ending
-from lightning_cephalo.adapters.hook_logs import HookLogs, mean_over_samples
 from lightning_cephalo.adapters.refusals import Situation, When, refuse
-from lightning_cephalo.adapters.resuming import KEY, Resumption, saved_order
-from lightning_cephalo.adapters.user_gathers import require_equal_shapes
 from lightning_cephalo.adapters.view import TrainerView
-from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.observe.watch import RunReport, Watch
 from lightning_cephalo.plan import Plan
 from lightning_cephalo.preparation import tables
@@ -51,7 +39,6 @@ from lightning_cephalo.preparation.options import (
     Choice,
     Options,
     Planner,
-    check_ranks_options,
     parse_automatic,
     parse_items,
     parse_reduce_dtype,
@@ -61,19 +48,15 @@ from lightning_cephalo.preparation.options import (
 from lightning_cephalo.preparation.session import Session
 from lightning_cephalo.preparation.training import Training
 from lightning_cephalo.profiling.isolation import no_loaders_left
-from lightning_cephalo.ranks import launch
-from lightning_cephalo.ranks.aborting import abort_groups
-from lightning_cephalo.ranks.connection import Ranks
 from lightning_cephalo.recovery.options import Recovery, Wish
-from lightning_cephalo.recovery.recovering import Recovering, rows_of_model, rows_of_optimizer
-from lightning_cephalo.sharding.collectives import all_gather_rows, communicates
+from lightning_cephalo.saving import SavingStrategy
 from lightning_cephalo.steps import AutomaticSteps, EvaluationSteps, ManualSteps, Steps
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import Trainer
 
 
-class CephaloStrategy(ParallelStrategy):
+class CephaloStrategy(SavingStrategy):
     """Trains on unequal devices with uneven batches, uneven shards and layered accumulation.
 
     ::
@@ -170,7 +153,6 @@ class CephaloStrategy(ParallelStrategy):
         **removed: Any,
     ) -> None:
         refuse_removed(removed)
-        check_ranks_options(process_group_backend, timeout, start_method)
         self._options = Options(
             plan=plan,
             global_batch_size=global_batch_size,
@@ -186,27 +168,13 @@ class CephaloStrategy(ParallelStrategy):
             replan=parse_automatic("replan", replan),
             record=record,
         )
-        super().__init__()
-        self._process_group_backend = process_group_backend
-        self._timeout, self._start_method = timeout, start_method
-        self._num_nodes = 1
+        super().__init__(process_group_backend, timeout, start_method, Wish.parse(recover))
         self._samplers = SamplerTakeover()
-        self._ending = Ending(self._is_half_updated)
-        self._wish = Wish.parse(recover)
-        self._recovering = Recovering(self._wish)
         self._watch = Watch(record)
-        self._hook_logs = HookLogs(self._hook_lacks_samples)
-        # from setup_environment() until the process ends, or until this rank fails alone on a
-        # backend that must be aborted
-        self._ranks: Ranks | None = None
-        # from setup() to teardown()
-        self._session: Session | None = None
         # from setup() to teardown() of a training
         self._training: Training | None = None
         self._steps: Steps | None = None
         self._synchronised: batch_norm.SynchronisedLayers | None = None
-        # from the loading of a checkpoint to teardown()
-        self._resumption: Resumption | None = None
 
     @classmethod
     @override
@@ -259,110 +227,19 @@ class CephaloStrategy(ParallelStrategy):
         self._training.changes.request(plan)
 
     @property
-    def session(self) -> Session:
-        """The sharded model and the objects for its steps, between ``setup`` and ``teardown``."""
-        if self._session is None:
-            raise RuntimeError("The model is not sharded now: this works only while training runs.")
-        return self._session
-
-    @property
-    def _view(self) -> TrainerView:
-        return TrainerView(self._module.trainer)
-
-    @property
     def _running(self) -> tuple[Training, Steps]:
         if self._training is None or self._steps is None:
             raise RuntimeError("This works only while fit() runs, after setup.")
         return self._training, self._steps
 
-    # -- which rank this is -------------------------------------------------------------------
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether ranks train or evaluate a model together now.
-
-        Lightning looks for this name on strategies that it does not know. Where it is True, values
-        are logged over all ranks.
-        """
-        return self._session is not None
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_nodes(self) -> int:
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
-    def num_processes(self) -> int:
-        """Number of ranks on this node; nodes may differ."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
-
-    @property
-    def process_group_backend(self) -> str | None:
-        return self._process_group_backend
-
-    @property
-    def _environment(self) -> ClusterEnvironment:
-        if self.cluster_environment is None:
-            raise RuntimeError("The strategy has no cluster environment: it works in a Trainer.")
-        return self.cluster_environment
-
-    @property
-    def _connection(self) -> Ranks:
-        if self._ranks is None:
-            raise RuntimeError("The ranks are not connected: this works in a Trainer that runs.")
-        return self._ranks
-
-    @property
-    def _module(self) -> LightningModule:
-        if self.lightning_module is None:
-            raise RuntimeError("The strategy has no module: it works in a Trainer that runs one.")
-        return self.lightning_module
-
-    # -- the processes ------------------------------------------------------------------------
-
-    @override
-    def _configure_launcher(self) -> None:
-        self._launcher = launch.make_launcher(self, self._start_method, self._environment)
-
-    def set_world_ranks(self) -> None:
-        """Make rank and world size known; Lightning's connector calls this method if it exists."""
-        launch.set_world_ranks(self._environment, self.num_nodes, self.num_processes)
+    # -- setup --------------------------------------------------------------------------------
 
     @override
     def setup_environment(self) -> None:
-        self._ending.begin(self._module.trainer)
-        super().setup_environment()
-        launch.limit_threads(self._start_method, self.num_processes)
-        self.set_world_ranks()
-        self._process_group_backend = launch.connect(
-            self._environment,
-            self._process_group_backend,
-            self._timeout,
-            self.root_device,
-            launch.started_by(self._launcher),
-        )
-        # of one rank it does not matter, and not every environment knows it
-        node_rank = self._environment.node_rank() if self.world_size > 1 else 0
-        self._ranks = launch.ranks_for(self, self._timeout, node_rank)
-        watch = launch.watch_for_losses(self._ranks, self._process_group_backend)
-        self._ending.connect(self._ranks, self._abort_groups, watch)
+        control = self._connect().control
         self._refuse(When.CONNECTED)
         self._samplers.take(self._module.trainer)
-        self._recovering.look_up(self._module.trainer, self._ranks.control)
+        self._recovering.look_up(self._module.trainer, control)
 
     @override
     @contextmanager
@@ -371,8 +248,6 @@ class CephaloStrategy(ParallelStrategy):
         device = torch.device("meta") if empty_init else torch.device("cpu")
         with _EmptyInit(enabled=False), device, self.precision_plugin.tensor_init_context():
             yield
-
-    # -- setup --------------------------------------------------------------------------------
 
     @property
     @override
@@ -445,7 +320,7 @@ class CephaloStrategy(ParallelStrategy):
         session.count_on(self.optimizers, view)
         with self._waiting_for_hosts():
             training.follow_plan(self.optimizers, partial(self._ending.termination.check, control))
-        self._warn_of_plan(view, session)
+        differences.warn_of_throughput(view.callbacks, session.plan)
         session.use_optimizers(self.optimizers, view)
         if self._options.verbose and self.is_global_zero:
             tables.show_plan(training)
@@ -464,14 +339,6 @@ class CephaloStrategy(ParallelStrategy):
         groups = self._connection.groups
         self._session = Session(job, self._module, groups, accelerator_of(self.root_device), dtype)
         return self._session
-
-    def _warn_of_plan(self, view: TrainerView, session: Session) -> None:
-        """Warn of what the plan that training begins with makes different; collective."""
-        differences.warn_of_throughput(view.callbacks, session.plan)
-        session.control.together(
-            "looking for batch normalisation",
-            partial(batch_norm.warn_of_microbatches, self._module, session.plan, self.global_rank),
-        )
 
     @override
     def model_to_device(self) -> None:
@@ -545,12 +412,6 @@ class CephaloStrategy(ParallelStrategy):
             return batch
         return self._session.batches.shown(batch, self._module.trainer.training)
 
-    def _hook_lacks_samples(self) -> bool:
-        session = self._session
-        if session is None or session.logs.are_combining:
-            return False
-        return session.batches.are_lacking
-
     def _before_norm(self) -> bool:
         """Let all ranks come before gradients are clipped; return whether to clip at all."""
         return self._steps is None or self._steps.before_norm()
@@ -600,14 +461,10 @@ class CephaloStrategy(ParallelStrategy):
         session = self.session
         steps = EvaluationSteps(session, self._module, self.reduce, self._ending.termination)
         found = steps.run(name, args[0], (args[1:], kwargs))
-        if self._evaluation_ends():  # hooks at the end of the epoch may write parameters
-            session.model.executor.reshard()
-        return found
-
-    def _evaluation_ends(self) -> bool:
-        """Whether the batch of this step is the last of its validation or test."""
         view = self._view
-        return not view.is_predicting and view.evaluation_loop.batch_progress.is_last_batch
+        if not view.is_predicting and view.evaluation_loop.batch_progress.is_last_batch:
+            session.model.executor.reshard()  # hooks at the end of the epoch may write parameters
+        return found
 
     @override
     def on_validation_start(self) -> None:
@@ -619,23 +476,21 @@ class CephaloStrategy(ParallelStrategy):
         self._begin_evaluation()
 
     def _begin_evaluation(self) -> None:
-        self._hook_logs.watch(self._view.evaluation_loop._results)
-        self._warn_of_combined_evaluation()
-
-    def _warn_of_combined_evaluation(self) -> None:
+        loop = self._view.evaluation_loop
+        self._hook_logs.watch(loop._results)
         if self._samplers.deals and self.world_size > 1:
-            loop = self._view.evaluation_loop
             differences.warn_of_combined_evaluation(loop._combined_loader)
 
     @override
     def on_validation_end(self) -> None:
-        self._hook_logs.unwatch(self._view.evaluation_loop._results)
-        self._ending.stop_together()
-        self.session.model.executor.reshard()
+        self._end_evaluation()
         self._recovering.after_validation()
 
     @override
     def on_test_end(self) -> None:
+        self._end_evaluation()
+
+    def _end_evaluation(self) -> None:
         self._hook_logs.unwatch(self._view.evaluation_loop._results)
         self._ending.stop_together()
         self.session.model.executor.reshard()
@@ -645,178 +500,6 @@ class CephaloStrategy(ParallelStrategy):
         self._ending.stop_together()
         self.session.model.executor.reshard()
 
-    # -- communication for users and Lightning ------------------------------------------------
-
-    @property
-    def _inside_microbatch(self) -> bool:
-        session = self._session
-        return session is not None and session.model.executor.inside_microbatch
-
-    @override
-    def barrier(self, name: str | None = None, *args: Any, **kwargs: Any) -> None:
-        self._ending.refuse_alone("a barrier")
-        name = name or ""
-        # Lightning's own, before it reads what another rank may not be about to read
-        reads = name.endswith("_dataloader()")
-        purpose = f"about to call {name}" if reads else "waiting in a barrier"
-        remedy = "Call strategy.barrier() on every rank, or on none."
-        self._ending.meet(purpose, remedy)
-        launch.barrier(self.root_device)
-
-    @override
-    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        self._ending.refuse_alone("a broadcast")
-        return launch.broadcast(obj, src)
-
-    @override
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if not isinstance(tensor, Tensor) or self._inside_microbatch:
-            return tensor  # metrics are combined over microbatches and ranks after the step
-        if self._session is not None and self._session.logs.are_combining:
-            return tensor
-        self._ending.refuse_alone("a reduction over ranks")
-        self._ending.stop_together()
-        if not tensor.is_floating_point() and str(reduce_op).lower() in ("mean", "avg"):
-            tensor = tensor.double()  # Lightning #21859: the mean of integers would be truncated
-        sent = tensor if communicates(tensor, group) else tensor.cpu()
-        samples = self._hook_logs.samples
-        if samples is not None and str(reduce_op).lower() in ("mean", "avg"):
-            sum_up = partial(_sync_ddp_if_available, group=group, reduce_op="sum")
-            return mean_over_samples(sent, samples, sum_up).to(tensor.device)
-        return _sync_ddp_if_available(sent, group, reduce_op=reduce_op).to(tensor.device)
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        if self._inside_microbatch:
-            self.session.user_gathers.called(self._module.trainer.training)
-        self._ending.refuse_alone("a gather over ranks")
-        if group is None or group is torch.distributed.group.WORLD:
-            require_equal_shapes(tensor, self._connection.control)
-        if sync_grads:
-            return super().all_gather(tensor, group=group, sync_grads=True)
-        return all_gather_rows(tensor.detach()[None], [1] * self.world_size, group)
-
-    @contextmanager
-    def full_parameters(self) -> Generator[None, None, None]:
-        """Hold the whole model on every rank in a ``with`` block, so that one may call it alone.
-
-        ::
-
-            def on_train_epoch_end(self):
-                with self.trainer.strategy.full_parameters():
-                    if self.trainer.is_global_zero:
-                        print(self.model.generate(self.prompt))
-
-        Every rank enters the block, in a hook, not in a step. Parameters are in the dtype of
-        computing, for reading.
-
-        Raises:
-            UnsupportedError: Inside of a step, or on the ranks that have come if others do not.
-        """
-        if self._inside_microbatch:
-            raise UnsupportedError(
-                "full_parameters() inside of a step, of which ranks may run different numbers. Use"
-                " it in a hook, such as on_train_batch_end()."
-            )
-        with self.session.model.full_parameters():
-            yield
-
-    # -- checkpoints --------------------------------------------------------------------------
-
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        self._checkpoint_io = checkpoint_io.with_default(self._checkpoint_io)
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        if self._recovering.is_dumping:
-            self.session.model.executor.reshard()
-            return rows_of_model(self._module.trainer, self._module)
-        if self._resumption is not None:
-            self._resumption.end()
-        self._ending.refuse_alone("a checkpoint")
-        self._ending.meet(
-            "saving a checkpoint",
-            "Every rank holds a part of it: call trainer.save_checkpoint() on every rank, without"
-            " 'if trainer.is_global_zero'. Rank 0 writes the file.",
-        )
-        if self._session is not None:
-            self._session.model.executor.reshard()
-        with accelerator_of(self.root_device).on_host():
-            return checkpoint.full_state_dict(self._module, wanted=self.is_global_zero)
-
-    @override
-    def save_checkpoint(
-        self, checkpoint_: dict[str, Any], filepath: Any, storage_options: Any = None
-    ) -> None:
-        if self._ranks is None:  # before the first run: nothing is sharded
-            super().save_checkpoint(checkpoint_, filepath, storage_options)
-            return
-        with accelerator_of(self.root_device).on_host():
-            whole = checkpoint.whole_checkpoint(
-                checkpoint_, self.is_global_zero, self._connection.control
-            )
-        order = saved_order(self._module.trainer) if "optimizer_states" in checkpoint_ else None
-        if order is not None and self.is_global_zero:
-            whole[KEY] = order
-        write = partial(super().save_checkpoint, whole, filepath, storage_options)
-        self._connection.control.together(f"writing the checkpoint {filepath}", write)
-
-    @override
-    def load_checkpoint(
-        self, checkpoint_path: Any, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        kept = self._recovering.of_file(checkpoint_path)
-        if kept is not None:
-            return kept
-        # plugins written for Lightning 2.5 have no such argument
-        given = {} if weights_only is None else {"weights_only": weights_only}
-        read = partial(super().load_checkpoint, checkpoint_path, **given)
-        if self._ranks is None:
-            return read()
-        self._ending.meet(
-            "loading a checkpoint",
-            "Call strategy.load_checkpoint() on every rank; one alone can call torch.load().",
-        )
-        return self._ranks.control.together(f"reading the checkpoint {checkpoint_path}", read)
-
-    @override
-    def load_model_state_dict(self, checkpoint_: Mapping[str, Any], strict: bool = True) -> None:
-        if self._session is not None:
-            self._session.model.executor.reshard()
-        self._recovering.check_model(self._module, checkpoint_)
-        checkpoint.load_full_state_dict(self._module, checkpoint_["state_dict"], strict)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        if self._recovering.is_dumping:
-            return rows_of_optimizer(optimizer)
-        optimizer = getattr(optimizer, "_optimizer", optimizer)
-        with accelerator_of(self.root_device).on_host():
-            return checkpoint.full_optimizer_state(optimizer, wanted=self.is_global_zero)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint_: Mapping[str, Any]) -> None:
-        self._recovering.resume_loops()
-        if self._session is not None:  # behind a run of spawned ranks the module has no trainer
-            self._resumption = Resumption(self._module.trainer, checkpoint_)
-        states = list(checkpoint_["optimizer_states"])
-        differences.warn_of_other_optimizers(len(states), len(self.optimizers))
-        for optimizer, state in zip(self.optimizers, states, strict=False):
-            owned = moved = None
-            if self._session is not None:
-                owned, moved = self._session.updates.of(optimizer), self._session.moved
-            away = None if moved is None else moved.away
-            checkpoint.load_full_optimizer_state(optimizer, state, owned, away)
-            if moved is not None:
-                moved.settle(optimizer)
-
     # -- the end ------------------------------------------------------------------------------
 
     @override
@@ -825,30 +508,6 @@ class CephaloStrategy(ParallelStrategy):
         if self._ending.termination.ends_with(exception):
             self._recovering.leave(self._ending.termination.is_noticed)
         self._ending.tell(exception)
-
-    def _is_half_updated(self) -> bool:
-        session = self._session
-        return session is not None and session.model.executor.updates.left_half_updated
-
-    def _abort_groups(self) -> None:
-        if backend_named(self._process_group_backend).must_be_aborted:
-            abort_groups()
-            self.forget_groups()  # another fit creates new ones
-        else:
-            launch.close_groups()
-
-    @property
-    def failed_alone(self) -> bool:
-        """Whether the run has failed on this rank and not on all together."""
-        return self._ending.failed_alone
-
-    def forget_groups(self) -> None:
-        """Drop everything that refers to a process group; nothing can run afterwards."""
-        session = self._take_session()
-        self._ranks = None
-        self._ending.forget()
-        if session is not None:
-            session.abandon()
 
     @override
     def teardown(self) -> None:
@@ -869,13 +528,12 @@ class CephaloStrategy(ParallelStrategy):
             at_end.callback(self._end_session, trainer)
             self._recovering.settle()
 
+    @override
     def _take_session(self) -> Session | None:
-        """Return the session, and hold neither it nor what changes its plan any longer."""
-        session, self._session = self._session, None
         training, self._training, self._steps = self._training, None, None
         if training is not None:
             training.close()
-        return session
+        return super()._take_session()
 
     def _end_session(self, trainer: Trainer | None) -> None:
         session = self._take_session()

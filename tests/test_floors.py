@@ -19,7 +19,7 @@ FLOORS = (
     {"observe", "adapters"},
     {"profiling", "recovery"},
     {"preparation"},
-    {"strategy", "steps", "_autoload", "emulation", "run", "__init__"},
+    {"strategy", "connected", "saving", "steps", "_autoload", "emulation", "run", "__init__"},
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 BESIDE_THE_STAIRS = "offline"  # may import any floor; no floor imports it

@@ -21,7 +21,6 @@ from os import PathLike
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_cephalo.adapters import batch_norm
 from lightning_cephalo.adapters.dealt_loaders import DealtLoaders, Mark, deal_alike
 from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.common.errors import (
@@ -164,4 +163,3 @@ class PlanChanges:
         session.adopt(adoption, keeps_gradients=keeps_gradients, in_step=in_step)
         self.watch.follow(session.plan)
         self.change_s = time.perf_counter() - start_s
-        batch_norm.warn_of_microbatches(session.model.module, session.plan, session.control.rank)

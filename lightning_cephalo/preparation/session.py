@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,8 +15,10 @@ from torch.optim import Optimizer
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.backends import backend_of
 from lightning_cephalo.adapters.averaged_weights import AveragedWeights
+from lightning_cephalo.adapters.batch_norm import warn_of_microbatches
 from lightning_cephalo.adapters.checkpoint import (
     cut_earlier_state,
+    load_full_optimizer_state,
     release_optimizer,
     shard_optimizer,
 )
@@ -232,6 +234,14 @@ class Session:
         self._updater = EarlyUpdater(optimizers[0], view.of, consequence, self.moved)
         self.model.executor.updates.updater = self._updater
 
+    def load_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """Load an optimizer's state of full tensors; every rank has all of it; collective."""
+        moved = self.moved
+        away = None if moved is None else moved.away
+        load_full_optimizer_state(optimizer, state, self.updates.of(optimizer), away)
+        if moved is not None:
+            moved.settle(optimizer)
+
     def _predict_host_memory(self) -> None:
         memory = self._host_state.predicted(self.plan, self.predicted_memory, self.optimizers)
         self.predicted_memory = memory
@@ -314,6 +324,8 @@ class Session:
         executor.recompute = options.recompute.of_plan(own.recompute)
         executor.failure.planned_memory = _planned_memory(own)
         executor.arena = adoption.arena
+        warn = partial(warn_of_microbatches, self.model.module, plan, self.control.rank)
+        self.control.together("looking for batch normalisation", warn)
 
     def check(self, plan: Plan) -> None:
         """Raise if this training cannot follow a plan: for other ranks, or in another way."""
