@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_cephalo.accelerator.backends import backend_named
 from lightning_cephalo.adapters.ending import Ending
 from lightning_cephalo.adapters.hook_logs import HookLogs, mean_over_samples
-from lightning_cephalo.adapters.user_gathers import require_equal_shapes
+from lightning_cephalo.adapters.user_collectives import require_equal_shapes
 from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.preparation.options import check_ranks_options
@@ -193,7 +193,7 @@ class ConnectedStrategy(ParallelStrategy):
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if self._inside_microbatch:
-            self.session.user_gathers.called(self._view.is_training)
+            self.session.user_collectives.called("all_gather")
         self._ending.refuse_alone("a gather over ranks")
         if group is None or group is torch.distributed.group.WORLD:
             require_equal_shapes(tensor, self._connection.control)

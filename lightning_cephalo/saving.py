@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_cephalo.accelerator import accelerator_of
-from lightning_cephalo.adapters import checkpoint, checkpoint_io, differences
+from lightning_cephalo.adapters import checkpoint, checkpoint_io
 from lightning_cephalo.adapters.resuming import KEY, Resumption, saved_order
 from lightning_cephalo.connected import ConnectedStrategy
 from lightning_cephalo.recovery.options import Wish
@@ -118,7 +118,6 @@ class SavingStrategy(ConnectedStrategy):
         if self._session is not None:  # behind a run of spawned ranks the module has no trainer
             self._resumption = Resumption(self._module.trainer, checkpoint_)
         states = list(checkpoint_["optimizer_states"])
-        differences.warn_of_other_optimizers(len(states), len(self.optimizers))
         for optimizer, state in zip(self.optimizers, states, strict=False):
             if self._session is None:
                 checkpoint.load_full_optimizer_state(optimizer, state)

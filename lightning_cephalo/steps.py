@@ -24,7 +24,6 @@ from lightning_cephalo.adapters.logging import StepLog
 from lightning_cephalo.adapters.optimizer import local_update
 from lightning_cephalo.adapters.precision import loss_scaler
 from lightning_cephalo.adapters.repeated_step import Attempts
-from lightning_cephalo.adapters.skipped_steps import SkippedSteps, no_loss, without_loss
 from lightning_cephalo.adapters.step_notes import StepNotes, TellsRanks
 from lightning_cephalo.adapters.step_outputs import outputs_everywhere
 from lightning_cephalo.adapters.user_backward import UserBackward
@@ -116,7 +115,7 @@ class Steps(ABC):
             _call(partial(step, piece, *rest, **kwargs), count, log, index)
             for index, (piece, count) in enumerate(pieces)
         ]
-        session.user_gathers.before_step("training", len(calls), failed=failure is not None)
+        session.user_collectives.before_step(len(calls), trains=True, failed=failure is not None)
         note = (lambda: self._notes.of(log.note())) if is_seen else tuple
         with self._view.precision.train_step_context():
             outcome = self._forward_of(_Forward(calls, note, failure))
@@ -156,26 +155,15 @@ class Steps(ABC):
 class AutomaticSteps(Steps):
     """Steps whose backward and update follow ``training_step``."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._skipped = SkippedSteps()
-
     def training_step(self, batch: Any, arguments: Arguments) -> Any:
         session = self._session
         self._watch.start_step()
         counts, log, outcome = self._run_forward(batch, arguments)
         with self._view.precision.forward_context():
-            weights, trained = outcome.weights, sum(counts)
-            if outcome.skipped:
-                weights, trained = without_loss(outcome.results, weights, counts)
-            session.logs.finish(log, outcome, weights, self._reduce)
-        self._skipped.learn(outcome)
-        if outcome.is_skipped:
-            self._training.end_without_backward()
-            return no_loss()
+            session.logs.finish(log, outcome, outcome.weights, self._reduce)
         self._batch_weight = math.fsum(outcome.weights)
         joined = joined_result(outcome.results, outcome.weights, counts)
-        return outputs_everywhere(joined, trained, outcome.losses, session.logs.ranks)
+        return outputs_everywhere(joined, sum(counts), outcome.losses, session.logs.ranks)
 
     def _forward_of(self, forward: _Forward) -> ForwardOutcome:
         executor = self._session.model.executor
@@ -289,7 +277,7 @@ class EvaluationSteps:
             return result
 
         call = _call(step, samples, log) if samples else None
-        session.user_gathers.before_step("evaluation", 1 if samples else 0)
+        session.user_collectives.before_step(1 if samples else 0, trains=False)
         notes = StepNotes(self._tells)
         executor = session.model.executor
         outcome = executor.evaluate(call, f"running {name}", lambda: notes.of(log.note()))
@@ -302,15 +290,9 @@ def _call(
     step: Callable[[], Any], samples: int, log: StepLog, microbatch: int = 0
 ) -> MicrobatchCall:
     """Return a microbatch of ``samples`` samples that logs into the step's log."""
-
-    def weight_of(result: Any) -> tuple[Tensor, float | Tensor] | None:
-        if result is None:
-            log.weight += samples
-        return loss_and_weight(result, samples)
-
     return MicrobatchCall(
         step,
-        weight_of,
+        partial(loss_and_weight, samples=samples),
         partial(log.resume, microbatch),
         partial(log.pause, microbatch),
         samples,

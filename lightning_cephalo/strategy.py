@@ -24,10 +24,9 @@ from typing_extensions import override
 from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.adapters import (
     batch_norm,
-    differences,
     precision,
 )
-from lightning_cephalo.adapters.dealt_loaders import SamplerTakeover
+from lightning_cephalo.adapters.dealt_loaders import SamplerTakeover, refuse_combined_evaluation
 from lightning_cephalo.adapters.refusals import Situation, When, refuse
 from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.observe.watch import RunReport, Watch
@@ -320,7 +319,6 @@ class CephaloStrategy(SavingStrategy):
         session.count_on(self.optimizers, view)
         with self._waiting_for_hosts():
             training.follow_plan(self.optimizers, partial(self._ending.termination.check, control))
-        differences.warn_of_throughput(view.callbacks, session.plan)
         session.use_optimizers(self.optimizers, view)
         if self._options.verbose and self.is_global_zero:
             tables.show_plan(training)
@@ -479,7 +477,7 @@ class CephaloStrategy(SavingStrategy):
         loop = self._view.evaluation_loop
         self._hook_logs.watch(loop._results)
         if self._samplers.deals and self.world_size > 1:
-            differences.warn_of_combined_evaluation(loop._combined_loader)
+            refuse_combined_evaluation(loop._combined_loader)
 
     @override
     def on_validation_end(self) -> None:

@@ -129,6 +129,17 @@ class SamplerTakeover:
         self.deals = self._is_taken = False
 
 
+def refuse_combined_evaluation(loader: Any) -> None:
+    """Raise if an evaluation ends, or repeats samples, by the length of a rank's part."""
+    if loader._mode in ("min_size", "max_size_cycle") and len(loader.flattened) > 1:
+        raise UnsupportedError(
+            f"CombinedLoader(..., {loader._mode!r}) in an evaluation counts by the shortest or the"
+            " longest dataloader. Each rank would do so with its own part, so that other samples"
+            " count than on one device. Use the mode 'sequential' or 'max_size', which take every"
+            " sample once."
+        )
+
+
 def deal_alike(one: Plan, other: Plan) -> bool:
     """Return whether loaders yield the same for two plans."""
     return [rank.batch_size for rank in one.ranks] == [rank.batch_size for rank in other.ranks]

@@ -90,8 +90,7 @@ class StepLog:
         is_seen: Whether values count; those of a repeated forward do not.
 
     Attributes:
-        weight: Weight of this rank's samples without a loss: all in evaluation, and those of
-            microbatches whose ``training_step`` returned None.
+        weight: Weight of this rank's samples in an evaluation; 0 while training.
     """
 
     def __init__(

@@ -12,9 +12,8 @@ evaluated again in the middle of an update.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -28,25 +27,26 @@ from lightning_cephalo.execution.sharded_model import ShardedModel
 
 MOST_REPEATS = 2
 
-
-class Relief(Protocol):
-    """Makes room after an error, on all ranks together; ``preparation/relief.py`` has one."""
-
-    def __call__(self, error: Exception, refused: str) -> None:
-        """Let the next attempt take less memory; collective."""
+Relief = Callable[[Exception, str], None]
+"""Makes room after an error, on all ranks together, or raises it with why there is none."""
 
 
 class RepeatedStep:
-    """Runs the forwards and backwards of a training, some of them again."""
+    """Runs the forwards and backwards of a training, some of them again.
 
-    def __init__(self, model: ShardedModel, metrics: Sequence[tuple[str, Metric]]) -> None:
-        self._model = model
+    Attributes:
+        was_repeated: Whether the running step is a repeated one, so that its time says nothing.
+    """
+
+    def __init__(
+        self, model: ShardedModel, metrics: Sequence[tuple[str, Metric]], relief: Relief
+    ) -> None:
+        self._model, self._relief = model, relief
         self._metrics = [metric for _, metric in metrics]
-        self._evaluations = self._repeats = 0
-        self._run: Callable[[bool], Any] | None = None
-        self._random: tuple[Any, ...] | None = None
         self._generators = GeneratorsOfSteps(model.accelerator)
-        self._counted: list[Callable[[], None]] = []
+        self._evaluations = self._repeats = 0
+        self._forward: Callable[[bool], Any] = bool
+        self._random: tuple[Any, ...] = ()
         model.executor.overlay.keeps_start = True
 
     def begin_batch(self) -> None:
@@ -55,66 +55,54 @@ class RepeatedStep:
 
     @property
     def was_repeated(self) -> bool:
-        """Whether the running step is a repeated one, so that its time says nothing."""
         return self._repeats > 0
 
-    def forward(self, run: Callable[[bool], Any], relief: Relief | None) -> Any:
+    def forward(self, run: Callable[[bool], Any]) -> Any:
         """Return what a forward returns, which runs again if a rank lacks the memory.
 
-        ``run`` gets whether the step goes on from it. Without relief the error is raised.
+        ``run`` gets whether the step goes on from it.
         """
         self._evaluations += 1
-        self._run = run
-        self._random = self._generators.read()
-        self._counted = [_states_of(metric) for metric in self._metrics]
+        self._forward, self._random = run, self._generators.read()
+        counted = _states_of(self._metrics)
         while True:
             error, result = _attempt(run, True)
             if error is None:
-                self._counted = []
                 return result
-            self._relieve(error, relief, "")
-            for put_back in self._counted:
-                put_back()
+            self._relieve(error, "")
+            _put_back(counted)
 
-    def backward(self, run: Callable[[], None], relief: Relief | None) -> None:
+    def backward(self, run: Callable[[], None]) -> None:
         """Run a backward; if a rank lacks the memory, repeat the forward and the backward."""
-        flats = self._model.flats
-        holds_gradients = any(p.grad is not None for flat in flats for p in flat.sharded)
+        refused, flats = "", self._model.flats
+        if any(p.grad is not None for flat in flats for p in flat.sharded):
+            refused = (
+                "The step cannot be repeated: gradients add up over several batches, and its"
+                " backward may have added some already."
+            )
         error, _ = _attempt(run)
         while error is not None:
-            refused = ""
-            if holds_gradients:
-                refused = (
-                    "The step cannot be repeated: gradients add up over several batches, and its"
-                    " backward may have added some already."
-                )
-            self._relieve(error, relief, refused)
+            self._relieve(error, refused)
             error, _ = _attempt(self._both, run)
-        self.end()
+        self._forward, self._random = bool, ()
+        self._model.executor.overlay.forget_start()
 
     def _both(self, run: Callable[[], None]) -> None:
-        assert self._run is not None
-        with self._unseen():
-            self._run(False)
-        run()
-
-    @contextmanager
-    def _unseen(self) -> Iterator[None]:
-        """Leave metrics and the place of the step as the first forward has left them.
+        """Run a forward that leaves metrics as the first one has left them, and a backward.
 
         Private: ``self.log`` asks where it is called, and Lightning is in its backward now.
         """
         module: Any = self._model.module
-        counted = [_states_of(metric) for metric in self._metrics]
+        counted = _states_of(self._metrics)
         name, module._current_fx_name = module._current_fx_name, "training_step"
         try:
-            yield
+            self._forward(False)
         finally:
             module._current_fx_name = name
-            for put_back in counted:
-                put_back()
+            _put_back(counted)
+        run()
 
-    def _relieve(self, error: Exception, relief: Relief | None, refused: str) -> None:
+    def _relieve(self, error: Exception, refused: str) -> None:
         """Make room and put back what the step has changed, or raise the error."""
         executor = self._model.executor
         if not executor.failure.gave_up:
@@ -123,12 +111,10 @@ class RepeatedStep:
             raise error  # on every rank
         if self._repeats == MOST_REPEATS:
             refused = f"The step was repeated {MOST_REPEATS} times already."
-        if relief is None:
-            raise error
         if not refused:
             executor.updates.forget_sent()
         try:
-            relief(error, refused)
+            self._relief(error, refused)
         except Exception as failure:
             executor.failure.gave_up = failure is error
             raise
@@ -136,33 +122,22 @@ class RepeatedStep:
         self._repeats += 1
         executor.updates.repeat()
         executor.overlay.put_back()
-        assert self._random is not None
         write_generators(self._model.accelerator, self._random)
-
-    def end(self) -> None:
-        """End a step, and let go of all that a repetition would need."""
-        self._run = self._random = None
-        self._model.executor.overlay.forget_start()
 
 
 class Attempts:
-    """A rank's batch for each attempt at its step, in the containers of before the step.
+    """A rank's batch for each attempt at its step, in containers that it alone holds.
 
     Code may pop labels. Tensors are the same ones: a copy would cost memory in every step.
     """
 
     def __init__(self, batch: Any, *, may_repeat: bool) -> None:
-        self._batch, self._is_first = batch, True
-        self._before = own_copy(batch, with_arrays=False) if may_repeat else batch
-        self._may_repeat = may_repeat
+        self._batch, self._may_repeat = batch, may_repeat
         self._parts: list[tuple[Tensor, int]] = []
 
     def next(self) -> Any:
         """Return the batch for the next attempt."""
-        if self._is_first or not self._may_repeat:
-            self._is_first = False
-            return self._batch
-        return own_copy(self._before, with_arrays=False)
+        return own_copy(self._batch, with_arrays=False) if self._may_repeat else self._batch
 
     def cut_into(self, pieces: Sequence[tuple[Any, int]]) -> UnsupportedError | None:
         """Note what an attempt's microbatches are; return why it cannot run, if it cannot."""
@@ -192,26 +167,25 @@ def _attempt(function: Callable[..., Any], *args: Any) -> tuple[Exception | None
         return failure, None
 
 
-def _states_of(metric: Metric) -> Callable[[], None]:
-    """Return a function that gives a metric its present states again.
+# private attributes of torchmetrics, as in ``torchmetrics.py``
+_COUNTS = ("_update_count", "_computed", "_forward_cache")
 
-    Private attributes of torchmetrics, as in ``torchmetrics.py``.
-    """
-    if not metric._update_count:
-        return metric.reset
-    states = {name: _copy_of(getattr(metric, name)) for name in metric._defaults}
-    kept = {
-        name: getattr(metric, name) for name in ("_update_count", "_computed", "_forward_cache")
-    }
 
-    def put_back() -> None:
-        for name, state in states.items():
-            setattr(metric, name, _copy_of(state))  # it may be put back once more
-        for name, value in kept.items():
-            setattr(metric, name, value)
+def _states_of(metrics: Sequence[Metric]) -> list[tuple[Metric, dict[str, Any]]]:
+    """Return what metrics hold; their own copies are of all entries of lists, in every step."""
+    return [
+        (metric, {name: _copy_of(getattr(metric, name)) for name in (*metric._defaults, *_COUNTS)})
+        for metric in metrics
+    ]
 
-    return put_back
+
+def _put_back(states: list[tuple[Metric, dict[str, Any]]]) -> None:
+    for metric, values in states:
+        for name, value in values.items():
+            setattr(metric, name, _copy_of(value))  # it may be put back once more
 
 
 def _copy_of(state: Any) -> Any:
-    return state.clone() if isinstance(state, Tensor) else list(state)
+    if isinstance(state, Tensor):
+        return state.clone()
+    return [*state] if isinstance(state, list) else state

@@ -1,8 +1,6 @@
 """Gives a rank without samples the outputs of a training step that another rank has.
 
-Callbacks get the outputs of ``training_step``. A rank without samples has none of its own, nor has
-one whose ``training_step`` has returned None for all of them. A callback that reads
-``outputs["accuracy"]`` would fail on that rank alone.
+A callback that reads ``outputs["accuracy"]`` would fail on that rank alone.
 """
 
 from __future__ import annotations
@@ -19,32 +17,22 @@ from lightning_cephalo.adapters.logging import ValuesOfRanks
 def outputs_everywhere(
     result: Any, samples: int, losses: Sequence[int], ranks: ValuesOfRanks
 ) -> Any:
-    """Return a step's outputs; without a loss those of the first rank that has one.
+    """Return a step's outputs; on a rank without losses those of the first rank with some.
 
-    Of a tensor with one row for each sample it is the first row, as hooks see one sample there. A
-    ``"weight"`` is 0. Collective if a rank has no loss; the host waits for no device.
-
-    Args:
-        result: The joined result of this rank's microbatches; unused without a loss.
-        samples: Samples of this rank's microbatches with a loss.
-        losses: Microbatches with a loss of every rank.
-        ranks: Exchanges values between ranks.
+    ``losses`` has their number on every rank. Of tensors with one row for each sample the first
+    row is sent, as hooks see one sample there. A ``"weight"`` is 0.
     """
     if all(losses):
         return result
     own, first = ranks.control.rank, next(rank for rank, count in enumerate(losses) if count)
-    sent = ranks.broadcast(_of_one_sample(result, samples) if own == first else None, first)
-    return result if losses[own] else sent
 
-
-def _of_one_sample(result: Any, samples: int) -> Any:
-    def cut(value: Any) -> Any:
+    def of_one_sample(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        has_rows = value.ndim > 0 and len(value) == samples
-        return (value[:1] if has_rows else value).detach()
+        return (value[:1] if value.ndim and len(value) == samples else value).detach()
 
-    sent = pytree.tree_map(cut, result)
+    sent = pytree.tree_map(of_one_sample, result) if own == first else None
     if isinstance(sent, dict) and "weight" in sent:
         sent["weight"] = sent["weight"] * 0
-    return sent
+    sent = ranks.broadcast(sent, first)
+    return result if losses[own] else sent

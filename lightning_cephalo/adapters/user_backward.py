@@ -1,7 +1,7 @@
 """Runs a LightningModule's own ``backward()`` around the layered backward.
 
-The user's code gets a loss whose graph is one node. When a gradient arrives there, the layered
-backward runs with this factor, on the thread of the caller.
+The user's code gets a loss whose graph ends in one tensor. When a gradient arrives there, the
+layered backward runs with this factor, on the thread of the caller.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.ranks.control import ControlGroup
@@ -28,14 +27,13 @@ class UserBackward:
 
     def run(self, value: Tensor, user: Callable[[Tensor], Any]) -> None:
         """Call the user's ``backward()`` with a loss of this value; collective."""
-        anchor = torch.zeros((), requires_grad=True)
+        leaf = value.detach().requires_grad_()
+        leaf.register_hook(self._reached)
         failure: Exception | None = None
         try:
-            with torch.enable_grad():
-                loss = _Node.apply(value.detach(), anchor, self)
             # a thread of the device would run collectives otherwise
-            with torch.autograd.set_multithreading_enabled(False):
-                user(loss)
+            with torch.enable_grad(), torch.autograd.set_multithreading_enabled(False):
+                user(leaf.clone())  # which code may change in place
         except Exception as error:
             if self._has_met:  # all ranks have come to their backward: this is another error
                 raise
@@ -43,7 +41,7 @@ class UserBackward:
         if not self._has_met:
             self._control.raise_if_any_failed(failure or _never(), _DOING)
 
-    def reached(self, gradient: Tensor) -> None:
+    def _reached(self, gradient: Tensor) -> None:
         """Run the layered backward, as this gradient has arrived at the loss; collective."""
         if self._has_met:
             raise UnsupportedError(
@@ -68,18 +66,3 @@ def _never() -> UnsupportedError:
         "backward() of the LightningModule has returned without a backward of the loss. Call"
         " loss.backward() in it, on every rank."
     )
-
-
-class _Node(torch.autograd.Function):
-    """The graph of a loss."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, anchor: Tensor, owner: UserBackward) -> Tensor:
-        ctx.owner = owner
-        return value.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        ctx.owner.reached(gradient)
-        return None, None, None

@@ -1,27 +1,115 @@
-"""Finds collectives of torch.distributed in the user's step."""
+"""Refuses collectives inside of the user's steps that some rank would not join."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+from lightning_cephalo.common.errors import UnsupportedError
+from lightning_cephalo.ranks.control import ControlGroup
 
 # The dispatcher looks here for every operator, whatever its tensors and the modes they are in.
 _KEY = torch._C.DispatchKey.BackendSelect
-
-
 # These need no third rank.
 _BETWEEN_TWO = {"send", "recv_", "recv_any_source_", "check_for_nan"}
 
 
 class UserCollectives:
-    """Reports each collective that the user's code starts, before it runs.
+    """Checks the collectives of steps, of which ranks may run different numbers of microbatches.
+
+    Args:
+        counts: What every rank runs while ranks are measured; None: the numbers differ.
+    """
+
+    def __init__(self, control: ControlGroup, counts: Sequence[int] | None) -> None:
+        self._control = control
+        self._counts = counts  # of the step that runs, by rank; empty: it runs nowhere
+        self._planned: Sequence[int] = ()
+        self._own, self._trains = [0.0, 0.0], False
+        self._name = ""  # of a collective that training_step has called
+
+    def expect(self, planned: Sequence[int]) -> None:
+        """Set how many microbatches the plan gives every rank."""
+        self._planned = planned
+
+    def check(self, planned: Sequence[int]) -> None:
+        """Reject other numbers of microbatches if steps would hang with them."""
+        if self._name:
+            _refuse_unequal(planned, self._name)
+
+    def before_step(self, microbatches: int, *, trains: bool, failed: bool = False) -> None:
+        """Check that all ranks would join, if steps have called one; collective.
+
+        A rank without samples comes to no collective of an evaluation, and is asked here.
+        """
+        self._own, self._trains = [float(microbatches), float(failed)], trains
+        self._counts = self._planned
+        if self._name or not trains:
+            self._exchange()
+        if self._name and trains:
+            _refuse_unequal(self._counts, self._name)
+
+    def called(self, name: str, takes_all: bool = True) -> None:
+        """Reject a collective in a microbatch that some rank would not join; collective.
+
+        Unless it ``takes_all`` ranks, others would not come here, and cannot be asked.
+        """
+        if not takes_all:
+            return
+        _refuse_unequal(self._counts, name)
+        if self._trains and not self._name:
+            # All ranks are in their first microbatch, so they can still communicate. From now on
+            # they compare before each step, since a smaller last step may differ.
+            self._name = name
+            self._exchange()
+            _refuse_unequal(self._counts, name)
+
+    def _exchange(self) -> None:
+        rows = self._control.gather(self._own)
+        # where a batch cannot be cut the step itself raises on all ranks
+        is_known = not any(failed for _, failed in rows)
+        self._counts = [int(count) for count, _ in rows] if is_known else ()
+
+
+def _refuse_unequal(counts: Sequence[int] | None, name: str) -> None:
+    if counts is None or len(set(counts)) > 1:
+        spelled = "different numbers of" if counts is None else str([*counts])
+        raise UnsupportedError(
+            f"{name}() inside a step, of which ranks run {spelled} microbatches: it would hang. For"
+            " a loss over the samples of all ranks use lightning_cephalo.loss_over_batch(). Or let"
+            " every rank run one microbatch:"
+            " CephaloStrategy(planner=Planner(single_microbatch=True)), with"
+            " DataLoader(drop_last=True) if it is a smaller last step. Or gather after the step, in"
+            " a hook."
+        )
+
+
+def require_equal_shapes(tensor: Tensor, control: ControlGroup) -> None:
+    """Reject a gather of tensors that differ in shape or dtype; collective.
+
+    gloo and NCCL would end a process or return wrong values, without an explanation.
+    """
+    own = f"{list(tensor.shape)} of {tensor.dtype}"
+    if len(set(control.gather(float(crc32(own.encode()))))) > 1:
+        shapes = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(control.gather(own)))
+        raise UnsupportedError(
+            f"all_gather() of tensors that differ between ranks ({shapes}). Ranks have different"
+            " numbers of samples. Gather sums and counts, or, for one row per sample, call"
+            " torch.distributed.all_gather_object(rows, tensor.cpu()) with rows = [None] *"
+            " torch.distributed.get_world_size() in a hook, then torch.cat(rows)."
+        )
+
+
+class CollectiveWatch:
+    """Reports each collective of torch.distributed that the user's code starts, before it runs.
 
     ``report`` gets the name of the collective, and whether all ranks take part. It may raise; its
     own collectives run as they are. torch's dispatcher calls it for collectives only: other
@@ -29,45 +117,38 @@ class UserCollectives:
     """
 
     def __init__(self, report: Callable[[str, bool], None]) -> None:
-        self._watch = _Watch(report)
+        self._report: Callable[[str, bool], None] | None = report
+        self._thread: int | None = None
         self._library = torch.library.Library("c10d", "IMPL")
-        for operator, place_of_group in _collectives():
-            run = partial(_run, self._watch, operator, place_of_group)
+        for operator, place in _collectives():
+            run = partial(self._run, operator, place)
             self._library.impl(operator, run, _KEY.name, with_keyset=True)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Report the collectives of this thread in a ``with`` block."""
-        self._watch.thread = threading.get_ident()
+        self._thread = threading.get_ident()
         try:
             yield
         finally:
-            self._watch.thread = None
+            self._thread = None
 
     def close(self) -> None:
         self._library._destroy()
-        self._watch.report = None
+        self._report = None
 
-
-@dataclass
-class _Watch:
-    report: Callable[[str, bool], None] | None
-    thread: int | None = None
-
-
-def _run(watch: _Watch, operator: Any, place: int, keys: Any, *args: Any, **kwargs: Any) -> Any:
-    thread = watch.thread
-    report = watch.report
-    if report is not None and thread is not None and thread == threading.get_ident():
-        name = operator.overloadpacket.__name__
-        group = dist.ProcessGroup.unbox(args[place])
-        takes_all = name not in _BETWEEN_TWO and group.size() == dist.get_world_size()
-        watch.thread = None
-        try:
-            report(name.rstrip("_"), takes_all)
-        finally:
-            watch.thread = thread
-    return operator.redispatch(keys.remove(_KEY), *args, **kwargs)
+    def _run(self, operator: Any, place: int, keys: Any, *args: Any, **kwargs: Any) -> Any:
+        thread = self._thread
+        if self._report is not None and thread == threading.get_ident():
+            name = operator.overloadpacket.__name__
+            size = dist.ProcessGroup.unbox(args[place]).size()
+            self._thread = None
+            try:
+                takes_all = name not in _BETWEEN_TWO and size == dist.get_world_size()
+                self._report(name.rstrip("_"), takes_all)
+            finally:
+                self._thread = thread
+        return operator.redispatch(keys.remove(_KEY), *args, **kwargs)
 
 
 @cache
@@ -77,9 +158,9 @@ def _collectives() -> tuple[tuple[Any, int], ...]:
     names = {name.split(".")[0] for space, name in found if space == "c10d"}
     packets = [getattr(torch.ops.c10d, name) for name in names]
     operators = [getattr(packet, name) for packet in packets for name in packet.overloads()]
-    return tuple((each, place) for each in operators for place in _places_of_groups(each)[:1])
-
-
-def _places_of_groups(operator: Any) -> list[int]:
-    types = [str(argument.type) for argument in operator._schema.arguments]
-    return [place for place, name in enumerate(types) if "ProcessGroup" in name]
+    return tuple(
+        (operator, place)
+        for operator in operators
+        for place, argument in enumerate(operator._schema.arguments)
+        if "ProcessGroup" in str(argument.type)
+    )

@@ -1,10 +1,11 @@
-"""Reads properties of the user's module, and switches its caches off during training."""
+"""Calls the user's step, and switches caches of the module off during training."""
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 
 if TYPE_CHECKING:
@@ -13,32 +14,24 @@ if TYPE_CHECKING:
 
 def step_on(module: LightningModule, batch: Any) -> Any:
     """Call ``training_step`` as Lightning's loop does for its first batch."""
-    parameters = inspect.signature(module.training_step).parameters
-    if "batch_idx" in parameters or len(parameters) > 1:
-        return module.training_step(batch, 0)
-    return module.training_step(batch)
+    is_counted = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+    return module.training_step(batch, 0) if is_counted else module.training_step(batch)
 
 
-class SwitchedOffCaches:
-    """Switches off the key-value caches of Hugging Face models during training.
+def switch_off_caches(module: nn.Module) -> Callable[[], None]:
+    """Switch off the key-value caches of Hugging Face models; return what restores them.
 
     Every block would retain its keys and values until the end of the step, and append them a second
     time when it is recomputed.
     """
+    found = [getattr(inner, "config", None) for inner in module.modules()]
+    configs: dict[int, Any] = {
+        id(config): config for config in found if getattr(config, "use_cache", None) is True
+    }
 
-    def __init__(self, module: nn.Module) -> None:
-        self._configs: list[Any] = []
-        seen: set[int] = set()
-        for inner in module.modules():
-            config: Any = getattr(inner, "config", None)
-            if id(config) in seen or getattr(config, "use_cache", None) is not True:
-                continue
-            seen.add(id(config))
-            config.use_cache = False
-            self._configs.append(config)
+    def set_all(uses: bool) -> None:
+        for config in configs.values():
+            config.use_cache = uses
 
-    def restore(self) -> None:
-        """Switch the caches on again."""
-        for config in self._configs:
-            config.use_cache = True
-        self._configs = []
+    set_all(False)
+    return lambda: set_all(True)

@@ -112,14 +112,12 @@ def _cut_alike(
     return list(zip(layout.split(batch, sizes), sizes, strict=True))
 
 
-def loss_and_weight(result: Any, samples: int) -> tuple[Tensor, float | Tensor] | None:
+def loss_and_weight(result: Any, samples: int) -> tuple[Tensor, float | Tensor]:
     """Return the loss and the weight from the result of ``training_step`` for one microbatch.
 
-    None stays None: the microbatch is skipped. A weight on the device remains a tensor: reading it
-    would wait for the device. Raises StepResultError or TypeError if there is no scalar loss.
+    A weight on the device remains a tensor: reading it would wait for the device. Raises
+    StepResultError or TypeError if there is no scalar loss.
     """
-    if result is None:
-        return None
     loss, weight = result, float(samples)
     if isinstance(result, Mapping):
         if "loss" not in result:
@@ -135,8 +133,9 @@ def loss_and_weight(result: Any, samples: int) -> tuple[Tensor, float | Tensor] 
                 weight = float(weight)
     if not isinstance(loss, Tensor):
         raise StepResultError(
-            f"training_step returned {type(loss).__name__}, but it must return a Tensor, a dict,"
-            " or None: a dict has the key 'loss', and None skips the samples it was given."
+            f"training_step returned {type(loss).__name__}, but it must return a Tensor, or a dict"
+            " with the key 'loss'. None would skip samples, which Lightning allows on one device"
+            " only. If they shall not count, return {'loss': loss, 'weight': 0.0}."
         )
     if loss.numel() != 1:
         raise TypeError(
@@ -199,13 +198,9 @@ def joined_result(
 
     The loss and other scalars become weighted means, and a tensor ``"weight"`` becomes the sum.
     Tensors with one row per sample are concatenated. Anything else is the last microbatch's.
-    Microbatches whose result is None have no part in it.
     """
-    chosen = [at for at, result in enumerate(results) if result is not None]
-    if not chosen:
+    if not results:
         return None
-    results, weights = [results[at] for at in chosen], [weights[at] for at in chosen]
-    counts = [counts[at] for at in chosen]
     if not isinstance(results[0], Mapping):
         return _mean(results, weights)
     joined = dict(results[-1])

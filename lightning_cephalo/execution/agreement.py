@@ -26,7 +26,6 @@ class Report:
         overlay: What its modules hold; see overlay.py.
         made_all: Whether it has made all visits.
         losses: Number of microbatches with a loss.
-        skipped: Number of those without one.
         updates_early: Whether it may update units inside the backward.
         samples: Number of samples with a weight.
     """
@@ -36,7 +35,6 @@ class Report:
     overlay: float
     made_all: float
     losses: float
-    skipped: float
     updates_early: float
     samples: float
 
@@ -63,7 +61,7 @@ def end_forward(executor: Executor) -> None:
         return
     for place, go_on in executor.tracer.places_of_all.items():
         if place.unit in states:
-            returned = any(e.state == _WELL and e.losses + e.skipped for e in said)
+            returned = any(e.state == _WELL and e.losses for e in said)
             go_on(executor, returned)
             return
     _finish(executor, said, [row[_LENGTH:] for row in rows])
@@ -81,8 +79,7 @@ def _report(executor: Executor) -> Report:
         weight=math.fsum(step.weights.values),
         overlay=executor.overlay.code,
         made_all=all(step.made()),
-        losses=len(step.with_loss) - step.skipped,
-        skipped=step.skipped,
+        losses=len(step.with_loss),
         updates_early=executor.updates.is_on,
         samples=step.samples_with_weight,
     )
@@ -97,17 +94,15 @@ def _finish(executor: Executor, said: Sequence[Report], notes: Sequence[Sequence
         total,
         tuple(map(tuple, notes)),
         losses=tuple(int(each.losses) for each in said),
-        skipped=int(sum(each.skipped for each in said)),
     )
-    if not total > 0.0 and not step.outcome.is_skipped:
+    if not total > 0.0:
         executor.failure.error = ValueError(
             f"The weights of all microbatches of this step sum to {total}; expected more than"
             " 0. Does training_step return a wrong 'weight', or did no rank get a sample?"
         )
         executor.give_up(_DOING)
     combine_overlay(executor, [each.overlay for each in said], _DOING)
-    if total:
-        executor.weighing.learn(total, math.fsum(each.samples for each in said))
+    executor.weighing.learn(total, math.fsum(each.samples for each in said))
     executor.tracer.learn(
         executor,
         someone_made_all=any(each.made_all for each in said),
@@ -115,9 +110,6 @@ def _finish(executor: Executor, said: Sequence[Report], notes: Sequence[Sequence
     )
     for microbatch in step.microbatches:
         microbatch.code.result = None
-    if step.outcome.is_skipped:
-        executor.release_all()
-        executor.throttle.end_step()
 
 
 def combine_overlay(executor: Executor, codes: Sequence[float], doing: str) -> None:

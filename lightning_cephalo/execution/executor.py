@@ -204,9 +204,8 @@ class Executor:
         self.failure.guarded(self.overlay.begin, [call.samples for call in calls])
         with self.writes.locked():
             self.run(self.tracer.forward(self) if visits is None else step.program.forward)
-        if not step.outcome.is_skipped:
-            step.showing = [u for u in self.units if u.state is not UnitState.SHARDED]
-            self.show_held_gradients()
+        step.showing = [u for u in self.units if u.state is not UnitState.SHARDED]
+        self.show_held_gradients()
         # no reference stays here: results hold graphs, which must die with the caller's references
         outcome, step.outcome = step.outcome, NO_OUTCOME
         return outcome
@@ -461,13 +460,10 @@ class Executor:
         self.overlay.pause(index)
 
     def _weighed(self, index: int) -> tuple[Tensor, Tensor | None] | None:
-        """Return a microbatch's loss with its weight; None if it has no loss, or no weight."""
+        """Return a microbatch's loss with its weight; None if it has no weight."""
         step, microbatch = self.step, self.step.microbatches[index]
-        found = step.calls[index].weight_of(microbatch.code.result)
-        if found is None:
-            step.skipped += 1
-            return None
-        return step.weights.weigh(index, *found)
+        loss, weight = step.calls[index].weight_of(microbatch.code.result)
+        return step.weights.weigh(index, loss, weight)
 
     # -- failures -----------------------------------------------------------------------------
 

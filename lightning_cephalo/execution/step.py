@@ -22,14 +22,14 @@ class MicrobatchCall:
     Attributes:
         weight_of: Maps the step's return value to ``(loss, weight)``. The microbatch's share of
             the gradient is ``weight / total weight of all ranks``. A weight that is a tensor on the
-            device is read when the device has more work to do. None: the step has no loss.
+            device is read when the device has more work to do.
         on_resume: Called each time before the step resumes.
         on_pause: Called each time after the step has parked or returned.
         samples: Number of its samples; 0 if it is unknown.
     """
 
     step: Callable[[], Any]
-    weight_of: Callable[[Any], tuple[Tensor, float | Tensor] | None]
+    weight_of: Callable[[Any], tuple[Tensor, float | Tensor]]
     on_resume: Callable[[], None] | None = None
     on_pause: Callable[[], None] | None = None
     samples: int = 0
@@ -41,7 +41,6 @@ class ForwardOutcome:
 
     Attributes:
         losses: Number of microbatches with a loss on every rank.
-        skipped: Number of microbatches without a loss, on all ranks.
     """
 
     results: tuple[Any, ...]
@@ -49,12 +48,6 @@ class ForwardOutcome:
     total_weight: float
     notes: tuple[tuple[float, ...], ...] = ()
     losses: tuple[int, ...] = ()
-    skipped: int = 0
-
-    @property
-    def is_skipped(self) -> bool:
-        """Whether no microbatch of any rank has a loss; then there is no backward."""
-        return self.skipped > 0 and not any(self.losses)
 
 
 NO_OUTCOME = ForwardOutcome((), (), 0.0)
@@ -90,7 +83,6 @@ class Step:
     outcome: ForwardOutcome = NO_OUTCOME
     gradient_scale: float = 1.0
     with_loss: set[int] = field(default_factory=set)
-    skipped: int = 0
     armed: set[int] = field(default_factory=set)
     used: dict[int, list[bool]] = field(default_factory=dict)
     reducing: Unit | None = None

@@ -220,14 +220,13 @@ def exchange_rows(
     ]
 
 
-def _weight_of(call: MicrobatchCall, result: Any) -> tuple[Tensor, float | Tensor] | None:
+def _weight_of(call: MicrobatchCall, result: Any) -> tuple[Tensor, float | Tensor]:
     """Return the loss, and a weight that is the number of samples; else raise UnitUseError."""
-    found = call.weight_of(result)
-    weight, samples = None if found is None else found[1], call.samples
-    if weight is None or float(weight) != samples:
-        what = "None" if weight is None else f"the weight {float(weight):g}"
+    found, samples = call.weight_of(result), call.samples
+    if float(found[1]) != samples:
         raise UnitUseError(
-            f"training_step calls loss_over_batch and returns {what} for {samples} samples. That"
+            f"training_step calls loss_over_batch and returns the weight {float(found[1]):g} for"
+            f" {samples} samples. That"
             " loss has one value for the whole batch: return it without a weight, and multiply"
             " terms that have weights by them in the function of loss_over_batch."
         )

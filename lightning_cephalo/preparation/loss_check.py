@@ -94,6 +94,8 @@ def compare_losses(
         # a manual step runs on every rank or on none
         if is_manual and not control.all(runs[0] is not None):
             return
+        # a collective of the user's waits for ranks that run no step
+        session.user_collectives.before_step(int(runs[0] is not None), trains=False)
         with _evaluating(session, view) as put_back:
             found = _compared(session, step, runs, put_back)
     except Exception as error:  # on every rank; the error itself would keep activations
@@ -156,8 +158,6 @@ def _evaluating(session: Session, view: TrainerView) -> Iterator[Callable[[], No
             restore()
             model.module.eval()
 
-        if manual is None and control.world_size > 1:  # some ranks may run no step
-            undo.enter_context(session.user_gathers.refused())
         undo.enter_context(torch.compiler.set_stance("force_eager"))
         undo.enter_context(view.precision.train_step_context())
         undo.enter_context(torch.no_grad() if manual is None else nullcontext())
@@ -211,7 +211,6 @@ def _losses(session: Session, step: Step, piece: Piece | None) -> Sequence[tuple
 
 
 def _loss_of(result: Any, samples: int) -> tuple[float, float]:
-    found = loss_and_weight(result, samples)
-    if found is None or was_called():  # a loss that is meant to be over all samples
-        return math.nan, math.nan
-    return float(found[0]), float(found[1])
+    loss, weight = loss_and_weight(result, samples)
+    # one over the whole batch is meant to be over all samples
+    return (math.nan, math.nan) if was_called() else (float(loss), float(weight))

@@ -127,10 +127,9 @@ def _look_up(
         job.limits[model.control.rank].device,
         lambda: job_cache.describe(
             model,
-            view.of,
+            view,
             partial(job.loaders.read, smallest, job.layouts),
-            job.global_batch_size,
-            job.options.of_measuring(),
+            {**job.options.of_measuring(), "samples of a step": job.global_batch_size},
         ),
         remeasure=job.options.planner.remeasure,
     )

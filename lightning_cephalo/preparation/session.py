@@ -30,9 +30,8 @@ from lightning_cephalo.adapters.moved_state import MovedState, StateAway
 from lightning_cephalo.adapters.rows_of_state import RowsOfState
 from lightning_cephalo.adapters.torchmetrics import synchronise_lists
 from lightning_cephalo.adapters.updates import OptimizerUpdates
-from lightning_cephalo.adapters.user_collectives import UserCollectives
-from lightning_cephalo.adapters.user_gathers import UserGathers
-from lightning_cephalo.adapters.user_module import SwitchedOffCaches
+from lightning_cephalo.adapters.user_collectives import CollectiveWatch, UserCollectives
+from lightning_cephalo.adapters.user_module import switch_off_caches
 from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.common.errors import TooLittleMemoryError, UnsupportedError
 from lightning_cephalo.common.lasting_objects import LastingObjects
@@ -99,7 +98,7 @@ class Session:
         plan: The plan in use. Before the first one, and in evaluation, it only holds the fractions
             of the model.
         batches: What this rank gets of each batch.
-        user_gathers: Rejects collectives of the user's step that would hang.
+        user_collectives: Rejects collectives of the user's step that would hang.
         lasting: Keeps the garbage collector away from what lives as long as training.
     """
 
@@ -140,21 +139,22 @@ class Session:
         self.model.executor.overlay.buffers.sum_up(options.summed_buffers)
         self._at_end.callback(ModuleCopies(self.model, self._ranks_run_one_step).remove)
         if job.trains:
-            self._at_end.callback(SwitchedOffCaches(module).restore)
+            self._at_end.callback(switch_off_caches(module))
         self.plan = _plan_before(job, self.model.fractions)
         self.logs = StepLogs(module, groups, accelerator)
         if groups.control.world_size > 1:
             executor = self.model.executor
             end = synchronise_lists(groups.control, lambda: executor.inside_microbatch)
             self._at_end.callback(end)
-        self.user_gathers = UserGathers(groups.control, options.planner.single_microbatch)
+        measured = (1,) if options.planner.single_microbatch else None
+        self.user_collectives = UserCollectives(groups.control, measured)
         self.manual: PhasedSteps | None = None
         if job.trains and not module.automatic_optimization:
             self.manual = PhasedSteps(self.model.executor)
         elif groups.control.world_size > 1:
-            collectives = UserCollectives(self._on_user_collective)
-            self._at_end.callback(collectives.close)
-            self.model.executor.hooks.watch = collectives.watched
+            watch = CollectiveWatch(self.user_collectives.called)
+            self._at_end.callback(watch.close)
+            self.model.executor.hooks.watch = watch.watched
         self.batches = Batches(job, groups.control, is_manual=self.manual is not None)
         self.optimizers: list[Optimizer] = []
         self.updates = OptimizerUpdates(self.model, options.planner.elementwise)
@@ -177,10 +177,6 @@ class Session:
             return False
         # some only communicate while one is measured
         return self.control.world_size == 1 or not self.manual.is_measured
-
-    def _on_user_collective(self, name: str, takes_all: bool) -> None:
-        module: Any = self.model.module
-        self.user_gathers.called(module.trainer.training, name, takes_all=takes_all)
 
     @property
     def moved(self) -> MovedState | None:
@@ -312,7 +308,7 @@ class Session:
             self._updater.moved = self.moved
         self.predicted_memory = adoption.memory
         self._predict_host_memory()
-        self.user_gathers.expect([len(rank.microbatch_sizes) for rank in plan.ranks])
+        self.user_collectives.expect([len(rank.microbatch_sizes) for rank in plan.ranks])
         self.batches.follow(own)
         options, executor = self.job.options, self.model.executor
         executor.reshard_after_forward = options.reshard_after_forward.of_plan(
@@ -340,7 +336,7 @@ class Session:
         check_plan(plan, job.limits)
         self.check_modes(plan)
         self._host_state.check(plan)
-        self.user_gathers.check([len(rank.microbatch_sizes) for rank in plan.ranks])
+        self.user_collectives.check([len(rank.microbatch_sizes) for rank in plan.ranks])
 
     def check_modes(self, plan: Plan) -> None:
         """Raise if the way to train allows no such plan, on any rank."""

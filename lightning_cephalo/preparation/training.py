@@ -78,7 +78,7 @@ class Training:
         if policy is not None:
             self.replanning = Replanning(self.changes, problem, policy)
             if session.manual is None:
-                self.repeated = RepeatedStep(session.model, session.logs.metrics)
+                self.repeated = RepeatedStep(session.model, session.logs.metrics, self._relieve)
 
     def note(self) -> tuple[float, ...]:
         """Return what the exchange of a step carries to all ranks."""
@@ -112,22 +112,18 @@ class Training:
         if not self._has_compared:
             self._has_compared = True
             compare_losses(self.session, self.view, batch, pieces, step)
+            self.watch.start_step()  # its time is not that of the step
 
     def forward(self, run: Callable[[bool], Any]) -> Any:
         """Run a forward, again if a rank lacks memory; ``run`` gets whether the step goes on."""
-        return run(True) if self.repeated is None else self.repeated.forward(run, self._relieve)
+        return run(True) if self.repeated is None else self.repeated.forward(run)
 
     def backward(self, run: Callable[[], None]) -> None:
         """Run a backward; repeat the step if a rank lacks the memory."""
         if self.repeated is None:
             run()
         else:
-            self.repeated.backward(run, self._relieve)
-
-    def end_without_backward(self) -> None:
-        """End a step of which no rank has a loss."""
-        if self.repeated is not None:
-            self.repeated.end()
+            self.repeated.backward(run)
 
     @property
     def may_repeat(self) -> bool:

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -42,12 +41,9 @@ from lightning_cephalo.execution.overlay_slots import are_same, items_of, refill
 from lightning_cephalo.sharding.placement import local_part
 
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), type)
-_FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType)
-# loggers, and configs that models fill in their first forward, are those of libraries
-_LIBRARIES = frozenset(
-    ["torch", "lightning", "pytorch_lightning", "torchmetrics", "logging", "transformers"]
-)
-_OF_PYTHON = frozenset(["builtins", "enum", "functools", "lightning_cephalo"])
+# of functions and modules, of loggers, and of configs that models fill in their first forward
+_LIBRARIES = {"builtins", "functools", "lightning", "lightning_cephalo", "logging"}
+_LIBRARIES |= {"pytorch_lightning", "torch", "torchmetrics", "transformers"}
 # a container of more items is data, not a counter: its items are put back, but not their contents
 _WALKED_ITEMS = 10_000
 
@@ -71,35 +67,11 @@ def isolated(view: TrainerView, accelerator: Accelerator) -> Iterator[Callable[[
         saved.attributes(view.logger_connector)
         saved.reach(view.module, *strategy.optimizers, *schedules)
         stack.callback(saved.put_back)
-        stack.enter_context(_gradients_set_aside(view.module))
+        for parameter in view.module.parameters():
+            # a step that fails between toggles of optimizers leaves it as it is
+            stack.callback(parameter.requires_grad_, parameter.requires_grad)
+        stack.callback(forget_gradients, view.module)
         yield saved.put_back
-
-
-@contextmanager
-def _gradients_set_aside(module: nn.Module) -> Iterator[None]:
-    """Begin a ``with`` block without gradients, and put back those of before.
-
-    A step that fails between toggles of optimizers leaves ``requires_grad`` as it is.
-    """
-    kept = [
-        (each, each.requires_grad, each.grad, None if each.grad is None else _copy(each.grad))
-        for each in module.parameters()
-    ]
-    forget_gradients(module)
-    try:
-        yield
-    finally:
-        forget_gradients(module)
-        for parameter, flag, gradient, values in kept:
-            if parameter.requires_grad != flag:
-                parameter.requires_grad_(flag)
-            if gradient is not None and values is not None:
-                local_part(gradient).copy_(values)
-                parameter.grad = gradient
-
-
-def _copy(gradient: Tensor) -> Tensor:
-    return local_part(gradient).clone()
 
 
 def forget_gradients(module: nn.Module) -> None:
@@ -184,9 +156,9 @@ class Saved:
 
 def _is_plain(value: Any) -> bool:
     """Whether an object is the user's own: a pool, a counter; not a dataset or a callback."""
-    own, *parents = [kind.__module__.split(".")[0] for kind in type(value).__mro__]
-    is_users = own not in _OF_PYTHON and _LIBRARIES.isdisjoint([own, *parents])
-    return is_users and hasattr(value, "__dict__") and not isinstance(value, _FUNCTIONS)
+    kinds = type(value).__mro__[:-1]  # without object
+    is_users = _LIBRARIES.isdisjoint([kind.__module__.split(".")[0] for kind in kinds])
+    return is_users and hasattr(value, "__dict__")
 
 
 # -- Lightning ------------------------------------------------------------------------------------

@@ -7,26 +7,23 @@ of classes without a source file.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import importlib.metadata
 import inspect
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from lightning_cephalo.accelerator import Device
+from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.common import files
-from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.common.quantities import format_bytes
 from lightning_cephalo.data.randomness import preserved_randomness
 from lightning_cephalo.execution.sharded_model import ShardedModel
@@ -34,14 +31,11 @@ from lightning_cephalo.plan import Problem
 from lightning_cephalo.profiling.rank_curves import merge_equal_ranks
 from lightning_cephalo.ranks.control import ControlGroup
 
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
 # Free memory that differs by a larger factor needs a new measurement: more memory may hold larger
 # microbatches.
 _SAME_CAPACITY = 1.25
 # Of what problems hold: a start ignores the ones that other versions of it have written.
-_VERSION = 3
+_VERSION = 4
 _TORCH = str(Path(torch.__file__).parent)
 
 
@@ -55,30 +49,18 @@ class CachedProblem:
 
 
 def look_up(
-    control: ControlGroup,
-    device: Device,
-    describe_job: Callable[[], Any],
-    *,
-    remeasure: bool,
+    control: ControlGroup, device: Device, describe_job: Callable[[], Any], *, remeasure: bool
 ) -> CachedProblem:
     """Look up the problem that an earlier start of this job has measured; collective."""
-    rows = control.gather(
-        (
-            _digest(describe_job) if device.speed_lasts else None,
-            device.name,
-            device.capacity_bytes,
-        )
-    )
-    if any(digest is None for digest, *_ in rows):
+    key = _key(describe_job) if device.speed_lasts else None
+    rows = control.gather((key, device.name, device.capacity_bytes))
+    if any(key is None for key, *_ in rows):
         return CachedProblem(None)
-    key = _hashed([(digest, name) for digest, name, *_ in rows])
     found = None
     if control.rank == 0:
+        key = _digest([(key, name) for key, name, _ in rows])
         path = files.cache_folder() / "jobs" / f"{key[:32]}.json"
         found = CachedProblem(path) if remeasure else _read(path, [row[2] for row in rows])
-        for folder in (files.cache_folder(), path.parent):
-            with suppress(OSError):  # a home that may not be entered is told of by what reads it
-                files.remove_leftovers(folder)
     return control.broadcast(found)
 
 
@@ -98,31 +80,24 @@ def _read(path: Path, capacities: Sequence[float]) -> CachedProblem:
         if not path.exists():
             return CachedProblem(path)
         data = json.loads(files.read_text(path, what="measured times"))
-        problem = Problem.from_dict(data["problem"])
-        if len(problem.ranks) != len(capacities):
-            raise PlanError(f"expected {len(capacities)} ranks, got {len(problem.ranks)}")
-        day = str(data["measured"])
+        problem, day = Problem.from_dict(data["problem"]), str(data["measured"])
+        pairs = [*zip(problem.ranks, capacities, strict=True)]
     except Exception as error:  # the file may hold anything, and the job can measure again
         return CachedProblem(path, said=f"Measuring again, as {path} cannot be read: {error}")
-    for rank, (profile, capacity) in enumerate(zip(problem.ranks, capacities, strict=True)):
+    for rank, (profile, capacity) in enumerate(pairs):
         less, more = sorted((profile.capacity_bytes, capacity))
         if more > _SAME_CAPACITY * less:
-            return CachedProblem(
-                path,
-                said=f"Measuring again, as rank {rank} may fill {format_bytes(capacity)} now and"
-                f" {format_bytes(profile.capacity_bytes)} on {day}.",
+            said = (
+                f"Measuring again, as rank {rank} may fill {format_bytes(capacity)} now and"
+                f" {format_bytes(profile.capacity_bytes)} on {day}."
             )
-    ranks = merge_equal_ranks(
-        [
-            dataclasses.replace(profile, capacity_bytes=capacity)
-            for profile, capacity in zip(problem.ranks, capacities, strict=True)
-        ]
-    )
+            return CachedProblem(path, said=said)
+    ranks = [replace(profile, capacity_bytes=capacity) for profile, capacity in pairs]
     said = (
         f"Using times measured on {day} ({path});"
         " CephaloStrategy(planner=Planner(remeasure=True)) measures again."
     )
-    return CachedProblem(path, dataclasses.replace(problem, ranks=tuple(ranks)), said)
+    return CachedProblem(path, replace(problem, ranks=tuple(merge_equal_ranks(ranks))), said)
 
 
 # -- what a job is --------------------------------------------------------------------------------
@@ -130,16 +105,15 @@ def _read(path: Path, capacities: Sequence[float]) -> CachedProblem:
 
 def describe(
     model: ShardedModel,
-    trainer: Trainer,
+    view: TrainerView,
     read_sample: Callable[[], Any],
-    global_batch_size: int,
     options: Mapping[str, Any],
 ) -> Any:
     """Return all that measured times depend on, except for the devices, as plain values."""
-    module = model.module
+    module: Any = model.module
+    inner = dict(module.named_modules())
     with preserved_randomness():
-        batch = read_sample()
-    plugin = trainer.precision_plugin
+        leaves = pytree.tree_leaves(read_sample())
     return {
         "versions": [
             _VERSION, torch.__version__, importlib.metadata.version("lightning-cephalo")
@@ -152,51 +126,43 @@ def describe(
         "units": [[unit.name, unit.kind.value] for unit in model.units],
         "compiled": [
             *model.executor.hooks.compiled_units,
-            *[name for name, inner in module.named_modules() if inner._compiled_call_impl],
+            *[name for name, each in inner.items() if each._compiled_call_impl],
         ],
-        "modules": [[name, *_described(inner, inner is module)]
-                    for name, inner in module.named_modules()],
+        # the module itself holds learning rates and counters
+        "modules": [[name, _described(each)] for name, each in inner.items() if name],
         "sources": _sources(module),
-        "batch": [_leaf(leaf) for leaf in pytree.tree_leaves(batch)],
-        "global_batch_size": global_batch_size,
-        "precision": [type(plugin).__name__, str(getattr(plugin, "precision", "")),
+        "batch": [
+            [list(leaf.shape[1:]), str(leaf.dtype)] if isinstance(leaf, Tensor) else _name(leaf)
+            for leaf in leaves
+        ],
+        "precision": [_name(view.precision), str(getattr(view.precision, "precision", "")),
                       str(model.compute_dtype), torch.get_float32_matmul_precision(),
                       torch.are_deterministic_algorithms_enabled()],
         "recompute": model.executor.recompute,
-        "manual": not getattr(module, "automatic_optimization", True),
-        "optimizers": [_optimizer(each) for each in trainer.optimizers],
-        "clipping": [bool(trainer.gradient_clip_val), str(trainer.gradient_clip_algorithm)],
+        "manual": not module.automatic_optimization,
+        # with the options that decide how each computes
+        "optimizers": [
+            [_name(own), [{k: v for k, v in group.items() if isinstance(v, (bool, type(None)))}
+                          for group in own.param_groups]]
+            for own in view.optimizers
+        ],
+        "clipping": [view.clip_value is None, view.clips_by_value],
         "state_groups": model.state_groups,
         "threads": torch.get_num_threads() if model.accelerator.computes_on_host else None,
-        "options": {name: _plain(value) for name, value in options.items()},
+        "options": options,
     }  # fmt: skip
 
 
-def _described(inner: nn.Module, is_root: bool) -> list[Any]:
-    """Return a module's class and numbers, but not the root's: learning rates and counters."""
+def _described(inner: nn.Module) -> list[Any]:
+    """Return a module's numbers, such as strides and heads, and how it computes attention."""
     config = getattr(inner, "config", None)
-    numbers = {} if is_root else {
-        name: value for name, value in vars(inner).items()
-        if _is_number(value) and name != "training"
-    }  # fmt: skip
-    attention = getattr(config, "_attn_implementation", None)
-    return [f"{type(inner).__module__}.{type(inner).__qualname__}", numbers, str(attention)]
-
-
-def _optimizer(optimizer: Optimizer) -> list[Any]:
-    """Return an optimizer's class and the options that decide how it computes."""
-    kind = type(optimizer)
-    options = [
-        {name: value for name, value in group.items() if isinstance(value, (bool, type(None)))}
-        for group in optimizer.param_groups
-    ]
-    return [f"{kind.__module__}.{kind.__qualname__}", options]
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return all(_is_number(part) for part in value)
-    return isinstance(value, (bool, int, float))
+    numbers = {
+        name: value
+        for name, value in vars(inner).items()
+        for parts in [value if isinstance(value, tuple) else (value,)]
+        if name != "training" and all(isinstance(part, (int, float)) for part in parts)
+    }
+    return [_name(inner), numbers, str(getattr(config, "_attn_implementation", None))]
 
 
 def _sources(module: nn.Module) -> list[str]:
@@ -205,7 +171,7 @@ def _sources(module: nn.Module) -> list[str]:
     # others compute nothing of their own, or are written in C
     own = [kind for kind in kinds if any(map(inspect.isfunction, vars(kind).values()))]
     step = inspect.unwrap(type(module).training_step)  # type: ignore[attr-defined]
-    paths = {_source_file(each) for each in own} | {_source_file(step)}
+    paths = {inspect.getsourcefile(each) or "" for each in [*own, step]}  # none has no digest
     return sorted(
         hashlib.sha256(Path(path).read_bytes()).hexdigest()
         for path in paths
@@ -213,32 +179,21 @@ def _sources(module: nn.Module) -> list[str]:
     )
 
 
-def _source_file(defined: Any) -> str:
-    path = inspect.getsourcefile(defined)
-    if path is None:
-        raise OSError(f"{defined} has no source file")
-    return path
+def _name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
-def _leaf(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        return [list(leaf.shape[1:]), str(leaf.dtype)]
-    return type(leaf).__name__
-
-
-def _plain(value: Any) -> Any:
-    if callable(value):
-        return f"{value.__module__}.{value.__qualname__}" if hasattr(value, "__qualname__") else ""
-    return repr(value) if dataclasses.is_dataclass(value) else value
-
-
-def _digest(describe_job: Callable[[], Any]) -> str | None:
+def _key(describe_job: Callable[[], Any]) -> str | None:
     """Return the digest of a job; None if the job cannot be described."""
     try:
-        return _hashed(describe_job())
+        return _digest(describe_job())
     except Exception:  # an error of the user's model or data: measuring reports it
         return None
 
 
-def _hashed(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+def _digest(value: Any) -> str:
+    # of options, functions have a name, and caps show their values
+    text = json.dumps(
+        value, sort_keys=True, default=lambda own: getattr(own, "__name__", repr(own))
+    )
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -232,13 +232,7 @@ class _PhaseClock(Observer):
 
 
 def _finite_loss_and_weight(result: Any, samples: int) -> tuple[torch.Tensor, float]:
-    found = loss_and_weight(result, samples)
-    if found is None:
-        raise TypeError(
-            "training_step returned None for a batch that is profiled, so that its backward cannot"
-            " be timed; expected a loss."
-        )
-    loss, weight = found
+    loss, weight = loss_and_weight(result, samples)
     weight = checked_weight(float(weight))
     if weight and not bool(torch.isfinite(loss)):  # the mean over no tokens may be 0/0
         raise FloatingPointError(

@@ -35,18 +35,10 @@ def test_a_rank_without_microbatches_has_no_result():
     assert _join([], [], []) is None
 
 
-def test_a_microbatch_that_returns_none_has_no_part_in_the_result():
-    assert loss_and_weight(None, 2) is None
-    result = {"loss": torch.tensor(1.0), "logits": torch.ones(2, 3)}
-    joined = _join([None, result, None], [0.0, 2.0, 0.0], [1, 2, 4])
-    assert float(joined["loss"]) == 1.0 and joined["logits"].shape == (2, 3)
-    assert _join([None, None], [0.0, 0.0], [1, 2]) is None
-
-
-@pytest.mark.parametrize("result", [1.0, {"accuracy": torch.ones(())}, torch.ones(2)])
+@pytest.mark.parametrize("result", [None, 1.0, {"accuracy": torch.ones(())}, torch.ones(2)])
 def test_what_is_no_loss_is_refused_with_the_way_out(result):
     with pytest.raises(
         TypeError,
-        match=r"expected|must return a Tensor, a dict, or None|Return a tensor, or a dict with",
+        match=r"expected|must return a Tensor, or a dict|Return a tensor, or a dict with",
     ):
         loss_and_weight(result, 2)

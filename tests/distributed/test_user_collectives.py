@@ -6,13 +6,13 @@ import torch
 import torch.distributed as dist
 from launch import run_ranks
 
-from lightning_cephalo.adapters.user_collectives import UserCollectives
+from lightning_cephalo.adapters.user_collectives import CollectiveWatch
 
 
 def _seen(rank):
     alone = dist.new_group([0])
     seen = []
-    collectives = UserCollectives(lambda *call: seen.append(call))
+    collectives = CollectiveWatch(lambda *call: seen.append(call))
     dist.all_reduce(torch.ones(2))  # the strategy's own
     with collectives.watched():
         dist.all_reduce(torch.ones(2))

@@ -630,7 +630,7 @@ class Returns(Recorder):
 @pytest.mark.parametrize(
     ("value", "part"),
     [
-        ("none", "None"),
+        ("none", "'weight': 0.0"),
         ("no loss", "'loss'"),
         ("vector", "shape (3,)"),
         ("number", "float"),

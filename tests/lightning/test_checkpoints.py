@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import warnings
 from functools import partial
 from pathlib import Path
 
@@ -396,19 +395,14 @@ def test_a_hook_changes_what_is_saved_as_on_one_device(tmp_path):
         torch.testing.assert_close(two["state_dict"][name], value, rtol=1e-5, atol=1e-6)
 
 
-def _fit_with_new_optimizers(plan: str | None, path: Path) -> tuple[list[float], list[str]]:
+def _fit_with_new_optimizers(plan: str | None, path: Path) -> list[float]:
     model = Net()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        trainer(plan, max_epochs=4).fit(model, loader(14), loader(8), ckpt_path=path)
-    said = [str(each.message) for each in caught if "start anew" in str(each.message)]
-    return model.losses, said
+    trainer(plan, max_epochs=4).fit(model, loader(14), loader(8), ckpt_path=path)
+    return model.losses
 
 
 def test_a_checkpoint_without_states_of_optimizers_is_resumed_with_new_ones(trained):
     folder, fits = trained
-    wanted, _ = on_one_device(_fit_with_new_optimizers, folder / "without.ckpt")
-    losses, said = fits["without states"][0]
+    wanted = on_one_device(_fit_with_new_optimizers, folder / "without.ckpt")
+    losses = fits["without states"][0]
     assert losses == pytest.approx(wanted, rel=1e-5) and len(losses) > 0
-    (message,) = said
-    assert "state of 0 optimizers" in message and "1 start anew" in message
