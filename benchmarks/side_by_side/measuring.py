@@ -26,7 +26,7 @@ from lightning_cephalo.profiling.optimizer_time import optimizer_time
 from lightning_cephalo.profiling.probe import Prober, ProfiledStep
 from lightning_cephalo.profiling.rank_curves import merge_equal_ranks
 from lightning_cephalo.profiling.state_rates import with_unit_parameters
-from lightning_cephalo.profiling.sweep import Sweep, measure_times
+from lightning_cephalo.profiling.sweep import ProfileOptions, measure_times
 
 from . import links
 from .cases import CEPHALO, DDP_BY_SPEED, Case, cut
@@ -188,9 +188,8 @@ def _profile(
         return loss_of(sharded.module, part)
 
     prober = Prober(sharded, clock, batch_of, ProfiledStep(step))
-    devices = sharded.control.gather(device.name)
-    whole = case.global_batch_size
-    measured = measure_times(prober, Sweep(1, whole, whole, _PROFILE_S, devices))
+    options = ProfileOptions(case.global_batch_size, _PROFILE_S)
+    measured = measure_times(prober, options, device.name)
     updates = optimizer_time(sharded, clock)
     network = measure_network(sharded, clock, math.inf)
     for unit in sharded.units:

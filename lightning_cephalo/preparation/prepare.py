@@ -20,7 +20,7 @@ from lightning_cephalo.plan import InfeasibleError, Plan, PlanError, Problem, so
 from lightning_cephalo.preparation.job import Job
 from lightning_cephalo.preparation.limits import named_where_nothing_fits, with_host_memory
 from lightning_cephalo.profiling import job_cache
-from lightning_cephalo.profiling.measure import ProfileOptions, measure
+from lightning_cephalo.profiling.measure import measure
 from lightning_cephalo.profiling.memory_model import largest_row
 from lightning_cephalo.profiling.probe import ProfiledStep
 from lightning_cephalo.profiling.progress import Progress
@@ -33,6 +33,7 @@ from lightning_cephalo.profiling.state_rates import (
     with_unit_parameters,
     without_host_updates,
 )
+from lightning_cephalo.profiling.sweep import ProfileOptions
 from lightning_cephalo.ranks.control import ControlGroup
 
 _ROUNDING = 1e-6

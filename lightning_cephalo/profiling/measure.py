@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 from typing import Any
 
 from lightning_cephalo.accelerator import Accelerator, Device
@@ -11,9 +11,7 @@ from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.data.containers import own_copy
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Problem, RankProfile
-from lightning_cephalo.plan.cost import fixed_time
 from lightning_cephalo.plan.program import Visit
-from lightning_cephalo.plan.updates import least_update_s, with_updates
 from lightning_cephalo.profiling.isolation import isolated, moved_to_device, state_on_host
 from lightning_cephalo.profiling.memory_model import (
     RetainedBytes,
@@ -36,36 +34,12 @@ from lightning_cephalo.profiling.save_curves import remember
 from lightning_cephalo.profiling.state_rates import with_unit_parameters
 from lightning_cephalo.profiling.sweep import (
     Measured,
-    Sweep,
+    ProfileOptions,
     measure_memory,
     measure_times,
     measure_without_recompute,
 )
 from lightning_cephalo.sharding.discovery import UnitKind
-
-# Part of the budget that timing may use; the rest is for memory and the network.
-_TIMING_SHARE = 0.7
-
-
-@dataclass(frozen=True)
-class ProfileOptions:
-    """The settings of profiling.
-
-    Attributes:
-        budget_s: Seconds that profiling may take, approximately; the smallest size always runs.
-        minimum_microbatch_size: Smaller ones are not tried (batch normalisation).
-        ready_samples: Samples of the first ready batch, on the rank with the fewest: microbatches
-            are cut from it. None: loaders give single samples.
-        single_microbatch: Whether every rank runs one in every step, which may communicate.
-    """
-
-    global_batch_size: int
-    budget_s: float
-    minimum_microbatch_size: int = 1
-    ready_samples: int | None = None
-    single_microbatch: bool = False
-    choose_recompute: bool = False
-    verbose: bool = True
 
 
 def measure(
@@ -94,7 +68,6 @@ def measure(
     control, accelerator = model.control, model.accelerator
     started_s, clock = accelerator.now_s(), accelerator.clock
     progress = Progress(options.verbose and control.rank == 0)
-    largest = min(options.global_batch_size, options.ready_samples or options.global_batch_size)
     batches = _Batches(view, accelerator, read_batch)
 
     def begin(what: str) -> None:
@@ -105,15 +78,6 @@ def measure(
         by_rank = ", ".join(str(size) if size else "-" for size in sizes)
         begin(f"microbatches of {by_rank} samples (by rank)")
 
-    sweep = Sweep(
-        min(options.minimum_microbatch_size, largest),
-        largest,
-        options.global_batch_size,
-        options.budget_s * _TIMING_SHARE,
-        control.gather(device.name),
-        options.single_microbatch,
-        report,
-    )
     with (
         lost_rank_explained(control.rank, "profiling"),
         progress,
@@ -122,12 +86,12 @@ def measure(
         model.executor.updates.dropping(),  # beside an optimizer there may be no room for them
     ):
         prober = Prober(model, clock, batches.of, step)
-        measured, retaining = measure_times(prober, sweep), None
+        measured, retaining = measure_times(prober, options, device.name, report), None
         begin("memory")
-        measure_memory(prober, measured, sweep)
+        measure_memory(prober, measured, options)
         if options.choose_recompute:
             begin("without recomputation")
-            retaining = measure_without_recompute(prober, measured, sweep)
+            retaining = measure_without_recompute(prober, measured, options)
         begin("network")
         # a backend allocates when it first communicates, and cannot use memory that torch caches
         accelerator.empty_cache()
@@ -141,7 +105,7 @@ def measure(
     accelerator.empty_cache()
     visits = _visits_of_blocks(model)
     units = max(1, sum(visit.differentiable for visit in visits))
-    problem = _problem_of(model, device, sweep, (measured, retaining), own_resting, units)
+    problem = _problem_of(model, device, options, (measured, retaining), own_resting, units)
     problem = with_unit_parameters(problem, model)
     reduced = len({visit.unit for visit in visits if model.units[visit.unit].trainable})
     problem = network.in_problem(problem, reduced / units)
@@ -154,17 +118,14 @@ def measure(
             progress.warn(f"The measured times were not kept for later: {lost}")
     seconds = accelerator.now_s() - started_s
     sizes = ", ".join(str(profile.largest_microbatch_size) for profile in problem.ranks)
-    progress.warn(
-        f"Profiled microbatches of up to {sizes} samples (by rank) in {seconds:.1f} s"
-        f" ({seconds / balanced_step_s(problem):.0f} steps)."
-    )
+    progress.warn(f"Profiled microbatches of up to {sizes} samples (by rank) in {seconds:.1f} s.")
     return problem
 
 
 def _problem_of(
     model: ShardedModel,
     device: Device,
-    sweep: Sweep,
+    options: ProfileOptions,
     measurements: tuple[Measured, Measured | None],
     resting: float,
     units: int,
@@ -187,9 +148,9 @@ def _problem_of(
     return Problem(
         ranks=tuple(merge_equal_ranks(profiles)),
         units=units,
-        global_batch_size=sweep.global_batch_size,
-        minimum_microbatch_size=sweep.smallest,
-        single_microbatch=sweep.has_one_microbatch,
+        global_batch_size=options.global_batch_size,
+        minimum_microbatch_size=options.smallest,
+        single_microbatch=options.single_microbatch,
         reducing_retained_bytes=kept.reducing_sample_bytes,
         kept_reducing_retained_bytes=None if retaining is None else inside.reducing_sample_bytes,
         boundary_bytes=kept.sample_bytes / units,
@@ -215,18 +176,6 @@ def _visits_of_blocks(model: ShardedModel) -> list[Visit]:
         for visit in model.executor.visits
         if not visit.is_meeting and model.units[visit.unit].kind is UnitKind.BLOCK
     ]
-
-
-def balanced_step_s(problem: Problem) -> float:
-    """Return the seconds of a step in which every rank computes from its beginning to its end."""
-    problem = with_updates(problem, least_update_s(problem))
-    samples_per_s = sum(
-        rank.largest_microbatch_size
-        / (problem.units * (rank.forward_s[-1] + rank.backward_s[-1]) + rank.tail_s[-1])
-        for rank in problem.ranks
-        if rank.forward_s
-    )
-    return problem.global_batch_size / samples_per_s + fixed_time(problem)
 
 
 class _Batches:

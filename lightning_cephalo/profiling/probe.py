@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import traceback
 from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -85,19 +86,34 @@ class Prober:
     ) -> None:
         self.model, self.control, self.step = model, model.control, step
         self._clock, self._batch_of = clock, batch_of
+        # of a device that runs behind its host, waits at each unit add up what a step hides
+        self._is_launched = not model.accelerator.computes_on_host
+        self._times_whole = self.control.any(self._is_launched)
         self._is_inside = False
 
     def timed(self, turn: Turn) -> Times | None:
         """Time a step with a microbatch; None: this rank ran none."""
         blocks = {n for n, unit in enumerate(self.model.units) if unit.kind is UnitKind.BLOCK}
-        clock = _PhaseClock(self._clock, blocks)
+        clock, whole_s = _PhaseClock(self._clock, blocks), math.inf
 
-        def step() -> None:
+        def by_units() -> None:
             clock.times = Times(0.0, 0.0, 0.0)
             with self.model.executor.link.observed_by(clock):
                 self._forward_backward(*self._calls(turn.samples, 1))
 
-        return clock.times if self._runs(step, turn) else None
+        def whole() -> None:
+            nonlocal whole_s
+            calls, started_s = self._calls(turn.samples, 1), self._clock()
+            self._forward_backward(*calls)
+            whole_s = self._clock() - started_s
+
+        has_run = self._runs(by_units, turn)
+        if self._times_whole:  # on all ranks
+            has_run = self._runs(whole, turn)
+        if not has_run:
+            return None
+        part = min(1.0, whole_s / max(sum(clock.times), 1e-12)) if self._is_launched else 1.0
+        return Times(*(part * seconds for seconds in clock.times))
 
     def held(self, turn: Turn, count: int = 1) -> Held | None:
         """Measure the bytes of a step with ``count`` microbatches; None: it was not its turn."""

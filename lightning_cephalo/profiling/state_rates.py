@@ -11,14 +11,16 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
+from typing import TypeAlias
 
 import torch
 from torch import nn
 
+from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.common.errors import HostMemoryError
 from lightning_cephalo.common.quantities import format_mib
 from lightning_cephalo.execution.sharded_model import ShardedModel
-from lightning_cephalo.plan import Problem, RankProfile
+from lightning_cephalo.plan import Problem
 from lightning_cephalo.plan.program import ROOT
 from lightning_cephalo.plan.state_homes import StateHome
 from lightning_cephalo.sharding.discovery import UnitKind
@@ -29,10 +31,13 @@ _COPIED_BYTES, _LEAST_BYTES = 2**24, 2**16
 _PART = 1 / 64
 # Moments of Adam.
 MOMENTS = 2
-# Parameters of an update by the host, and copies in each direction that are under way with it.
-_HOST_ELEMENTS, _COPIES_MEANWHILE = 2**20, 4
+_HOST_ELEMENTS = 2**20
 # Hosts of equal ranks whose rates differ by a larger factor are not alike.
 _ALIKE = 2.0
+
+
+Start: TypeAlias = Callable[[], list[Callable[[], None]]]
+"""Starts work, and returns what waits for its parts."""
 
 
 @dataclass(frozen=True)
@@ -40,20 +45,12 @@ class StateRates:
     """Rates of one rank's host, in parameters and bytes per second; infinite: it takes no time."""
 
     host_updated_parameters_per_s: float = 0.0
-    to_device_bytes_per_s: float = math.inf
-    to_host_bytes_per_s: float = math.inf
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of a copy of one byte in each direction, and of one update by the host."""
-        return math.fsum(1 / rate if rate else 0.0 for rate in astuple(self))
+    copied_bytes_per_s: float = math.inf
 
     def is_like(self, other: StateRates) -> bool:
         """Return whether another rank's host differs by no more than noise."""
         pairs = zip(astuple(self), astuple(other), strict=True)
-        return all(
-            one == two or max(one, two) <= _ALIKE * min(one, two) < math.inf for one, two in pairs
-        )
+        return all(max(pair) <= _ALIKE * min(pair) for pair in pairs)
 
 
 def has_state_rates(problem: Problem) -> bool:
@@ -117,28 +114,95 @@ def measure_state_rates(
         RemoteRankError: If that is so on another rank.
     """
     room = min(_COPIED_BYTES, max(_LEAST_BYTES, int(min(capacity_bytes, 2.0**62) * _PART)))
-    copies = model.control.together(
-        "allocating host memory to measure copies", partial(_Copies, model, room // 256 * 256)
+    copy = model.control.together(
+        "allocating host memory to measure copies",
+        partial(_copies, model.accelerator, room // 256 * 256),
     )
-    to_device, to_host = copies.rates()
-    updated = _updates_per_s(model, copies) if with_host_updates else 0.0
-    del copies
+    copied = _per_s(room // 256 * 256, _best_s(model, copy))
+    updated = _updates_per_s(model, copy) if with_host_updates else 0.0
+    del copy
     model.accelerator.empty_cache()
-    return [
-        StateRates(*row)
-        for row in model.control.gather(astuple(StateRates(updated, to_device, to_host)))
-    ]
+    return [StateRates(*row) for row in model.control.gather([updated, copied])]
+
+
+def _copies(accelerator: Accelerator, nbytes: int) -> Start:
+    """Return what starts a copy of so many bytes in each direction."""
+    try:
+        host = [accelerator.allocate_host(nbytes) for _ in range(2)]
+    except (MemoryError, RuntimeError) as error:  # torch raises either, by the platform
+        raise HostMemoryError(
+            f"This rank's host did not give two pieces of {format_mib(nbytes)} to measure copies of"
+            f" optimizer state: {error} Free memory on that host, or use optimizer_offload=False,"
+            " and a plan without resident_fraction."
+        ) from error
+    device = [torch.zeros_like(own, device=accelerator.device) for own in host]
+    there, back = accelerator.copies(), accelerator.copies()
+
+    def start() -> list[Callable[[], None]]:
+        arrival = there.start(device[0], host[0])
+        other = back.start(host[1], device[1], after=())
+        return [partial(there.finish, arrival), partial(back.finish, other)]
+
+    return start
+
+
+def _updates_per_s(model: ShardedModel, copy: Start) -> float:
+    """Return the parameters that the host updates per second, while copies are under way."""
+    accelerator = model.accelerator
+    with accelerator.on_host():
+        rows = nn.Parameter(torch.zeros(_HOST_ELEMENTS))
+        rows.grad = torch.zeros_like(rows)
+        optimizer = torch.optim.AdamW([rows], fused=True)
+    worker, copies = accelerator.host_worker(), accelerator.copies()
+
+    def update() -> list[Callable[[], None]]:
+        done = worker.submit(optimizer.step, _HOST_ELEMENTS, (), list)
+        return [partial(copies.finish, arrival) for arrival in done.result()]
+
+    try:
+        return min(_per_s(_HOST_ELEMENTS, _best_s(model, update, meanwhile=copy)), 1e15)
+    finally:
+        worker.close()
+
+
+def _best_s(model: ShardedModel, start: Start, meanwhile: Start = list) -> float:
+    """Return the least seconds in which what is started is done; collective."""
+    best_s, accelerator = math.inf, model.accelerator
+    for repeat in range(1 + _REPEATS):
+        accelerator.synchronize()
+        model.control.barrier()
+        others, start_s = meanwhile(), accelerator.now_s()
+        for finish in start():
+            finish()
+        if repeat:  # the first one is not warm
+            best_s = min(best_s, accelerator.now_s() - start_s)
+        for finish in others:
+            finish()
+    return best_s
+
+
+def _per_s(amount: float, seconds: float) -> float:
+    return amount / seconds if seconds > 1e-12 else math.inf
 
 
 def with_state_rates(problem: Problem, rates: Sequence[StateRates]) -> Problem:
     """Return a problem with these rates; of equal ranks, those with like hosts share the lowest."""
-    ranks = list(problem.ranks)
-    slowest: list[tuple[RankProfile, StateRates]] = []
-    for rank in sorted(range(len(ranks)), key=lambda rank: rates[rank].seconds, reverse=True):
-        own = ranks[rank], rates[rank]
-        like = [found for bare, found in slowest if bare == own[0] and found.is_like(own[1])]
-        slowest += [] if like else [own]
-        ranks[rank] = replace(own[0], **vars(like[0] if like else own[1]))
+    ranks = []
+    for rank, own in zip(problem.ranks, rates, strict=True):
+        like = [
+            each
+            for other, each in zip(problem.ranks, rates, strict=True)
+            if other == rank and each.is_like(own)
+        ]
+        updated, copied = map(min, zip(*map(astuple, like), strict=True))
+        ranks.append(
+            replace(
+                rank,
+                host_updated_parameters_per_s=updated,
+                to_device_bytes_per_s=copied,
+                to_host_bytes_per_s=copied,
+            )
+        )
     return replace(problem, ranks=tuple(ranks))
 
 
@@ -146,72 +210,3 @@ def without_host_updates(problem: Problem) -> Problem:
     """Return a problem whose plans let no host update: its last bits differ from a device's."""
     ranks = [replace(rank, host_updated_parameters_per_s=0.0) for rank in problem.ranks]
     return replace(problem, ranks=tuple(ranks))
-
-
-class _Copies:
-    """Copies in both directions at the same time."""
-
-    def __init__(self, model: ShardedModel, nbytes: int) -> None:
-        accelerator = model.accelerator
-        try:
-            self._host = [accelerator.allocate_host(nbytes) for _ in range(2)]
-        except (MemoryError, RuntimeError) as error:  # torch raises either, by the platform
-            raise HostMemoryError(
-                f"This rank's host did not give two pieces of {format_mib(nbytes)} to measure"
-                f" copies of optimizer state: {error} Free memory on that host, or use"
-                " optimizer_offload=False, and a plan without resident_fraction."
-            ) from error
-        self._device = [torch.zeros_like(own, device=model.device) for own in self._host]
-        self._ways = accelerator.copies(), accelerator.copies()
-        self._model, self._nbytes = model, nbytes
-
-    def start(self) -> list[Callable[[], None]]:
-        """Start a copy to the device and one to the host; return what waits for each."""
-        (to_device, to_host), device, host = self._ways, self._device, self._host
-        arrival = to_device.start(device[0], host[0])
-        other = to_host.start(host[1], device[1], after=())
-        return [partial(to_device.finish, arrival), partial(to_host.finish, other)]
-
-    def rates(self) -> tuple[float, ...]:
-        """Return the bytes per second to the device and to the host."""
-        accelerator, best_s = self._model.accelerator, [math.inf, math.inf]
-        for repeat in range(1 + _REPEATS):
-            accelerator.synchronize()
-            self._model.control.barrier()
-            start_s = accelerator.now_s()
-            waits = list(enumerate(self.start()))
-            # the wait for the first hides how long the second took, if it is done before
-            for way, finish in waits if repeat % 2 else reversed(waits):
-                finish()
-                if repeat:  # the first one is not warm
-                    best_s[way] = min(best_s[way], accelerator.now_s() - start_s)
-        return tuple(_per_s(self._nbytes, seconds) for seconds in best_s)
-
-
-def _updates_per_s(model: ShardedModel, copies: _Copies) -> float:
-    """Return the parameters that the host updates per second, while copies are under way."""
-    accelerator, best_s = model.accelerator, math.inf
-    with accelerator.on_host():
-        rows = nn.Parameter(torch.zeros(_HOST_ELEMENTS))
-        rows.grad = torch.zeros_like(rows)
-        optimizer = torch.optim.AdamW([rows], fused=True)
-    worker, arrivals = accelerator.host_worker(), accelerator.copies()
-    try:
-        for repeat in range(1 + _REPEATS):
-            accelerator.synchronize()
-            model.control.barrier()
-            under_way = [finish for _ in range(_COPIES_MEANWHILE) for finish in copies.start()]
-            start_s = accelerator.now_s()
-            for arrival in worker.submit(optimizer.step, _HOST_ELEMENTS, (), list).result():
-                arrivals.finish(arrival)
-            if repeat:
-                best_s = min(best_s, accelerator.now_s() - start_s)
-            for finish in under_way:
-                finish()
-    finally:
-        worker.close()
-    return min(_per_s(_HOST_ELEMENTS, best_s), 1e15)
-
-
-def _per_s(amount: float, seconds: float) -> float:
-    return amount / seconds if seconds > 1e-12 else math.inf

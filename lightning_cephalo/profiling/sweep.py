@@ -18,14 +18,15 @@ from lightning_cephalo.profiling.memory_model import Held, RetainedBytes
 from lightning_cephalo.profiling.probe import Prober, Times, Turn, samples
 
 _TIMES = 2
+# Part of the budget that timing may use; the rest is for memory and the network.
+_TIMING_SHARE = 0.7
 # A rank measures microbatches up to this multiple of its balanced share of the global batch. A
 # size below this multiple of the largest measured one is not worth a step.
 _BEYOND = 1.25
 # Ranks run together if their steps are expected to take at most this multiple of the shortest.
 _TOGETHER = 1.5
-# Numbers of microbatches whose memory is compared with that of one; the second if the first one
-# does not fit.
-_COUNTS = (3, 2)
+# Microbatches whose memory is compared with that of one.
+_COUNT = 2
 
 
 @dataclass
@@ -79,20 +80,38 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Sweep:
-    """How far to measure: equal on every rank but for ``report``."""
+class ProfileOptions:
+    """The settings of profiling, equal on every rank.
 
-    smallest: int
-    largest: int
+    Attributes:
+        budget_s: Seconds that profiling may take, approximately; the smallest size always runs.
+        minimum_microbatch_size: Smaller ones are not tried (batch normalisation).
+        ready_samples: Samples of the first ready batch, on the rank with the fewest: microbatches
+            are cut from it. None: loaders give single samples.
+        single_microbatch: Whether every rank runs one in every step, which may communicate.
+    """
+
     global_batch_size: int
     budget_s: float
-    devices: Sequence[str]
-    has_one_microbatch: bool = False
-    report: Callable[[Sequence[int]], None] = lambda sizes: None
+    minimum_microbatch_size: int = 1
+    ready_samples: int | None = None
+    single_microbatch: bool = False
+    choose_recompute: bool = False
+    verbose: bool = True
+
+    @property
+    def largest(self) -> int:
+        """The most samples of a microbatch."""
+        return min(self.global_batch_size, self.ready_samples or self.global_batch_size)
+
+    @property
+    def smallest(self) -> int:
+        """The fewest samples of a microbatch."""
+        return min(self.minimum_microbatch_size, self.largest)
 
     def turn(self, measured: Measured, size: int) -> Turn:
         """Return what a rank runs that measures a size (0: none)."""
-        idles = self.has_one_microbatch and measured.times
+        idles = self.single_microbatch and measured.times
         return Turn(size, self.smallest if idles else 0)
 
     def next_size(self, measured: Measured, share: float) -> int:
@@ -108,34 +127,40 @@ class Sweep:
         return size if size >= _BEYOND * largest or largest < size == self.largest else 0
 
 
-def measure_times(prober: Prober, sweep: Sweep) -> Measured:
+def measure_times(
+    prober: Prober,
+    options: ProfileOptions,
+    device: str,
+    report: Callable[[Sequence[int]], None] = lambda sizes: None,
+) -> Measured:
     """Time growing microbatches until time, memory or benefit runs out; collective."""
-    control, now_s = prober.control, prober.model.accelerator.now_s
+    control, now_s, smallest = prober.control, prober.model.accelerator.now_s, options.smallest
+    devices = control.gather(device)
     # there is no plan without the sizes of a job that runs its share at once
-    ends_s = math.inf if sweep.has_one_microbatch else now_s() + sweep.budget_s
-    sweep.report([sweep.smallest] * control.world_size)
+    ends_s = math.inf if options.single_microbatch else now_s() + _TIMING_SHARE * options.budget_s
+    report([smallest] * control.world_size)
     measured = Measured()
-    measured.time(prober, Turn(sweep.smallest))
+    measured.time(prober, Turn(smallest))
     measured.times.clear()  # the first step of a process takes longer
     while True:
-        rates = _by_device(control.gather(measured.samples_per_s), sweep.devices)
+        rates = _by_device(control.gather(measured.samples_per_s), devices)
         total = sum(rates)
-        share = sweep.global_batch_size * rates[control.rank] / total if total else 0.0
-        size = sweep.next_size(measured, share)
+        share = options.global_batch_size * rates[control.rank] / total if total else 0.0
+        size = options.next_size(measured, share)
         rows = control.gather([float(size), measured.expected_s(size), ends_s - now_s()])
         left_s = min(row[2] for row in rows)
-        sizes = _together([(int(row[0]), row[1]) for row in rows], sweep.smallest, left_s)
+        sizes = _together([(int(row[0]), row[1]) for row in rows], smallest, left_s)
         if not any(sizes):
             if total:
                 return measured
             raise TooLittleMemoryError(
-                f"No rank has memory for a microbatch of {samples(sweep.smallest)} in addition to"
+                f"No rank has memory for a microbatch of {samples(smallest)} in addition to"
                 f" the model's {format_bytes(prober.model.gathered_bytes)} of gathered buffers. Use"
                 " recompute=True, smaller units (units=), a lower precision, or more or larger"
                 " devices."
             )
-        sweep.report(sizes)
-        turn = sweep.turn(measured, sizes[control.rank])
+        report(sizes)
+        turn = options.turn(measured, sizes[control.rank])
         for _ in range(_TIMES):
             measured.time(prober, turn)
 
@@ -158,19 +183,21 @@ def _by_device(rates: Sequence[float], devices: Sequence[str]) -> list[float]:
     return [best[device] for device in devices]
 
 
-def measure_memory(prober: Prober, measured: Measured, sweep: Sweep) -> None:
+def measure_memory(prober: Prober, measured: Measured, options: ProfileOptions) -> None:
     """Measure the memory of the smallest and the largest sizes that ran; collective.
 
     A peak is the maximum over moments whose memory grows linearly, until chunks of logits are full:
     two sizes at each end tell where that is (``rank_curves.compute_curve``).
     """
     for size in measured.ends():
-        measured.hold(prober, sweep.turn(measured, size))
+        measured.hold(prober, options.turn(measured, size))
     if prober.step.manual is None:  # with one microbatch its peak holds all
-        measured.kept = _measure_retained(prober, measured, sweep)
+        measured.kept = _measure_retained(prober, measured, options)
 
 
-def measure_without_recompute(prober: Prober, recomputing: Measured, sweep: Sweep) -> Measured:
+def measure_without_recompute(
+    prober: Prober, recomputing: Measured, options: ProfileOptions
+) -> Measured:
     """Measure steps that retain the activations inside units; collective.
 
     Only a few microbatches that ran with recomputation run. Forward and root are assumed to be
@@ -181,31 +208,28 @@ def measure_without_recompute(prober: Prober, recomputing: Measured, sweep: Swee
     model.executor.recompute = False
     try:
         for size in recomputing.ends():
-            turn = sweep.turn(recomputing, 0 if measured.smallest_too_large else size)
+            turn = options.turn(recomputing, 0 if measured.smallest_too_large else size)
             for _ in range(_TIMES):
                 measured.time(prober, turn)
-        measure_memory(prober, measured, sweep)
+        measure_memory(prober, measured, options)
     finally:
         model.executor.recompute = True
         model.release_buffers()
     return measured
 
 
-def _measure_retained(prober: Prober, measured: Measured, sweep: Sweep) -> RetainedBytes:
+def _measure_retained(prober: Prober, measured: Measured, options: ProfileOptions) -> RetainedBytes:
     """Measure what this rank retains per sample and microbatch until its backward; collective."""
-    smallest = sweep.smallest
-    single, several = measured.held.get(smallest), None
-    for count in _COUNTS:
-        several = prober.held(sweep.turn(measured, smallest if single is not None else 0), count)
-        if prober.control.all(single is None or several is not None):
-            break
+    smallest = options.smallest
+    single = measured.held.get(smallest)
+    several = prober.held(options.turn(measured, smallest if single is not None else 0), _COUNT)
     if single is None or several is None:
         return RetainedBytes()
     largest = max(measured.held)
 
     def between(kept: Callable[[Held], float]) -> RetainedBytes:
         larger = None if largest == smallest else (largest, kept(measured.held[largest]))
-        return RetainedBytes.between(kept(single), kept(several), count, smallest, larger)
+        return RetainedBytes.between(kept(single), kept(several), _COUNT, smallest, larger)
 
     found = between(attrgetter("kept_bytes"))
     reducing = between(attrgetter("reducing_kept_bytes"))

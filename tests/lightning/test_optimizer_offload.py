@@ -117,19 +117,20 @@ def _offloaded() -> Any:
 @pytest.mark.slow
 def test_a_model_that_fits_nowhere_trains_as_on_one_device():
     wanted = [one_device(kind) for kind in KINDS]
-    for refused, found in in_ranks(2, _offloaded):
+    for rank, (refused, found) in enumerate(in_ranks(2, _offloaded)):
         without, capped, none = refused
         assert "Memory binds" in without and "optimizer_offload='auto'" in without
         assert "may live in host memory" in capped and "More host memory would do" in capped
         assert "optimizer_offload=True, but optimizer state has to stay" in none
         for own, values in zip(found, wanted, strict=True):
-            _check(own, values)
+            _check(own, values, has_notes=rank == 0)
 
 
-def _check(found: Any, wanted: dict[str, Tensor]) -> None:
+def _check(found: Any, wanted: dict[str, Tensor], has_notes: bool) -> None:
     plan, measured, predicted, notes, values = found
     assert plan.moves_state
-    assert any("of optimizer state" in note or "units in host memory" in note for note in notes)
+    is_told = any("units in host memory" in note for note in notes)
+    assert is_told == has_notes
     for name, value in wanted.items():
         torch.testing.assert_close(values[name], value, rtol=0, atol=1e-6)
     for rank, held, expected, capacity in zip(
@@ -182,7 +183,7 @@ def test_ranks_that_are_alike_get_the_slowest_rates_and_an_older_file_has_none()
     other = RankProfile("b", [1.0], [1.0], [1.0], [1.0], 1000.0)
     problem = Problem([rank, rank, other], 1, state_bytes=1, global_batch_size=1)
     assert not has_state_rates(Problem.from_dict(problem.to_dict()))
-    rates = [StateRates(3.0, 9.0, 9.0), StateRates(2.0, 8.0, 8.0), StateRates()]
+    rates = [StateRates(3.0, 8.0), StateRates(2.0, 9.0), StateRates()]
     found = with_state_rates(problem, rates)
     assert has_state_rates(Problem.from_dict(found.to_dict()))
     one, two, three = found.ranks

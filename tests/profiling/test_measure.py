@@ -15,9 +15,10 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_cephalo import Problem, RankProfile
 from lightning_cephalo.accelerator.emulated.device import host_now_s
+from lightning_cephalo.plan.cost import fixed_time
 from lightning_cephalo.plan.curves import cached_tables
+from lightning_cephalo.plan.updates import least_update_s, with_updates
 from lightning_cephalo.preparation import prepare as planning
-from lightning_cephalo.profiling.measure import balanced_step_s
 from lightning_cephalo.profiling.save_curves import remember
 
 
@@ -143,6 +144,18 @@ def test_a_rank_of_a_third_of_the_speed_gets_a_quarter_of_the_batch():
 def test_the_predicted_step_time_comes_true():
     for _, _, predicted_s, measured_s in unequal_ranks():
         assert predicted_s == pytest.approx(measured_s, rel=0.01)
+
+
+def balanced_step_s(problem):
+    """Return the seconds of a step in which every rank computes from its beginning to its end."""
+    problem = with_updates(problem, least_update_s(problem))
+    samples_per_s = sum(
+        rank.largest_microbatch_size
+        / (problem.units * (rank.forward_s[-1] + rank.backward_s[-1]) + rank.tail_s[-1])
+        for rank in problem.ranks
+        if rank.forward_s
+    )
+    return problem.global_batch_size / samples_per_s + fixed_time(problem)
 
 
 def cost_in_steps():

@@ -14,7 +14,7 @@ from lightning_cephalo.profiling.probe import Times, Turn
 from lightning_cephalo.profiling.rank_curves import compute_curve, merge_equal_ranks
 from lightning_cephalo.profiling.sweep import (
     Measured,
-    Sweep,
+    ProfileOptions,
     _by_device,
     _together,
     measure_times,
@@ -40,8 +40,8 @@ def measured(**seconds: float) -> Measured:
     return found
 
 
-def sweep(largest: int = 64, smallest: int = 1, **options) -> Sweep:
-    return Sweep(smallest, largest, largest, 9.0, ["cpu"] * 3, **options)
+def sweep(largest: int = 64, smallest: int = 1, **options) -> ProfileOptions:
+    return ProfileOptions(largest, 9.0, smallest, **options)
 
 
 @pytest.mark.parametrize(
@@ -92,8 +92,8 @@ class _Steps:
 
 @pytest.mark.parametrize(("has_one", "largest"), [(True, 4), (False, 1)])
 def test_ranks_that_run_their_share_at_once_all_measure_it_whatever_it_takes(has_one, largest):
-    late = replace(sweep(8, has_one_microbatch=has_one), budget_s=-1.0)
-    assert measure_times(_Steps(), late).largest == largest
+    late = replace(sweep(8, single_microbatch=has_one), budget_s=-1.0)
+    assert measure_times(_Steps(), late, "cpu").largest == largest
 
 
 def test_a_rank_without_memory_for_a_size_tries_once_or_twice_between():
