@@ -7,7 +7,6 @@ and updates itself (``features/manual_step.py``).
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -71,7 +70,6 @@ class Steps(ABC):
         self._training, self._reduce = training, reduce
         self._session, self._view, self._watch = training.session, training.view, training.watch
         self._notes = StepNotes(training, *tells)
-        self._batch_weight = 0.0  # of this rank, in the last step
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         """Make None of a copy, as of a session."""
@@ -145,7 +143,7 @@ class Steps(ABC):
                 after_closure.close()  # some optimizers evaluate their closure several times
                 outcome = closure()
                 after_closure.enter_context(session.model.executor.update())
-                return session.updates.whole_loss(optimizer, outcome, self._batch_weight)
+                return outcome
 
             return self._view.precision.optimizer_step(
                 optimizer, model=self._view.module, closure=whole_closure, **options
@@ -161,7 +159,6 @@ class AutomaticSteps(Steps):
         counts, log, outcome = self._run_forward(batch, arguments)
         with self._view.precision.forward_context():
             session.logs.finish(log, outcome, outcome.weights, self._reduce)
-        self._batch_weight = math.fsum(outcome.weights)
         joined = joined_result(outcome.results, outcome.weights, counts)
         return outputs_everywhere(joined, sum(counts), outcome.losses, session.logs.ranks)
 
@@ -222,7 +219,6 @@ class ManualSteps(Steps):
         return detached(outcome.results[0])
 
     def _forward_of(self, forward: _Forward) -> ForwardOutcome:
-        self._batch_weight = float(sum(call.samples for call in forward.calls))
         return self._phased.run(next(iter(forward.calls), None), forward.note, forward.failure)
 
     def backward(self, loss: Tensor, optimizer: Optimizer | None, arguments: Arguments) -> Tensor:

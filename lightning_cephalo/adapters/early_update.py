@@ -3,15 +3,14 @@
 It must give what updating at the end gives, to the last bit, and nobody may need gradients in
 between. What is known before training decides for the whole run, as the plan counts on the memory.
 What may change between steps is looked at before every step: such a step is late, with a warning.
+Code that reads a gradient after its update is refused by name when it does.
 """
 
 from __future__ import annotations
 
-import inspect
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
-from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,9 +25,9 @@ from torch.optim import optimizer as torch_optimizer
 
 from lightning_cephalo.adapters import precision
 from lightning_cephalo.adapters.moved_state import MovedState, groups_of
-from lightning_cephalo.adapters.optimizer import put_in_order, step_is_replaced, update_rows
+from lightning_cephalo.adapters.optimizer import put_in_order, update_rows
 from lightning_cephalo.adapters.scope import not_element_wise
-from lightning_cephalo.adapters.unchanged import changed_options, kept_options
+from lightning_cephalo.adapters.stepping import step_is_replaced
 from lightning_cephalo.common.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -41,13 +40,9 @@ _HOOKS_OF_MODULE = (
     *("backward", "configure_gradient_clipping", "clip_gradients"),
     *("optimizer_step", "optimizer_zero_grad"),
 )
-# What code of the user's names if it reads gradients: the attribute, and Lightning's function.
-_GRADIENTS = frozenset({"grad", "grad_norm"})
 _CLIPS = "gradient clipping by norm"
 # They set accumulate_grad_batches in the middle of a run.
 _ACCUMULATE = (GradientAccumulationScheduler, StochasticWeightAveraging)
-# Their hooks read no gradients but in the hooks above.
-_KNOWN = ("lightning", "pytorch_lightning", "torch", "lightning_cephalo")
 
 
 def late_by_job(trainer: Trainer, module: LightningModule) -> str:
@@ -61,9 +56,6 @@ def late_by_job(trainer: Trainer, module: LightningModule) -> str:
         for hook in hooks:
             if is_overridden(hook, owner):
                 return f"{type(owner).__name__}.{hook}()"
-        reader = _reader_of_gradients(owner)
-        if reader:
-            return f"{type(owner).__name__}.{reader}() reads gradients"
         if isinstance(owner, _ACCUMULATE):
             return type(owner).__name__
     plugin = trainer.precision_plugin
@@ -74,28 +66,6 @@ def late_by_job(trainer: Trainer, module: LightningModule) -> str:
     if trainer._detect_anomaly:
         return "detect_anomaly=True"
     return _late_by_trainer(trainer)
-
-
-def _reader_of_gradients(owner: object) -> str:
-    """Return the first method of the user's that names gradients; empty: none does.
-
-    What reads them behind calls of other functions is refused by name when it does.
-    """
-    for kind in type(owner).__mro__:
-        if kind.__module__.partition(".")[0] in _KNOWN:
-            continue
-        for name, value in vars(kind).items():
-            code = getattr(inspect.unwrap(value), "__code__", None) if callable(value) else None
-            if code is not None and not _GRADIENTS.isdisjoint(_names_in(code)):
-                return name
-    return ""
-
-
-def _names_in(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from _names_in(each)
 
 
 def _late_by_trainer(trainer: Trainer) -> str:
@@ -157,9 +127,8 @@ class EarlyUpdater:
         self._has_warned = self._may = False
         self._groups: dict[int, int] = {}
         self._states = 0
-        # what updates of this step have used: options by parameter group, and how they clip
-        self._used: dict[int, dict[str, Any]] = {}
-        self._clip: Any = None
+        # what updates of this step have used
+        self._used: dict[str, Any] = {}
 
     def look(self, optimizer: Optimizer) -> None:
         """Look whether this step may update early; called before anything of the step."""
@@ -201,43 +170,38 @@ class EarlyUpdater:
             if group is not None and parameter.grad is not None:
                 chosen[group].append(parameter)
         clip: Any = self._trainer.gradient_clip_val or None
-        self._note(chosen, clip)
+        self._used = self._used or self._settings()
         if self.moved is None:
             update_rows(self._optimizer, chosen, clip)
         else:
             self.moved.update_chosen(chosen, clip, on_host)
         return updated
 
-    def _note(self, chosen: Sequence[Sequence[Tensor]], clip: Any) -> None:
-        if not self._used:
-            self._clip = clip
-        for index, (group, own) in enumerate(
-            zip(self._optimizer.param_groups, chosen, strict=True)
-        ):
-            if own and index not in self._used:
-                self._used[index] = kept_options(group)
+    def _settings(self) -> dict[str, Any]:
+        """Return what updates use, of options the tensors with their versions."""
+        found: dict[str, Any] = {
+            f"param_groups[{index}][{name!r}]": (value, getattr(value, "_version", 0))
+            for index, group in enumerate(self._optimizer.param_groups)
+            for name, value in group.items()
+            if name != "params"
+        }
+        clip = self._trainer.gradient_clip_val or None
+        how = clip, _late_by_trainer(self._trainer)
+        return {**found, "gradient_clip_val": how}
 
     def check(self) -> None:
         """Raise if code has changed in the backward what updates there had used before."""
-        groups, what = self._optimizer.param_groups, ""
-        for index, used in self._used.items():
-            names = changed_options(groups[index], used) if index < len(groups) else ["params"]
-            if names:
-                name = names[0]
-                what = f"param_groups[{index}][{name!r}] (now {groups[index].get(name)!r})"
-                break
-        if self._used and not what:
-            clip = self._trainer.gradient_clip_val
-            if (clip or None) != self._clip or _late_by_trainer(self._trainer):
-                what = f"the clipping of gradients (now gradient_clip_val={clip!r})"
-        if what:
-            raise UnsupportedError(
-                f"Code has changed {what} inside of the backward, where units are updated: some"
-                " updates have used the value of before. On one device all use the last value."
-                " Change it before the backward or behind the step, such as in"
-                " on_train_batch_start(). Or say"
-                " CephaloStrategy(planner=Planner(early_update=False))."
-            )
+        now = self._settings() if self._used else {}
+        for name, value in self._used.items():
+            if not _is_same(now.get(name), value):
+                new = now[name][0] if name in now else None
+                raise UnsupportedError(
+                    f"Code has changed {name} (now {new!r}) inside of the backward, where units"
+                    " are updated: some updates have used the value of before. On one device all"
+                    " use the last value. Change it before the backward or behind the step, such"
+                    " as in on_train_batch_start(). Or say"
+                    " CephaloStrategy(planner=Planner(early_update=False))."
+                )
 
     def finish(self) -> None:
         """Put states that the step has made into the order of the groups, as ``step`` makes them.
@@ -245,3 +209,12 @@ class EarlyUpdater:
         Checkpoints keep this order.
         """
         put_in_order(self._optimizer, self._states)
+
+
+def _is_same(value: Any, before: Any) -> bool:
+    """Return whether an option and its version are those of before, or equal numbers."""
+    if value is None or value[1] != before[1]:
+        return False
+    # another type may choose another kernel; tensors and arrays have no single answer
+    is_number = type(value[0]) is type(before[0]) and not hasattr(value[0], "shape")
+    return value[0] is before[0] or (is_number and value[0] == before[0])

@@ -59,13 +59,10 @@ class OptimizerFacts:
         cls, optimizers: Sequence[Optimizer], model: ShardedModel, trainer: Trainer
     ) -> OptimizerFacts:
         """Look at the optimizers of all ranks; collective."""
-        mean = held_per_parameter(optimizers, model)
-        most = held_per_parameter(optimizers, model, units_move=True)
         own = (
             next(filter(None, map(late_by_optimizer, optimizers)), ""),
             needs_device(trainer, optimizers),
-            math.nan if mean is None else mean,
-            math.nan if most is None else most,
+            *bytes_per_parameter(optimizers, model),
             untrained_bytes(optimizers, model),
         )
         late, stays, means, mosts, untrained = zip(*model.control.gather(own), strict=True)
@@ -131,28 +128,28 @@ def held_by_unit(
     return tuple(found)
 
 
-def held_per_parameter(
-    optimizers: Sequence[Optimizer], model: ShardedModel, *, units_move: bool = False
-) -> float | None:
-    """Return the bytes of state of a trained parameter that a plan counts; None: not known.
+def bytes_per_parameter(
+    optimizers: Sequence[Optimizer], model: ShardedModel
+) -> tuple[float, float]:
+    """Return the bytes of state of a trained parameter: their mean, and those of the most.
 
-    They are known of torch's element-wise optimizers and of listed packages. A parameter that no
-    optimizer trains counts as with Adam: ``add_param_group`` may follow. The figure is the mean, as
-    every rank holds rows of all units; if ``units_move``, it is that of the unit with the most.
+    NaN: not known, as of optimizers that are neither torch's element-wise ones nor listed. Of a
+    parameter that no optimizer trains it counts as with Adam: ``add_param_group`` may follow.
     """
+    unknown = math.nan, math.nan
     if not all(known_scope(own) is Scope.ELEMENT or is_listed(own) for own in optimizers):
-        return None
+        return unknown
     try:
         with torch.random.fork_rng(devices=[]):
             units = held_by_unit(optimizers, model, untrained_moments=_MOMENTS_OF_ADAM)
     except Exception:  # some options work on devices only, so that no small copy can step
-        return None
+        return unknown
     elements = sum(unit.elements for unit in units)
     if not elements:
-        return None
-    if units_move:
-        return max(unit.each_state_bytes for unit in units)
-    return sum(unit.state_bytes for unit in units) / elements
+        return unknown
+    # every rank holds rows of all units
+    mean = sum(unit.state_bytes for unit in units) / elements
+    return mean, max(unit.each_state_bytes for unit in units)
 
 
 def untrained_bytes(optimizers: Sequence[Optimizer], model: ShardedModel) -> int:

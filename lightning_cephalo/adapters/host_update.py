@@ -7,22 +7,24 @@ code has written to the device's rows, which their version counter tells.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.base import Copies
 from lightning_cephalo.accelerator.host_room import HostRoom
 from lightning_cephalo.accelerator.transfers import ToldWorker
-from lightning_cephalo.adapters.optimizer import clip_by_value, norms_of, step_without_hooks
+from lightning_cephalo.adapters.optimizer import as_state, clip_by_value, norms_of, part_of
+from lightning_cephalo.adapters.stepping import Shown, step_without_hooks
 from lightning_cephalo.sharding.placement import local_part
 from lightning_cephalo.sharding.spent_gradients import SentGradient, take_sent
 
@@ -41,12 +43,13 @@ class _OnHost:
 
 @dataclass
 class _Job:
-    """An update that has begun."""
+    """An update that has begun: of a copy of the optimizer, which shows rows in host memory."""
 
-    future: Future[list[Any]]
-    optimizer: Optimizer
+    part: Optimizer
+    shown: Shown
     parameters: list[tuple[Tensor, _OnHost]]
     sources: list[tuple[Tensor, Any]]
+    future: Future[list[Any]] = field(default_factory=Future)
 
 
 class HostUpdates:
@@ -113,40 +116,37 @@ class HostUpdates:
                 arrivals.append(arrival)
                 factors.append((own.gradient, sent.factor))
         arrivals += [arrival for _, arrival in job.sources]
-        step = partial(_step, job.optimizer, factors)
+        step = partial(_step, job.part, factors)
         elements = sum(own.rows.numel() for _, own in job.parameters)
         then = self._returns(job.parameters)
         job.future = self._worker.submit(step, elements, arrivals, then)
         self._jobs[unit] = job
 
     def _prepared(
-        self,
-        unit: int,
-        optimizer: Optimizer,
-        chosen: Sequence[Sequence[Tensor]],
+        self, unit: int, optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]]
     ) -> _Job:
         """Return an update that has not begun, whose rows are on the host or on their way."""
+        part = part_of(optimizer, chosen, on_host=True)
+        part.param_groups = list(
+            chain.from_iterable(_groups(part, each) for each in part.param_groups)
+        )
+        for parameter, entries in part.state.items():
+            part.state[parameter] = {name: _number_here(value) for name, value in entries.items()}
         parameters: list[tuple[Tensor, _OnHost]] = []
         sources: list[tuple[Tensor, Any]] = []
-        groups: list[dict[str, Any]] = []
-        state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
-        for options, members in zip(optimizer.param_groups, chosen, strict=True):
-            held = [self._on_host(unit, parameter) for parameter in members]
-            for parameter, own in zip(members, held, strict=True):
-                entries = optimizer.state.get(parameter, {})
-                if entries:
-                    state[own.rows] = {name: _here(value) for name, value in entries.items()}
-                rows = local_part(parameter).detach()
-                if own.version != rows._version:
-                    sources.append((rows, self._out.start(own.rows, rows)))
-                own.version = None  # until the device has the new rows
-                own.rows.grad = own.gradient
-            parameters += zip(members, held, strict=True)
-            for has_state in (True, False):  # torch's fused SGD takes no mixture of them
-                rows_of = [own.rows for own in held if (own.rows in state) is has_state]
-                if rows_of:
-                    groups.append(_options(optimizer, options, rows_of))
-        return _Job(Future(), _twin(optimizer, groups, state), parameters, sources)
+        pairs = [
+            [(p, self._on_host(unit, p)) for p in each["params"]] for each in part.param_groups
+        ]
+        for parameter, own in chain.from_iterable(pairs):
+            rows = local_part(parameter).detach()
+            if own.version != rows._version:
+                sources.append((rows, self._out.start(own.rows, rows)))
+            own.version = None  # until the device has the new rows
+            own.rows.grad = own.gradient
+            parameters.append((parameter, own))
+        on_host = [[(p, own.rows) for p, own in each] for each in pairs]
+        shown = Shown(part, on_host, lambda _, __, value: local_part(value), as_state)
+        return _Job(part, shown, parameters, sources)
 
     def _returns(
         self, parameters: Sequence[tuple[Tensor, _OnHost]]
@@ -162,20 +162,19 @@ class HostUpdates:
 
         return to_device
 
-    def finish(self, unit: int) -> list[tuple[Tensor, dict[str, Any]]]:
-        """Wait for a unit's update, and let the device's next work wait for its new rows."""
+    def finish(self, unit: int, optimizer: Optimizer) -> None:
+        """Wait for a unit's update; the device's next work waits for its new rows."""
         job = self._jobs.pop(unit)
         arrivals = job.future.result()
         for _, arrival in job.sources:
             self._out.wait(arrival)
         for arrival in arrivals:
             self._in.wait(arrival)
-        found = []
+        job.shown.end()
+        optimizer.state.update(job.part.state)
         for parameter, own in job.parameters:
-            found.append((parameter, dict(job.optimizer.state[own.rows])))
             own.rows.grad = None
             own.version = local_part(parameter)._version
-        return found
 
     def drop(self) -> None:
         """Forget updates that a failed step has begun, when they are done."""
@@ -208,30 +207,17 @@ def _step(optimizer: Optimizer, factors: Sequence[tuple[Tensor, float]]) -> None
     step_without_hooks(optimizer)
 
 
-def _here(value: Any) -> Any:
-    """Return an entry of state in host memory."""
-    return local_part(value).cpu() if isinstance(value, Tensor) else value
+def _number_here(value: Any) -> Any:
+    """Return an entry of state, which lies in host memory if it is a number."""
+    is_number = isinstance(value, Tensor) and not isinstance(value, DTensor)
+    return value.cpu() if is_number else value
 
 
-def _options(
-    optimizer: Optimizer, options: dict[str, Any], rows: Sequence[Tensor]
-) -> dict[str, Any]:
-    """Return the options of a group for rows in host memory."""
-    own = {name: _here(value) for name, value in options.items() if name != "params"}
-    if "capturable" in own:
-        own["capturable"] = False
-    if isinstance(optimizer, _FUSED) and "fused" in own:
-        own["fused"], own["foreach"] = True, False
-    return {"params": list(rows), **own}
-
-
-def _twin(
-    optimizer: Optimizer, groups: list[dict[str, Any]], state: defaultdict[Tensor, dict[str, Any]]
-) -> Optimizer:
-    """Return an optimizer of the same kind that another thread may use."""
-    twin: Any = object.__new__(type(optimizer))
-    twin.__dict__.update(vars(optimizer))
-    twin.__dict__.pop("step", None)
-    twin.param_groups, twin.state = groups, state
-    found: Optimizer = twin
-    return found
+def _groups(part: Optimizer, group: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the groups of one: torch's fused SGD takes no mixture of new and old state."""
+    if isinstance(part, _FUSED) and "fused" in group:
+        group = {**group, "fused": True, "foreach": False}
+    for has_state in (True, False):
+        own = [p for p in group["params"] if (p in part.state) is has_state]
+        if own:
+            yield {**group, "params": own}

@@ -25,10 +25,10 @@ from lightning_cephalo.adapters.optimizer import (
     as_state,
     has_rows,
     put_in_order,
-    step_is_replaced,
     update_rows,
 )
 from lightning_cephalo.adapters.scope import not_element_wise, state_bytes_per_element
+from lightning_cephalo.adapters.stepping import step_is_replaced
 from lightning_cephalo.plan.state_homes import STAGED_UNITS, StateHome
 from lightning_cephalo.sharding.placement import local_part
 from lightning_cephalo.sharding.spent_gradients import SentGradient, is_spent, sent_gradient
@@ -250,8 +250,8 @@ class MovedState:
         """Start to copy a unit's state back, or take what the host has updated."""
         self._let_go()
         if self._host.has_begun(unit):
-            for parameter, entries in self._host.finish(unit):
-                self._take(parameter, entries)
+            assert self._optimizer is not None
+            self._host.finish(unit, self._optimizer)
             self._settle(unit)
             return
         fetched = self._fetched.pop(unit, None)
@@ -431,16 +431,6 @@ class MovedState:
         else:
             home.copy_(rows)
         self._optimizer.state[parameter][name] = as_state(name, parameter, home)
-
-    def _take(self, parameter: Tensor, entries: dict[str, Any]) -> None:
-        """Take the state that the host's update has left."""
-        assert self._optimizer is not None
-        held = self._optimizer.state[parameter]
-        for name, value in entries.items():
-            before = held.get(name)
-            if not (isinstance(before, Tensor) and local_part(before) is value):
-                rows = isinstance(value, Tensor)
-                held[name] = as_state(name, parameter, value) if rows else value
 
     def _free_staging(self, nbytes: int) -> _Staging:
         if self._next >= len(self._staging) or self._staging[self._next].memory.numel() < nbytes:

@@ -8,11 +8,10 @@ all hooks that run before the update. Users see DTensors in ``param_groups``, ``
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections import OrderedDict
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from types import MappingProxyType
 from typing import Any, Protocol, cast
@@ -21,10 +20,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
-from lightning_cephalo.adapters.owned_update import OwnedUpdate, common_state, following
-from lightning_cephalo.adapters.scope import known_scope
+from lightning_cephalo.adapters.owned_update import OwnedUpdate
+from lightning_cephalo.adapters.stepping import Shown, copy_of, step_without_hooks
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.sharding.collectives import all_reduce
 from lightning_cephalo.sharding.placement import (
@@ -65,7 +63,7 @@ def local_update(
             for element-wise updates, and for all on a single rank.
         elsewhere: Updates some parameters around the optimizer's own update of rows.
     """
-    exchange = _Exchange(optimizer, elsewhere) if owned is None else owned
+    exchange = _RowsUpdate(optimizer, elsewhere) if owned is None else owned
     depth = 0  # torch runs hooks again where a step calls that of its base class
 
     def before(_: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -76,11 +74,17 @@ def local_update(
         options = dict(kwargs)
         given = len(args) > 1 or "closure" in options
         closure = args[1] if len(args) > 1 else options.pop("closure", None)
-        wrapped = exchange.wrapped(closure)
+
+        def closure_and_exchange() -> Any:
+            exchange.before_closure()
+            outcome = closure() if closure is not None else None
+            exchange.show()
+            return outcome
+
         if given:
             # gradients exist, and are clipped, only after the closure has run
-            return (args[0], wrapped, *args[2:]), options
-        wrapped()  # a gradient scaler has run the closure already
+            return (args[0], closure_and_exchange, *args[2:]), options
+        closure_and_exchange()  # a gradient scaler has run the closure already
         return None
 
     def after(_: Optimizer, args: Any, kwargs: Any) -> None:
@@ -94,8 +98,7 @@ def local_update(
     hooks = cast("OrderedDict[int, Any]", optimizer._optimizer_step_post_hooks)
     hooks.move_to_end(handles[1].id, last=False)
     try:
-        with following(optimizer) if owned is not None else nullcontext():
-            yield
+        yield
     except Exception as failure:
         exchange.finish(failure)
         raise
@@ -105,105 +108,56 @@ def local_update(
         exchange.restore()
 
 
-class _Exchange:
-    """Puts rows in place of an optimizer's DTensors, and DTensors back."""
+class _RowsUpdate:
+    """The updates of an optimizer on this rank's rows."""
 
-    def __init__(self, optimizer: Optimizer, elsewhere: UpdatesElsewhere | None = None) -> None:
+    def __init__(self, optimizer: Optimizer, elsewhere: UpdatesElsewhere | None) -> None:
         self._optimizer, self._elsewhere = optimizer, elsewhere
-        self._updated: Container[int] = ()
-        self._is_torchs = known_scope(optimizer) is not None
-        self._meanwhile = ExitStack()
-        self._dtensors: list[list[Tensor]] = []
-        self._shown: Sequence[Sequence[Tensor]] = []
-        self._own_memory: list[list[Tensor]] = []
-        self._faces: dict[Tensor, dict[str, Any]] = {}
-        self._staged: Mapping[tuple[int, str], Tensor] = {}
-        self._state: Any = None
+        self._shown = ExitStack()
+        self._is_shown = False
 
-    def wrapped(self, closure: Callable[[], Any] | None) -> Callable[[], Any]:
-        """Return a closure that also shows rows."""
+    def before_closure(self) -> None:
+        self.finish(None)  # of an evaluation before
 
-        def closure_and_exchange() -> Any:
-            self.finish(None)  # of an evaluation before
-            outcome = closure() if closure is not None else None
-            if self._elsewhere is not None:
-                self._updated = self._elsewhere.before_step()
-            self.show_rows()
-            return outcome
-
-        return closure_and_exchange
-
-    def show_rows(
-        self,
-        chosen: Sequence[Sequence[Tensor]] | None = None,
-        staged: Mapping[tuple[int, str], Tensor] = MappingProxyType({}),
-    ) -> None:
-        """Put this rank's rows in place of DTensors: of all parameters, or of some of each group.
-
-        ``staged`` has what stands for rows of state that lie in host memory.
-        """
-        optimizer = self._optimizer
-        self._meanwhile.enter_context(_without_torch_functions())
-        self._dtensors = [list(group["params"]) for group in optimizer.param_groups]
-        self._shown, self._staged = self._dtensors if chosen is None else chosen, staged
-        self._own_memory = []
-        self._state, optimizer.state = optimizer.state, defaultdict(dict)
-        optimizer.state.update(common_state(self._state))
-        for group, parameters in zip(optimizer.param_groups, self._shown, strict=True):
-            rows = self._meanwhile.enter_context(_rows_of(list(parameters), self._updated))
-            # in place: an optimizer may hold the list itself
-            group["params"][:] = rows
-            # torch's own optimizers write in place; one view per tensor would cost them time
-            self._own_memory.append([] if self._is_torchs else [own.detach() for own in rows])
-            for parameter, own in zip(parameters, rows, strict=True):
-                if parameter in self._state:
-                    # the same dict: a step may have looked it up before its closure
-                    entries = optimizer.state[own] = self._state[parameter]
-                    self._faces[own] = dict(entries)
-                    for name, value in entries.items():
-                        held = staged.get((id(parameter), name))
-                        entries[name] = _mapped(local_part, value) if held is None else held
+    def show(self) -> None:
+        """Put this rank's rows in place of DTensors."""
+        updated = () if self._elsewhere is None else self._elsewhere.before_step()
+        self._shown.enter_context(_rows_shown(self._optimizer, updated=updated))
+        self._is_shown = True
 
     def finish(self, failure: BaseException | None) -> None:
         """Put the DTensors back where rows are shown, with the update's additions to the state."""
-        if self._state is None:
-            return
-        optimizer, by_rows = self._optimizer, self._optimizer.state
-        optimizer.state, self._state = self._state, None
-        optimizer.state.update(common_state(by_rows))
-        for group, parameters in zip(optimizer.param_groups, self._dtensors, strict=True):
-            group["params"][:] = parameters
-        for parameter in chain.from_iterable(self._shown):
-            rows = local_part(parameter)
-            if rows in by_rows:
-                optimizer.state[parameter] = by_rows[rows]
-                self._show_state(by_rows[rows], self._faces.get(rows, {}), parameter)
-        for shown, memory in zip(self._shown, self._own_memory, strict=False):
-            for parameter, own in zip(shown, memory, strict=False):
-                rows = local_part(parameter)
-                if rows.data_ptr() != own.data_ptr():  # after `p.data = p.data - update`
-                    own.copy_(rows.detach())
-                    rows.data = own
-        self._faces = {}
-        self._meanwhile.close()
-        if failure is None and self._elsewhere is not None:
+        was_shown = self._is_shown
+        self.restore()
+        if was_shown and failure is None and self._elsewhere is not None:
             self._elsewhere.after_step()
-
-    def _show_state(
-        self, entries: dict[str, Any], faces: dict[str, Any], parameter: Tensor
-    ) -> None:
-        """Put DTensors in place of rows in a parameter's state: those of before, and new ones."""
-        for name, value in entries.items():
-            before, held = faces.get(name), self._staged.get((id(parameter), name))
-            is_same = held is not None and value is held
-            if isinstance(before, Tensor) and (is_same or local_part(before) is value):
-                entries[name] = before
-            else:
-                entries[name] = _mapped(partial(as_state, name, parameter), value)
 
     def restore(self) -> None:
         """Put the DTensors back after a failure too."""
-        self.finish(None)
+        self._is_shown = False
+        self._shown.close()
+
+
+@contextmanager
+def _rows_shown(
+    optimizer: Optimizer,
+    staged: Mapping[tuple[int, str], Tensor] = MappingProxyType({}),
+    updated: Container[int] = (),
+) -> Iterator[None]:
+    """Put this rank's rows in place of DTensors, and what is ``staged`` in place of their state."""
+
+    def inside(name: str, parameter: Tensor, value: Tensor) -> Tensor:
+        held = staged.get((id(parameter), name))
+        return local_part(value) if held is None else held
+
+    groups = [list(group["params"]) for group in optimizer.param_groups]
+    with _without_torch_functions(), _rows_of(list(chain.from_iterable(groups)), updated):
+        pairs = [[(parameter, local_part(parameter)) for parameter in group] for group in groups]
+        shown = Shown(optimizer, pairs, inside, as_state)
+        try:
+            yield
+        finally:
+            shown.end()
 
 
 def update_rows(
@@ -212,36 +166,30 @@ def update_rows(
     clip_value: float | None = None,
     staged: Mapping[tuple[int, str], Tensor] = MappingProxyType({}),
 ) -> None:
-    """Update this rank's rows of some parameters, as the optimizer's ``step`` updates them.
+    """Update this rank's rows of some parameters of each group, as ``step`` updates them.
 
     Hooks, schedulers and profilers do not see it: they see the one ``step`` that updates the rest.
+    ``staged`` has what stands for rows of state that lie in host memory.
     """
-    exchange, groups = _Exchange(optimizer), optimizer.param_groups
-    try:
-        exchange.show_rows(chosen, staged)
-        optimizer.param_groups = [group for group in groups if group["params"]]
-        for group in optimizer.param_groups if clip_value is not None else ():
+    if not any(chosen):
+        return
+    update = part_of(optimizer, chosen)
+    with _rows_shown(update, staged):
+        for group in update.param_groups if clip_value is not None else ():
             torch.nn.utils.clip_grad_value_(group["params"], cast(float, clip_value))
-        if optimizer.param_groups:
-            step_without_hooks(optimizer)
-    finally:
-        optimizer.param_groups = groups
-        exchange.restore()
+        step_without_hooks(update)
+    optimizer.state.update(update.state)
 
 
-def step_without_hooks(optimizer: Optimizer) -> None:
-    """Run the step of an optimizer's class."""
-    # Private: below the hooks of instances, and torch's own for profilers
-    type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
-
-
-def step_is_replaced(optimizer: Optimizer) -> bool:
-    """Return whether an instance has another ``step`` than its class, not only a scheduler's."""
-    replaced = vars(optimizer).get("step")
-    # schedulers wrap it to notice its calls
-    is_schedulers = getattr(replaced, "_wrapped_by_lr_sched", False)
-    wrapped = getattr(replaced, "__wrapped__", None)
-    return replaced is not None and not (is_schedulers and wrapped is type(optimizer).step)
+def part_of(
+    optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], *, on_host: bool = False
+) -> Optimizer:
+    """Return a copy of an optimizer that holds some parameters of each group, and their state."""
+    parameters = list(chain.from_iterable(chosen))
+    state = {p: optimizer.state[p] for p in parameters if p in optimizer.state}
+    part = copy_of(optimizer, chosen, state, on_host=on_host)
+    part.param_groups = [group for group in part.param_groups if group["params"]]
+    return part
 
 
 def put_in_order(optimizer: Optimizer, before: int) -> None:
@@ -252,15 +200,6 @@ def put_in_order(optimizer: Optimizer, before: int) -> None:
         for parameter in group["params"]:
             if parameter in made:
                 state[parameter] = state.pop(parameter)
-
-
-def _mapped(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Apply a function to a tensor, or to all tensors of a container."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, (list, tuple, dict)):
-        return pytree.tree_map_only(Tensor, function, value)
-    return value
 
 
 def has_rows(name: str, parameter: Tensor, value: Any) -> bool:

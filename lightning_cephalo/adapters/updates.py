@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_cephalo.adapters import scope
 from lightning_cephalo.adapters.owned_update import OwnedUpdate
-from lightning_cephalo.adapters.scope import Scope, Trial
+from lightning_cephalo.adapters.scope import Scope
 from lightning_cephalo.common.errors import UnsupportedError
-from lightning_cephalo.common.quantities import format_mib
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.sharding.owners import Owners
 
@@ -25,7 +21,13 @@ class OptimizerUpdates:
 
     def __init__(self, model: ShardedModel, elementwise: Sequence[type[Optimizer] | str]) -> None:
         self._model, self._elementwise = model, elementwise
+        self._scopes: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._chosen: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def check(self, optimizers: Sequence[Optimizer]) -> None:
+        """Raise on all ranks if an optimizer cannot train as on one device; collective."""
+        for optimizer in optimizers:
+            self._agreed_scope(optimizer)
 
     def of(self, optimizer: Optimizer) -> OwnedUpdate | None:
         """Return the optimizer's updates on whole parameters; None: on rows; collective."""
@@ -34,101 +36,71 @@ class OptimizerUpdates:
         return self._chosen[optimizer]
 
     def _choose(self, optimizer: Optimizer) -> OwnedUpdate | None:
-        control = self._model.control
-        if control.world_size == 1:
-            return None  # the only rank's rows are whole
-        found = control.together("trying out the optimizer", lambda: self._scope(optimizer))
-        # devices may differ in what they compute: the widest scope is right for all
-        widest = max(control.gather(float(list(Scope).index(found))))
-        chosen = list(Scope)[int(widest)]
-        if chosen is Scope.ELEMENT:
+        model, control = self._model, self._model.control
+        if self._agreed_scope(optimizer) is Scope.ELEMENT:
             return None
-        if self._model.state_groups:
+        if model.state_groups:
             raise UnsupportedError(
                 f"{type(optimizer).__name__} updates whole parameters, which hybrid sharding does"
                 " not support so far. Use an element-wise optimizer, such as AdamW or SGD, or"
                 " leave hybrid_sharding and state_groups out."
             )
-        single = chosen is Scope.MODEL
-        owners = Owners(self._model.fractions, control.rank, single)
-        update = OwnedUpdate(optimizer, owners, control, single)
-        update.adopt_state()
-        return update
+        return OwnedUpdate(optimizer, Owners(model.fractions, control.rank), control)
+
+    def _agreed_scope(self, optimizer: Optimizer) -> Scope:
+        control = self._model.control
+        if control.world_size == 1:
+            return Scope.ELEMENT  # the only rank's rows are whole
+        if optimizer not in self._scopes:
+            found = control.together("trying out the optimizer", lambda: self._scope(optimizer))
+            # devices may differ in what they compute
+            is_wide = control.any(found is Scope.PARAMETER)
+            self._scopes[optimizer] = Scope.PARAMETER if is_wide else Scope.ELEMENT
+        found_scope: Scope = self._scopes[optimizer]
+        return found_scope
 
     def _scope(self, optimizer: Optimizer) -> Scope:
-        known = scope.known_scope(optimizer)
+        name, known = type(optimizer).__name__, scope.known_scope(optimizer)
+        if known is Scope.PARAMETER and optimizer.state:
+            raise UnsupportedError(
+                f"{name} updates whole parameters, and has state of an earlier run. Make a new one"
+                " in configure_optimizers(), and continue its state by fit(ckpt_path=...)."
+            )
         if known is not None:
             return known
         _check_held(optimizer)
-        name = type(optimizer).__name__
-        trial = scope.try_out(optimizer)
+        claim = f"Planner(elementwise=[{name!r}])"
+        is_named = scope.is_named(optimizer, self._elementwise)
+        is_claimed = is_named or scope.is_listed(optimizer)
+        trial = scope.try_out(optimizer, by_rows=is_claimed)
         if trial.moves_first:
             raise UnsupportedError(
                 f"{name} changes parameters before it calls its closure, where each rank holds rows"
                 " of them. Use a form of it that calls the closure first (for ScheduleFree: the"
                 " class without 'Closure' in its name)."
             )
-        is_named = scope.is_named(optimizer, self._elementwise)
-        found = _judged(optimizer, trial, is_named=is_named)
-        switches = [callable(getattr(optimizer, name, None)) for name in ("train", "eval")]
-        if found is not Scope.ELEMENT and all(switches):
+        if is_named and not trial.ran:
+            rank_zero_warn(f"{claim} is followed. It could not be checked: {trial.why}.")
+        elif is_named and trial.why and not trial.draws:
+            raise UnsupportedError(
+                f"{claim} names an optimizer whose updates of rows, in a trial, are not those of"
+                f" whole parameters: {trial.why}. Do not name it."
+            )
+        elif trial.why and not is_named:
+            raise UnsupportedError(
+                f"{name} does not update each parameter by itself: {trial.why}. So it trains on one"
+                " device only. Use an optimizer whose update needs one parameter only, such as"
+                f" AdamW or Muon. If each element's update depends on that element alone: {claim}."
+            )
+        if is_claimed:
+            return Scope.ELEMENT
+        if all(callable(getattr(optimizer, switch, None)) for switch in ("train", "eval")):
             raise UnsupportedError(
                 f"{name} has train() and eval(), which change parameters outside of step(). That"
                 " works for element-wise updates only. If its update is element-wise, say so:"
-                f" Planner(elementwise=[{name!r}]). Else use another optimizer."
+                f" {claim}. Else use another optimizer."
             )
-        if found is Scope.MODEL:
-            self._warn(optimizer, trial)
-        return found
-
-    def _warn(self, optimizer: Optimizer, trial: Trial) -> None:
-        """Say that one rank holds and updates everything."""
-        fractions = self._model.fractions
-        rank = max(range(len(fractions)), key=lambda rank: fractions[rank])
-        nbytes = sum(p.numel() * p.element_size() for p in scope.parameters_of(optimizer))
-        draws = " It draws random numbers, which are not those of one device." * trial.draws
-        rank_zero_warn(
-            f"{type(optimizer).__name__}: {trial.why}. So rank {rank} gathers all its parameters"
-            f" ({format_mib(nbytes)}), updates them, and holds all its state, which the plan has"
-            f" not counted.{draws} If each element's update depends on that element alone, say so:"
-            f" Planner(elementwise=[{type(optimizer).__name__!r}]) (docs/optimizers.md)."
-        )
-
-    def whole_loss(self, optimizer: Optimizer, loss: Any, weight: float) -> Any:
-        """Return the loss of the global batch, for optimizers that may read it; collective."""
-        known = scope.known_scope(optimizer)
-        control = self._model.control
-        if known in (Scope.ELEMENT, Scope.PARAMETER):
-            return loss  # torch's own do not read it
-        if control.world_size == 1:
-            return loss
-        # every rank comes, whatever its closure has returned: others may have a loss
-        is_loss = isinstance(loss, float) or (isinstance(loss, Tensor) and loss.numel() == 1)
-        own_weight = float(weight) if is_loss else 0.0
-        rows = control.gather([float(loss) * own_weight if own_weight else 0.0, own_weight])
-        total = sum(each for _, each in rows)
-        if not is_loss or not total:
-            return loss
-        value = sum(part for part, _ in rows) / total
-        if isinstance(loss, float):
-            return value
-        return torch.full_like(loss, value, requires_grad=False)
-
-
-def _judged(optimizer: Optimizer, trial: Trial, *, is_named: bool) -> Scope:
-    """Return the scope of an optimizer that is none of torch's."""
-    if not is_named:
-        is_listed = scope.is_listed(optimizer)
-        return Scope.ELEMENT if is_listed and trial.is_element_wise else trial.scope
-    option = f"Planner(elementwise=[...]) names {type(optimizer).__name__}"
-    if not trial.ran:
-        rank_zero_warn(f"{option}, which is followed. It could not be checked: {trial.why}.")
-    elif not trial.is_element_wise and not trial.draws:
-        raise UnsupportedError(
-            f"{option}, but a trial of it updates rows in another way than whole parameters"
-            f"{': ' + trial.why if trial.why else ''}. Do not name it."
-        )
-    return Scope.ELEMENT
+        return Scope.PARAMETER
 
 
 def _check_held(optimizer: Optimizer) -> None:

@@ -156,10 +156,10 @@ class PlanChanges:
     def follow_now(self, plan: Plan, problem: Problem) -> None:
         """Follow a plan from the middle of a step that has failed on all ranks; collective."""
         adoption = self.session.accept(plan, problem, keeps_gradients=True)
-        self._follow(adoption, True, in_step=True)
+        self._follow(adoption, True)
 
-    def _follow(self, adoption: Adoption, keeps_gradients: bool, *, in_step: bool = False) -> None:
+    def _follow(self, adoption: Adoption, keeps_gradients: bool) -> None:
         session, start_s = self.session, time.perf_counter()
-        session.adopt(adoption, keeps_gradients=keeps_gradients, in_step=in_step)
+        session.adopt(adoption, keeps_gradients=keeps_gradients)
         self.watch.follow(session.plan)
         self.change_s = time.perf_counter() - start_s

@@ -197,6 +197,7 @@ class Session:
 
     def count_on(self, optimizers: Sequence[Optimizer], view: TrainerView) -> None:
         """Let plans count on what the optimizers hold, and when they may update; collective."""
+        self.updates.check(optimizers)
         facts = OptimizerFacts.of(optimizers, self.model, view.of)
         self.job = replace(self.job, late=self.job.late or facts.late, optimizers=facts)
 
@@ -288,9 +289,7 @@ class Session:
         memory = tuple(peaks) if problem is None else predicted(problem, plan, self.model)
         return Adoption(plan, memory, arena)
 
-    def adopt(
-        self, adoption: Adoption, *, keeps_gradients: bool = False, in_step: bool = False
-    ) -> None:
+    def adopt(self, adoption: Adoption, *, keeps_gradients: bool = False) -> None:
         """Follow a plan from the next step on; collective.
 
         Shards move, and what optimizers and averages hold of their rows. If shards move, gradients
@@ -299,9 +298,6 @@ class Session:
         plan, own = adoption.plan, adoption.plan.ranks[self.control.rank]
         self.model.release_buffers()  # modes decide which of them are needed
         self._move_shards(plan, keeps_gradients)
-        for owned in () if in_step else map(self.updates.of, self.optimizers):
-            if owned is not None:
-                owned.follow(self.model.fractions)
         self.plan = plan
         self._host_state.follow(plan, self.optimizers)
         if self._updater is not None:  # it may have begun with all state on the device

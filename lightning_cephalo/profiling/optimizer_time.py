@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_cephalo.adapters.optimizer import clip_by_norm, clip_by_value
-from lightning_cephalo.adapters.scope import Scope, is_listed, known_scope, twin_of
+from lightning_cephalo.adapters.scope import Scope, is_listed, known_scope
+from lightning_cephalo.adapters.stepping import copy_of, step_without_hooks
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Problem
 from lightning_cephalo.sharding.placement import local_part
@@ -71,13 +72,13 @@ def optimizer_time(
         parameters = [nn.Parameter(torch.zeros(numel, device=model.device)) for numel in numels]
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
-        update = twin_of(optimizer or torch.optim.AdamW(parameters), parameters)
+        update = copy_of(optimizer or torch.optim.AdamW(parameters), [parameters])
         times: list[float] = []
         while len(times) <= _REPEATS and sum(times) < _LONG_S:
             start_s = clock()
             if clip is not None:
                 clip(parameters)
-            update()
+            step_without_hooks(update)
             times.append(clock() - start_s)
         return statistics.median(times[1:] or times)  # the first repetition creates the state
 

@@ -1,9 +1,8 @@
 """Brings whole parameters to one rank each, and their rows back to all ranks.
 
-Some updates need a whole matrix, or the whole model. Each parameter then has an *owner*: one rank
-that gets all of its rows for the update. Owners follow the shares of the state: the largest
-parameters are given away first, each to the rank that holds least for its share. A rank without a
-share owns nothing.
+Some updates need a whole matrix. Each parameter then has an *owner*: one rank that gets all of its
+rows for the update. The largest parameters are given away first, each to the rank that holds least
+for its share of the model. A rank without a share owns nothing.
 
 Rows travel in one exchange between all ranks for each bucket of parameters. So a rank holds whole
 what it owns, and one bucket more.
@@ -45,18 +44,13 @@ class Owners:
         owners = Owners([0.75, 0.25], rank)
         owners.assign(parameters)                        # the same on every rank
         owners.collect(rows, whole)                      # whole[i] is filled on the owner of i
-
-    Args:
-        single: Whether the rank with the largest share owns everything.
     """
 
-    def __init__(self, fractions: Sequence[float], rank: int, single: bool = False) -> None:
+    def __init__(self, fractions: Sequence[float], rank: int) -> None:
         self._numels = [0] * len(fractions)
         self._owner: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.rank = rank
-        self.largest = max(range(len(fractions)), key=lambda rank: fractions[rank])
-        alone = [float(rank == self.largest) for rank in range(len(fractions))]
-        self._fractions = alone if single else list(fractions)
+        self._fractions = list(fractions)
 
     def assign(self, parameters: Sequence[Tensor]) -> None:
         """Give an owner to all parameters that have none; equal on every rank."""

@@ -1,4 +1,4 @@
-"""Where an optimizer's updates run, and the loss that it gets, without other ranks."""
+"""Where an optimizer's updates run, without other ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_cephalo.adapters.scope import Scope, Trial, is_named, try_out
+from lightning_cephalo.adapters.scope import Scope, is_named, try_out
 from lightning_cephalo.adapters.updates import OptimizerUpdates
 from lightning_cephalo.common.errors import UnsupportedError
 
@@ -44,7 +44,7 @@ def _parameters():
 @pytest.mark.parametrize("make", [lambda p: _Own(p), _NoCopy], ids=["state", "no copy"])
 def test_a_claim_that_no_trial_can_check_is_followed_with_a_warning(make):
     optimizer = make(_parameters())
-    assert not try_out(optimizer).ran
+    assert not try_out(optimizer, by_rows=True).ran
     updates = OptimizerUpdates(SimpleNamespace(), [type(optimizer).__name__])
     with pytest.warns(UserWarning, match=r"is followed\. It could not be checked: "):
         assert updates._scope(optimizer) is Scope.ELEMENT
@@ -60,30 +60,49 @@ def test_a_claim_is_for_a_class_or_what_it_is_made_from_and_for_no_other():
 
 def test_a_claim_that_a_trial_contradicts_is_refused():
     optimizer = _Normed(_parameters(), lr=0.1)
-    trial = try_out(optimizer)
-    assert trial == Trial(Scope.PARAMETER, is_element_wise=False)
-    with pytest.raises(UnsupportedError, match="updates rows in another way"):
+    assert not try_out(optimizer, by_rows=False).why and try_out(optimizer, by_rows=True).why
+    assert OptimizerUpdates(SimpleNamespace(), [])._scope(optimizer) is Scope.PARAMETER
+    with pytest.raises(UnsupportedError, match="updates of rows, in a trial, are not those of"):
         OptimizerUpdates(SimpleNamespace(), [_Normed])._scope(optimizer)
 
 
-@pytest.mark.parametrize(
-    ("own", "weight", "wanted"),
-    [
-        (torch.tensor(1.0), 3.0, 2.0),
-        (1.0, 3.0, 2.0),
-        (torch.tensor(torch.nan), 0.0, 5.0),
-        (None, 1.0, None),
-    ],
-    ids=["loss", "float", "no samples", "None"],
-)
-def test_every_rank_meets_for_the_loss_whatever_its_closure_returns(own, weight, wanted):
-    sent = []
+class _Everything(torch.optim.SGD):
+    """One update depends on another parameter, or on the loss, or another way to call it."""
 
-    def gather(numbers):
-        sent.append(numbers)
-        return [numbers, [5.0, 1.0]]
+    def __init__(self, params, reads):
+        super().__init__(params, lr=0.1)
+        self.reads = reads
 
-    model = SimpleNamespace(control=SimpleNamespace(world_size=2, gather=gather))
-    found = OptimizerUpdates(model, []).whole_loss(_NoCopy(_parameters()), own, weight)
-    assert len(sent) == 1
-    assert found is None if wanted is None else float(found) == wanted
+    @torch.no_grad()
+    def step(self, closure):
+        with torch.enable_grad():
+            loss = closure()
+        held = [p for group in self.param_groups for p in group["params"]]
+        size = 1.0 + torch.stack([p.grad.norm() for p in held]).norm()
+        for p in held:
+            p.sub_(p.grad, alpha=0.1 * {"norm": 1 / size, "loss": loss, "number": 1}[self.reads])
+        if self.reads == "number":
+            self.param_groups[0]["largest"] = float(size)
+        return loss
+
+
+@pytest.mark.parametrize("reads", ["norm", "loss", "number"])
+def test_an_update_that_depends_on_other_parameters_or_the_loss_is_refused_by_name(reads):
+    parameters = [nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(2, 3))]
+    updates = OptimizerUpdates(SimpleNamespace(), [])
+    with pytest.raises(UnsupportedError, match=r"one device only\. Use .*elementwise=") as refused:
+        updates._scope(_Everything(parameters, reads))
+    said = "numbers of all parameters" if reads == "number" else "changes an update"
+    assert said in str(refused.value)
+    with pytest.raises(UnsupportedError, match="evaluates its closure several times"):
+        updates._scope(torch.optim.LBFGS(parameters))
+    with pytest.raises(UnsupportedError, match="has state already"):
+        updates._scope(_Own(parameters))
+
+
+def test_whole_updates_with_state_of_an_earlier_run_are_refused_by_name():
+    optimizer = torch.optim.Adafactor(_parameters())
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(4, 3)
+    optimizer.step()
+    with pytest.raises(UnsupportedError, match="state of an earlier run"):
+        OptimizerUpdates(SimpleNamespace(), [])._scope(optimizer)

@@ -1,9 +1,10 @@
-"""What a step on one rank writes beside parameters: every rank knows it, and the owner keeps it."""
+"""What a step on owners writes beside parameters: every rank knows it, and the owner keeps it."""
 
 from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 import torch.distributed as dist
 from harness import make_executor
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_cephalo.adapters.optimizer import local_update
 from lightning_cephalo.adapters.owned_update import OwnedUpdate
+from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.owners import Owners
 from lightning_cephalo.sharding.placement import local_part
@@ -21,35 +23,29 @@ SHARES = (0.25, 0.75)
 
 
 class _Ledger(torch.optim.Optimizer):
-    """Its state belongs to no parameter, its options are new tensors, it evaluates twice a step."""
+    """Its state has lists and numbers, and its groups count updates of what is in them."""
 
-    def __init__(self, params):
-        super().__init__(params, {"rate": torch.tensor(0.1), "first": 0.0})
-        self.kept = self.made = None
+    def __init__(self, params, evaluations=1):
+        super().__init__([{"params": [p]} for p in params], {"updates": 0})
+        self.evaluations, self.kept = evaluations, {}
 
     @torch.no_grad()
     def step(self, closure):
-        group = self.param_groups[0]
-        for evaluation in range(2):
+        for _ in range(self.evaluations):
             with torch.enable_grad():
                 loss = closure()
-            size = torch.stack([p.grad.norm() for p in group["params"]]).norm()
-            if not evaluation:
-                group["first"] = float(loss)
-                group["rate"] = 0.9 * group["rate"]
-                self.state["all"]["calls"] = self.state["all"].get("calls", 0) + 1
-            sizes = self.state["all"].setdefault("sizes", torch.zeros(2))
-            sizes[evaluation] += size
+        for group in self.param_groups:
             for p in group["params"]:
-                p.sub_(p.grad, alpha=float(group["rate"] / size))
-        self.state["last"] = torch.stack([size, size])[1:]
-        self.kept, self.made = self.state["all"], group["rate"]
+                group["updates"] += 1
+                entries = self.state[p]
+                if not entries:
+                    entries.update(sides=[torch.zeros_like(p), torch.zeros(2)], count=0, size=None)
+                entries["sides"][0] += p.grad
+                entries["count"] += 1
+                entries["size"] = p.grad.norm()
+                p.data = p.data - entries["sides"][0] / entries["size"]
+                assert self.kept.setdefault(id(p), entries["sides"][0]) is entries["sides"][0]
         return loss
-
-
-def _gradient(shape, *place):
-    generator = torch.Generator().manual_seed(sum(10**n * one for n, one in enumerate(place)))
-    return torch.randn(shape, generator=generator)
 
 
 class _Counting(ControlGroup):
@@ -70,14 +66,15 @@ def _train(parameters, optimizer, owned=None):
         nonlocal evaluations
         evaluations += 1
         for index, parameter in enumerate(parameters):
-            gradient = _gradient(parameter.shape, evaluations, index)
+            generator = torch.Generator().manual_seed(10 * evaluations + index)
+            gradient = torch.randn(parameter.shape, generator=generator)
             if isinstance(parameter, DTensor):
                 rows = parameter.placements[0].rows[dist.get_rank()]
                 parameter.grad = torch.zeros_like(parameter)
                 local_part(parameter.grad).copy_(gradient[slice(*rows)])
             else:
                 parameter.grad = gradient
-        return torch.tensor(1.0 + evaluations)
+        return torch.tensor(1.0)
 
     for _ in range(2):
         if owned is None:
@@ -93,38 +90,35 @@ def _model():
 
 
 def _written(optimizer):
-    group = optimizer.param_groups[0]
-    options = {name: value for name, value in group.items() if name != "params"}
-    return copy.deepcopy((options, dict(optimizer.state)))
+    options = [{n: v for n, v in g.items() if n != "params"} for g in optimizer.param_groups]
+    return copy.deepcopy((options, list(optimizer.state.values())))
 
 
 def _trained_by_owner(rank):
     model = _model()
     make_executor(model, SHARES, recompute=False)
     parameters = list(model.parameters())
-    optimizer = _Ledger(parameters)
     control = _Counting(dist.group.WORLD)
-    owned = OwnedUpdate(optimizer, Owners(SHARES, rank, True), control, True)
+    twice = _Ledger(parameters, evaluations=2)
+    with pytest.raises(UnsupportedError, match="_Ledger evaluates its closure several times"):
+        _train(parameters, twice, OwnedUpdate(twice, Owners(SHARES, rank), control))
+    optimizer = _Ledger(parameters)
+    owned, control.gathers = OwnedUpdate(optimizer, Owners(SHARES, rank), control), 0
     _train(parameters, optimizer, owned)
-    kept = None
-    if rank == 1:
-        state, group = optimizer.state, optimizer.param_groups[0]
-        kept = state["all"] is optimizer.kept and group["rate"] is optimizer.made
     values = [parameter.full_tensor().detach() for parameter in parameters]
-    return _written(optimizer), values, kept, control.gathers
+    held = sum(local_part(e["sides"][0]).numel() for e in optimizer.state.values())
+    return _written(optimizer), values, held, control.gathers
 
 
-def test_state_of_no_parameter_and_new_options_are_those_of_one_device_on_every_rank():
+def test_state_and_options_are_those_of_one_device_on_every_rank_and_lie_on_owners():
     model = _model()
     whole = _Ledger(model.parameters())
     _train(list(model.parameters()), whole)
-    wanted = _written(whole)
-    assert wanted[0]["first"] == 4.0 and wanted[1]["all"]["calls"] == 2
-    for rank, (found, values, kept, gathers) in enumerate(run_ranks(2, _trained_by_owner)):
-        for one, other in zip(found, wanted, strict=True):
-            assert one.keys() == other.keys(), rank
-        torch.testing.assert_close(found[0], wanted[0])
-        torch.testing.assert_close(found[1], wanted[1])
+    options, state = _written(whole)
+    found = run_ranks(2, _trained_by_owner)
+    assert sum(held for *_, held, _ in found) == sum(p.numel() for p in model.parameters())
+    for (found_options, found_state), values, held, gathers in found:
+        assert found_options == options and held > 0
+        torch.testing.assert_close(found_state, state)
         torch.testing.assert_close(values, [p.detach() for p in model.parameters()])
-        assert kept is (None if rank == 0 else True), "the owner keeps its own objects"
         assert gathers == 2, "one for each step"

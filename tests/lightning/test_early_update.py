@@ -6,7 +6,6 @@ import warnings
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,7 +23,6 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     StochasticWeightAveraging,
 )
-from lightning.pytorch.utilities import grad_norm
 from plans import PLANS, QUIET
 from torch import Tensor, nn
 
@@ -33,7 +31,7 @@ from lightning_cephalo.adapters.early_update import (
     late_by_job,
     late_by_optimizer,
 )
-from lightning_cephalo.common.errors import UnitUseError
+from lightning_cephalo.common.errors import UnitUseError, UnsupportedError
 from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.plan.program import Instruction, Operation
 from lightning_cephalo.sharding.placement import local_part
@@ -263,6 +261,8 @@ def _read(trainer: Any, pl_module: Any) -> None:
         gradient.norm()
     with pytest.raises(UnitUseError, match="early_update=False"):
         pl_module.clip_gradients(trainer.optimizers[0], 1.0, "norm")
+    with pytest.raises(UnitUseError, match="early_update=False"):
+        utilities.grad_norm(pl_module, 2)
     pl_module.zero_grad()
     assert pl_module.blocks[0].up.bias.grad is None
 
@@ -389,7 +389,7 @@ def _altered() -> list[tuple[str, str]]:
 
 def test_an_option_that_changes_between_two_updates_is_named_on_all_ranks():
     others, own = in_ranks(2, _altered)
-    values = "param_groups[1]['lr'] (now 0.5)", "clipping of gradients (now gradient_clip_val=0.5)"
+    values = "param_groups[1]['lr'] (now 0.5)", "gradient_clip_val (now 0.5)"
     assert len(own) == len(others) == 2  # late updates have one value
     for value, (kind, said), (other, remote) in zip(values, own, others, strict=True):
         assert kind == "UnsupportedError" and value in said and value in remote
@@ -431,29 +431,6 @@ class _BeforeStep(Callback):
         """Reads gradients."""
 
 
-class _LogsNorms(Net):
-    @torch.no_grad()
-    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
-        self.log_dict({str(i): p.grad.norm() for i, p in enumerate(self.parameters())})
-
-
-class _LogsNormsByLightning(Callback):
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
-        pl_module.log_dict(grad_norm(pl_module, 2))
-
-
-class _LogsNormsOfModule(Callback):
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
-        pl_module.log_dict(utilities.grad_norm(pl_module, 2))
-
-
-class _CallsOthers(Callback):
-    """Its hook names no gradients."""
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
-        np.mean([0.0])
-
-
 class _Manual(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -477,18 +454,6 @@ class _Manual(Net):
         (_OptimizerStep, {}, "_OptimizerStep.optimizer_step()"),
         (_Clips, {}, "_Clips.configure_gradient_clipping()"),
         (_ZeroGrad, {}, "_ZeroGrad.optimizer_zero_grad()"),
-        (_LogsNorms, {}, "_LogsNorms.on_train_batch_end() reads gradients"),
-        (
-            Net,
-            {"callbacks": [_LogsNormsByLightning()]},
-            "_LogsNormsByLightning.on_train_batch_end() reads gradients",
-        ),
-        (
-            Net,
-            {"callbacks": [_LogsNormsOfModule()]},
-            "_LogsNormsOfModule.on_train_batch_end() reads gradients",
-        ),
-        (Net, {"callbacks": [_CallsOthers()]}, ""),
         (_Manual, {}, "manual optimization"),
     ],
 )
@@ -517,9 +482,9 @@ def test_optimizers_that_cannot_be_updated_by_units_are_named():
     assert reason(torch.optim.AdamW) == reason(torch.optim.SGD) == ""
     schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
     assert reason(torch.optim.AdamW, schedule) == ""
-    assert reason(torch.optim.LBFGS) == "LBFGS is not element-wise"
-    assert reason(torch.optim.Adafactor) == "Adafactor is not element-wise"
-    assert reason(_Own) == "_Own is none of torch's optimizers"
+    assert reason(torch.optim.LBFGS) == "LBFGS is none of torch's element-wise optimizers"
+    assert reason(torch.optim.Adafactor) == "Adafactor is none of torch's element-wise optimizers"
+    assert reason(_Own) == "_Own is none of torch's element-wise optimizers"
     for hook in ("register_step_pre_hook", "register_step_post_hook"):
         added = reason(torch.optim.SGD, lambda o, hook=hook: getattr(o, hook)(lambda *_: None))
         assert added == "hooks of SGD"
@@ -533,6 +498,28 @@ def test_no_other_value_than_auto_and_false_is_taken(value):
 
     with pytest.raises(ValueError, match="early_update: expected 'auto' or False"):
         CephaloStrategy(planner=Planner(early_update=value))
+
+
+def test_options_that_are_written_replaced_or_of_another_type_count_as_changed():
+    rate, plain = torch.tensor(0.1), [nn.Parameter(torch.ones(2))]
+    plain[0].grad = torch.ones(2)
+    optimizer = torch.optim.AdamW(plain, lr=rate)
+    group = optimizer.param_groups[0]
+    changes = (
+        lambda: rate.mul_(2),
+        lambda: group.update(lr=rate.clone()),
+        lambda: group.update(weight_decay=1),
+        lambda: group.pop("amsgrad"),
+    )
+    for change in changes:
+        updater = EarlyUpdater(optimizer, Trainer(accelerator="cpu", **QUIET))
+        updater.look(optimizer)
+        assert updater.is_exact() and updater.update(plain) == [True]
+        group["betas"] = tuple(group["betas"])  # equal
+        updater.check()
+        change()
+        with pytest.raises(UnsupportedError, match=r"Code has changed param_groups\[0\]"):
+            updater.check()
 
 
 def test_a_step_of_another_optimizer_than_the_first_is_late():

@@ -317,7 +317,7 @@ def _bad() -> list[str]:
 def test_what_cannot_be_is_named_on_all_ranks():
     other, own = in_ranks(2, _bad)
     for whole, small, *_ in (other, own):
-        assert "(resident_fraction), but it has to stay on the devices: Adafactor is not" in whole
+        assert "(resident_fraction), but it has to stay on the devices: Adafactor is none" in whole
         assert "HostMemoryError: Optimizer state needs" in small and "host_memory_cap=" in small
     assert own[2].startswith("TypeError: cannot unpack") and "Weights are half-updated" in own[2]
     assert "Rank 1" in other[2] and "failed: TypeError: cannot unpack" in other[2]

@@ -90,7 +90,6 @@ def _fit_with(optimizer, *callbacks):
 MOVED = {
     "rows": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
     "owners": lambda parameters: torch.optim.Adafactor(parameters, lr=1e-2),
-    "one rank": lambda parameters: torch.optim.LBFGS(parameters, lr=1e-2, max_iter=2),
 }
 
 

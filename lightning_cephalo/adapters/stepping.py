@@ -1,0 +1,154 @@
+"""Lets an optimizer's own step update other tensors than its parameters.
+
+:class:`Shown` puts them in place of the parameters, and state that belongs to them in place of the
+parameters' state. It serves rows of DTensors (``optimizer.py``), whole parameters of one owner
+(``owned_update.py``) and rows in host memory (``host_update.py``). Where no hook may see a step, a
+copy of the optimizer runs it (:func:`copy_of`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from lightning_cephalo.accelerator.torch_versions import state_of_constructor
+
+Pairs = Sequence[Sequence[tuple[Tensor, Tensor]]]
+"""By parameter group, parameters and what stands for each; others are not updated."""
+Translation = Callable[[str, Tensor, Tensor], Tensor]
+"""Translates a tensor of state, by its name and its parameter."""
+
+
+class Shown:
+    """While it lasts, an optimizer finds other tensors in ``param_groups`` and ``state``.
+
+    Args:
+        inside: Returns what stands for a tensor of the parameters' state.
+        outside: Returns what the parameters' state has for a tensor that the step has made.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, pairs: Pairs, inside: Translation, outside: Translation
+    ) -> None:
+        self._optimizer, self._pairs, self._outside = optimizer, pairs, outside
+        self._parameters = [list(group["params"]) for group in optimizer.param_groups]
+        self._state, optimizer.state = optimizer.state, defaultdict(dict)
+        optimizer.state.update(_common(self._state))
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of what stands for a tensor
+
+        def shown(name: str, parameter: Tensor, value: Tensor) -> Tensor:
+            found = inside(name, parameter, value)
+            self._before[id(found)] = found, value
+            return found
+
+        for group, own in zip(optimizer.param_groups, pairs, strict=True):
+            # in place: an optimizer may hold the list itself
+            group["params"][:] = [tensor for _, tensor in own]
+            for parameter, tensor in own:
+                if parameter in self._state:
+                    # the same dict: a step may have looked it up before its closure
+                    entries = optimizer.state[tensor] = self._state[parameter]
+                    _translate(entries, parameter, shown)
+        # torch's own optimizers write in place; one view per tensor would cost them time
+        tensors = () if _is_torchs(optimizer) else chain.from_iterable(pairs)
+        self._memory = [(tensor, tensor.detach()) for _, tensor in tensors]
+
+    def end(self) -> None:
+        """Put the parameters back, with what the step has added to their state."""
+        optimizer, inner = self._optimizer, self._optimizer.state
+        optimizer.state = self._state
+        optimizer.state.update(_common(inner))
+        for group, parameters in zip(optimizer.param_groups, self._parameters, strict=True):
+            group["params"][:] = parameters
+        for parameter, tensor in chain.from_iterable(self._pairs):
+            if tensor in inner:
+                optimizer.state[parameter] = inner[tensor]
+                _translate(inner[tensor], parameter, self._face)
+        for tensor, own in self._memory:
+            if tensor.data_ptr() != own.data_ptr():  # after `p.data = p.data - update`
+                own.copy_(tensor.detach())
+                tensor.data = own
+
+    def _face(self, name: str, parameter: Tensor, value: Tensor) -> Tensor:
+        _, before = self._before.get(id(value), (None, None))
+        return self._outside(name, parameter, value) if before is None else before
+
+
+def _translate(entries: Any, parameter: Tensor, translation: Translation) -> None:
+    for name, value in entries.items():
+        entries[name] = pytree.tree_map_only(Tensor, partial(translation, name, parameter), value)
+
+
+def _common(state: Any) -> dict[Any, Any]:
+    """Return the entries of a state that belong to no parameter."""
+    return {key: entries for key, entries in state.items() if not isinstance(key, Tensor)}
+
+
+def copy_of(
+    optimizer: Optimizer,
+    members: Sequence[Sequence[Tensor]],
+    state: Mapping[Tensor, Any] | None = None,
+    *,
+    on_host: bool = False,
+) -> Optimizer:
+    """Return a copy of an optimizer that has no hooks, and holds other parameters by group.
+
+    ``state`` None: that of the constructor. ``on_host``: whether it holds tensors of the host.
+    """
+    # the steps of torch's own change no object that is an attribute, which may be the user's
+    own = (lambda value: value) if _is_torchs(optimizer) else copy.deepcopy
+    groups = list(zip(optimizer.param_groups, map(list, members), strict=False))
+    lists = {id(group["params"]): new for group, new in groups}
+    made: Any = object.__new__(type(optimizer))
+    for name, value in vars(optimizer).items():
+        if name.endswith("_hooks"):
+            made.__dict__[name] = OrderedDict()
+        elif name not in ("state", "param_groups", "step"):
+            # an optimizer may hold the list of a group itself
+            made.__dict__[name] = lists[id(value)] if id(value) in lists else own(value)
+    made.param_groups = []
+    for group, parameters in groups:
+        options = {name: own(value) for name, value in group.items() if name != "params"}
+        if on_host:
+            options = pytree.tree_map_only(Tensor, lambda value: value.cpu(), options)
+            if options.get("capturable"):  # of graphs, which a host lacks
+                options["capturable"] = False
+                if options.get("foreach"):  # with a rate that is a tensor, it needs graphs
+                    options["foreach"] = False
+        made.param_groups.append({"params": parameters, **options})
+    made.state = defaultdict(dict, state or {})
+    for tensor in chain.from_iterable(members) if state is None else ():
+        if entries := state_of_constructor(optimizer, tensor):
+            made.state[tensor] = entries
+    found: Optimizer = made
+    return found
+
+
+def step_without_hooks(optimizer: Optimizer, *closure: Callable[[], Any]) -> Any:
+    """Run the step of an optimizer's class."""
+    update: Any = type(optimizer).step
+    # Private: below the hooks of instances, and torch's own for profilers
+    while vars(update).get("hooked", False):
+        update = update.__wrapped__
+    return update(optimizer, *closure)
+
+
+def step_is_replaced(optimizer: Optimizer) -> bool:
+    """Return whether an instance has another ``step`` than its class, not only a scheduler's."""
+    replaced = vars(optimizer).get("step")
+    # schedulers wrap it to notice its calls
+    is_schedulers = getattr(replaced, "_wrapped_by_lr_sched", False)
+    wrapped = getattr(replaced, "__wrapped__", None)
+    return replaced is not None and not (is_schedulers and wrapped is type(optimizer).step)
+
+
+def _is_torchs(optimizer: Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim.")
