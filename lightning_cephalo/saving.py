@@ -73,7 +73,7 @@ class SavingStrategy(ConnectedStrategy):
             whole = checkpoint.whole_checkpoint(
                 checkpoint_, self.is_global_zero, self._connection.control
             )
-        order = saved_order(self._module.trainer) if "optimizer_states" in checkpoint_ else None
+        order = saved_order(self._view) if "optimizer_states" in checkpoint_ else None
         if order is not None and self.is_global_zero:
             whole[KEY] = order
         write = partial(super().save_checkpoint, whole, filepath, storage_options)
@@ -116,7 +116,7 @@ class SavingStrategy(ConnectedStrategy):
     def load_optimizer_state_dict(self, checkpoint_: Mapping[str, Any]) -> None:
         self._recovering.resume_loops()
         if self._session is not None:  # behind a run of spawned ranks the module has no trainer
-            self._resumption = Resumption(self._module.trainer, checkpoint_)
+            self._resumption = Resumption(self._view, checkpoint_)
         states = list(checkpoint_["optimizer_states"])
         for optimizer, state in zip(self.optimizers, states, strict=False):
             if self._session is None:

@@ -237,7 +237,7 @@ class CephaloStrategy(SavingStrategy):
     def setup_environment(self) -> None:
         control = self._connect().control
         self._refuse(When.CONNECTED)
-        self._samplers.take(self._module.trainer)
+        self._samplers.take(self._view)
         self._recovering.look_up(self._module.trainer, control)
 
     @override
@@ -359,9 +359,8 @@ class CephaloStrategy(SavingStrategy):
         resumption = self._resumption
         if plan is None or resumption is None:
             return deal(epoch=view.epoch, is_divided=False)
-        epoch = resumption.epoch_of(view.epoch)
-        dealt = deal(epoch=epoch, seed=resumption.seed, is_divided=False)
-        resumption.continue_with(dealt, warns=self.is_global_zero)
+        dealt = deal(epoch=view.epoch, seed=resumption.seed, is_divided=False)
+        resumption.continue_with(dealt)
         return dealt
 
     # -- training -----------------------------------------------------------------------------
@@ -520,7 +519,7 @@ class CephaloStrategy(SavingStrategy):
             at_end.callback(self._ending.end)
             at_end.callback(self._recovering.end)
             if trainer is not None:
-                at_end.callback(self._samplers.give_back, trainer)
+                at_end.callback(self._samplers.give_back, TrainerView(trainer))
             if self._synchronised is not None:
                 at_end.callback(self._synchronised.restore)
             at_end.callback(self._end_session, trainer)

@@ -9,178 +9,130 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_cephalo.adapters.dealt_loaders import Dealt, DealtLoaders, dealt_in
+from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.data.containers import known_length
-from lightning_cephalo.data.lockstep import is_stateful
-from lightning_cephalo.data.passes import Continue, Passes, Position
-from lightning_cephalo.data.reading import original_of, rank_batch_sampler
+from lightning_cephalo.data.passes import Continue, Passes, Position, is_stateful
+from lightning_cephalo.data.reading import original_of
 from lightning_cephalo.data.streams import DealtStream
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 KEY = "cephalo_data_order"
 """Where a checkpoint has the order of the training samples."""
 
 
-def saved_order(trainer: Trainer) -> dict[str, Any] | None:
+def saved_order(view: TrainerView) -> dict[str, Any] | None:
     """Return what a checkpoint keeps of the order of training samples; None if nothing is dealt."""
-    loop: Any = trainer.fit_loop
-    combined = loop._combined_loader
-    dealt = [] if combined is None else [dealt_in(loader) for loader in combined.flattened]
-    seed = next((each.seed for each in dealt if each is not None), None)
-    if seed is None:
+    loaders, progress = DealtLoaders(view), view.epoch_loop.batch_progress
+    if not loaders.dealt:
         return None
-    progress = loop.epoch_loop.batch_progress
     trained = progress.current.processed
-    ended = trained > 0 and (progress.is_last_batch or trained >= loop.max_batches)
-    cycles = len(dealt) > 1 and combined._mode == "max_size_cycle"
-    positions = [
-        None
-        if each is None
-        else each.position(trained, known_length(loader), cycles=cycles, ahead=steps_ahead(loader))
-        for each, loader in zip(dealt, combined.flattened, strict=True)
-    ]
-    return {
-        "seed": seed,
-        "steps": trained,
-        "ended": bool(ended),
-        "loaders": [None if each is None else dict(vars(each)) for each in positions],
-    }
+    ended = trained > 0 and (progress.is_last_batch or trained >= view.fit_loop.max_batches)
+    positions: list[dict[str, Any] | None] = []
+    for each in loaders.all:
+        found, length = None, known_length(each.loader)
+        if each.passes is not None:
+            found = each.passes.position(trained, length, cycles=loaders.cycle, ahead=each.ahead)
+        positions.append(None if found is None else dict(vars(found)))
+    seed = loaders.dealt[0].seed
+    return {"seed": seed, "steps": trained, "ended": bool(ended), "loaders": positions}
 
 
 class Resumption:
     """Continues the loaders of a training that is resumed; without a seed there is no order."""
 
-    def __init__(self, trainer: Trainer, checkpoint: Mapping[str, Any]) -> None:
-        saved = checkpoint.get(KEY) or {}
-        loop: Any = trainer.fit_loop
-        current = loop.epoch_loop.batch_progress.current
+    def __init__(self, view: TrainerView, checkpoint: Mapping[str, Any]) -> None:
+        saved, loop = checkpoint.get(KEY) or {}, view.fit_loop
+        progress = loop.epoch_loop.batch_progress
+        trained = progress.current.processed
         self.seed: int | None = saved.get("seed")
         self._positions: list[Any] = saved.get("loaders", [])
         self._loaders = 0
         self._has_begun = False
         self._continued: list[Passes] = []
-        self._marked: list[Any] = []
-        # Lightning counts a batch as completed after the hooks in which checkpoints are saved
-        if not loop.restarting:
-            # before the first step there is no epoch that has ended
-            has_trained = current.processed > 0
-            self._way = Continue.BEHIND if has_trained else Continue.INSIDE
-            self._is_inside = False
-        elif saved.get("ended", loop.epoch_loop.batch_progress.is_last_batch):
-            is_counted = current.completed == current.processed
+        self._quiet = ExitStack()
+        self._way = Continue.INSIDE
+        # before the first step no epoch has ended
+        if not loop.restarting and trained:
+            self._way = Continue.BEHIND
+        elif loop.restarting and saved.get("ended", progress.is_last_batch):
+            # Lightning counts a batch as completed after the hooks in which checkpoints are saved
+            is_counted = progress.current.completed == trained
             self._way = Continue.AT_END if is_counted else Continue.BEHIND
-            self._is_inside = False
-        else:
-            self._way, self._is_inside = Continue.INSIDE, current.processed > 0
-        accumulates = trainer.accumulate_grad_batches
-        if self._is_inside and trainer.is_global_zero and current.processed % accumulates:
-            warnings.warn(
-                f"The checkpoint is of step {current.processed} of an epoch, between two updates of"
-                f" accumulate_grad_batches={accumulates}: it does not hold the gradients that were"
-                " added up. The next update lacks them.",
-                stacklevel=2,
+        self._is_inside = self._way is Continue.INSIDE and trained > 0
+        if self._is_inside and trained % view.accumulates:
+            rank_zero_warn(
+                f"The checkpoint is of step {trained} of an epoch, between two updates of"
+                f" accumulate_grad_batches={view.accumulates}: it does not hold the gradients that"
+                " were added up. The next update lacks them."
             )
 
-    def epoch_of(self, epoch: int) -> int:
-        """Return the epoch of the order in Lightning's ``epoch``."""
-        return epoch - self._epochs_ahead
-
-    @property
-    def _epochs_ahead(self) -> int:
-        return self._continued[0].epochs_ahead if self._continued else 0
-
-    def continue_with(self, loader: Any, warns: bool) -> None:
+    def continue_with(self, loader: Any) -> None:
         """Let a dealt loader begin where the checkpoint was saved.
 
-        Call it for every training dataloader of the Trainer, in their order.
+        Call it for every training dataloader, in their order.
         """
         dealt = dealt_in(loader)
         if self._has_begun:  # reload_dataloaders_every_n_epochs
-            if dealt is not None:
-                dealt.epochs_ahead = self._epochs_ahead
+            if dealt.passes is not None and self._continued:
+                dealt.passes.count_as(self._continued[0])
             return
         index, self._loaders = self._loaders, self._loaders + 1
-        why = self._continue(loader, dealt, index)
-        if self._is_inside and not is_stateful(loader):
-            self._marked.append(loader)
-        if self._is_inside and warns and why is not None:
-            warnings.warn(
+        why = self._continue(dealt, index)
+        if self._is_inside and why:
+            rank_zero_warn(
                 f"The samples of this epoch begin anew in {_name_of(loader)}, though the"
-                f" checkpoint is of the middle of an epoch: {why}.",
-                stacklevel=2,
+                f" checkpoint is of the middle of an epoch: {why}."
             )
 
-    def _continue(self, loader: Any, dealt: Passes | None, index: int) -> str | None:
+    def _continue(self, dealt: Dealt, index: int) -> str:
         """Continue a loader; return why that cannot be."""
-        if dealt is None:
+        loader, passes = dealt
+        if passes is None:
             return "each rank reads samples of its own, so that only its dataset could go on"
-        if not self._positions:
-            return "it does not hold the order of samples, as those do that this strategy saves"
         saved = self._positions[index] if index < len(self._positions) else None
         if saved is None:
-            return "its position there is not known"
+            return "it does not hold the place in the order of samples"
         position = Position(**saved)
-        if position.items != dealt.items:
+        if position.items != passes.items:
             return (
                 f"its steps have {position.items} samples or lists, those of this run"
-                f" {dealt.items}; give CephaloStrategy(global_batch_size=...)"
+                f" {passes.items}; give CephaloStrategy(global_batch_size=...)"
             )
         if is_stateful(loader):  # Lightning gives it its own state, which passes over the steps
             position = replace(position, step=0)
         try:
             stay = bool(getattr(loader, "persistent_workers", False))
-            dealt.continue_at(position, self._way, undoes_draws=stay)
+            passes.continue_at(position, self._way, undoes_draws=stay)
         except (TypeError, ValueError, RuntimeError) as error:
             return f"the states of its samplers do not fit ({error})"
-        self._continued.append(dealt)
+        self._continued.append(passes)
         if isinstance(loader, DealtStream) and self._is_inside and position.step:
             rank_zero_info(
                 f"Resuming reads the stream {_name_of(loader)} from its beginning to step"
                 f" {position.step}."
             )
-        return None
+        return ""
 
     def announce(self) -> None:
-        """Begin to train, and let Lightning know of the resumed loaders, which it looks for next.
+        """Begin to train, and hide Lightning's warning of loaders that cannot be resumed.
 
-        Private: Lightning warns of loaders without ``state_dict`` here. What it says would be
-        wrong, or said twice.
+        What it says would be wrong, or said twice.
         """
         self._has_begun = True
-        for loader in self._marked:
-            object.__setattr__(loader, "state_dict", dict)
-            object.__setattr__(loader, "load_state_dict", _load_nothing)
+        if self._is_inside:
+            self._quiet.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before")
 
     def end(self) -> None:
-        """Take the announcement back: a checkpoint must not hold states of these loaders."""
-        for loader in self._marked:
-            with suppress(AttributeError):
-                object.__delattr__(loader, "state_dict")
-                object.__delattr__(loader, "load_state_dict")
-        self._marked = []
-
-
-def _load_nothing(state_dict: dict[str, Any]) -> None:
-    """Stand for a method that Lightning looks for, but does not call."""
-
-
-def dealt_in(loader: Any) -> Passes | None:
-    """Return the passes over a rebuilt loader; None if its ranks read samples of their own."""
-    sampler = loader if isinstance(loader, DealtStream) else rank_batch_sampler(loader)
-    return None if sampler is None else sampler.passes
-
-
-def steps_ahead(loader: Any) -> int:
-    """Return the steps that a loader, and Lightning, may have read ahead of training."""
-    workers = getattr(loader, "num_workers", 0)
-    return workers * (getattr(loader, "prefetch_factor", None) or 2) + 1
+        """Show warnings as before."""
+        self._quiet.close()
 
 
 def _name_of(loader: Any) -> str:

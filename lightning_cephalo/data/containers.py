@@ -1,49 +1,44 @@
 """Reads and rebuilds the containers of nested batches: encodings, dataclasses, per-sample lists.
 
-torch's pytree knows only registered types, and treats lists of strings like lists of tensors.
+torch's pytree knows only registered types; dataclasses and Hugging Face's encodings are none.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Set
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 Path: TypeAlias = tuple[Any, ...]
 """Keys, indices and field names from the root of a batch to a node."""
 
 
 def is_array(node: object) -> bool:
-    """Returns whether ``node`` is a tensor or a numpy array."""
-    return isinstance(node, torch.Tensor | np.ndarray)
+    """Returns whether ``node`` is a numpy array or a tensor that has rows."""
+    if isinstance(node, torch.Tensor):
+        return node.layout == torch.strided and not node.is_nested
+    return isinstance(node, np.ndarray)
 
 
-def is_named_tuple(node: object) -> bool:
-    """Returns whether ``node`` is an instance of a namedtuple class."""
-    return isinstance(node, tuple) and hasattr(node, "_fields")
-
-
-def is_plain_sequence(node: object) -> bool:
+def is_sequence(node: object) -> bool:
     """Returns whether ``node`` is a list or tuple, but no namedtuple and no ``torch.Size``."""
-    return (
-        isinstance(node, list | tuple)
-        and not is_named_tuple(node)
-        and not isinstance(node, torch.Size)
-    )
+    is_fixed = hasattr(node, "_fields") or isinstance(node, torch.Size)
+    return isinstance(node, list | tuple) and not is_fixed
 
 
 def children_of(node: Any) -> list[tuple[Any, Any]] | None:
     """Returns the keys and children of a container in its own order; None for anything else."""
     if isinstance(node, Mapping):
         return list(node.items())
-    if is_named_tuple(node):
-        return list(zip(node._fields, node, strict=True))
-    if is_plain_sequence(node):
+    if is_sequence(node):
         return list(enumerate(node))
+    if isinstance(node, tuple) and not isinstance(node, PackedSequence | torch.Size):
+        return list(zip(getattr(node, "_fields", ()), node, strict=True))
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         return [(field.name, getattr(node, field.name)) for field in dataclasses.fields(node)]
     return None
@@ -51,100 +46,75 @@ def children_of(node: Any) -> list[tuple[Any, Any]] | None:
 
 def rebuild(node: Any, children: list[Any]) -> Any:
     """Returns a container like ``node`` with ``children`` instead, in the same order."""
-    if isinstance(node, MutableMapping):
-        # a copy shares every other attribute, which Hugging Face's encodings need
-        mapping: Any = copy.copy(node)
-        for key, child in zip(list(node), children, strict=True):
-            mapping[key] = child
-        return mapping
-    if isinstance(node, Mapping):
-        return type(node)(dict(zip(node.keys(), children, strict=True)))  # type: ignore[call-arg]
-    if is_named_tuple(node):
-        return type(node)._make(children)
     if isinstance(node, tuple):
-        return type(node)(children)
+        return type(node)(children) if is_sequence(node) else type(node)(*children)
+    if isinstance(node, Mapping) and not isinstance(node, MutableMapping):
+        return type(node)(dict(zip(node, children, strict=True)))  # type: ignore[call-arg]
+    # a copy shares every other attribute, which Hugging Face's encodings need
+    clone: Any = copy.copy(node)
     if isinstance(node, list):
-        return _like_list(node, children)
-    clone = copy.copy(node)
-    for field, child in zip(dataclasses.fields(node), children, strict=True):
-        # frozen dataclasses reject plain assignment
-        object.__setattr__(clone, field.name, child)
+        clone[:] = children
+    elif isinstance(node, MutableMapping):
+        for key, child in zip(list(node), children, strict=True):
+            clone[key] = child
+    else:
+        for field, child in zip(dataclasses.fields(node), children, strict=True):
+            object.__setattr__(clone, field.name, child)  # as frozen ones reject assignment
     return clone
+
+
+def mapped(
+    node: Any, function: Callable[[Path, Any], Any], ends: Set[Path] = frozenset(), path: Path = ()
+) -> Any:
+    """Returns a batch with ``function(path, leaf)`` for each leaf; ``ends`` count as leaves."""
+    children = None if path in ends else children_of(node)
+    if children is None:
+        return function(path, node)
+    return rebuild(node, [mapped(each, function, ends, (*path, key)) for key, each in children])
 
 
 def own_copy(node: Any, *, with_arrays: bool) -> Any:
     """Returns a copy in containers of its own; ``with_arrays``: with arrays of its own, too."""
-    if isinstance(node, torch.Tensor):
-        if not with_arrays:
-            return node
-        return node.detach().clone().requires_grad_(node.requires_grad)
-    if isinstance(node, np.ndarray):
-        return node.copy() if with_arrays else node
-    children = children_of(node)
-    if children is not None:
-        return rebuild(node, [own_copy(child, with_arrays=with_arrays) for _, child in children])
-    if not hides_arrays(node):
-        return node
-    try:
-        return copy.deepcopy(node) if with_arrays else copy.copy(node)
-    except Exception:  # an object of the user's that cannot be copied
-        return node
 
+    def copied(_: Path, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.detach().clone().requires_grad_(leaf.requires_grad) if with_arrays else leaf
+        if not isinstance(leaf, np.ndarray) and not hides_arrays(leaf):
+            return leaf
+        try:
+            return copy.deepcopy(leaf) if with_arrays else copy.copy(leaf)
+        except Exception:  # an object of the user's that cannot be copied
+            return leaf
 
-def cut(node: Any, start: int, stop: int) -> Any:
-    """Returns rows ``start`` to ``stop`` of a leaf: a view of an array, else the leaf's type."""
-    rows = node[start:stop]
-    if type(rows) is torch.Tensor and not rows.requires_grad:
-        # a view of its own version: autograd would take a write to one part for one to all
-        return rows.data
-    if isinstance(node, list):
-        return _like_list(node, rows)
-    if is_plain_sequence(node) and type(rows) is not type(node):
-        return type(node)(rows)
-    return rows
-
-
-def _like_list(node: list[Any], items: Iterable[Any]) -> list[Any]:
-    if type(node) is list:
-        return list(items)
-    clone = copy.copy(node)
-    clone[:] = items
-    return clone
+    return mapped(node, copied)
 
 
 def contains_arrays(node: object) -> bool:
     """Returns whether ``node``, or a known container inside it, holds a tensor or numpy array."""
-    if is_array(node):
+    if isinstance(node, torch.Tensor | np.ndarray):
         return True
-    children = children_of(node)
-    return children is not None and any(contains_arrays(child) for _, child in children)
+    return any(contains_arrays(child) for _, child in children_of(node) or ())
 
 
 def hides_arrays(node: object) -> bool:
-    """Returns whether ``node`` is an object of unknown type that seems to hold tensors."""
-    if isinstance(node, type) or callable(node):
+    """Returns whether ``node`` is an object, without known rows, that seems to hold tensors."""
+    if is_array(node) or isinstance(node, type) or callable(node):
         return False
-    if callable(getattr(node, "to", None)):
-        return True
-    attributes = getattr(node, "__dict__", {})
-    return any(contains_arrays(value) for value in attributes.values())
+    return callable(getattr(node, "to", None)) or any(
+        contains_arrays(value) for value in getattr(node, "__dict__", {}).values()
+    )
 
 
 def describe(node: object, depth: int = 2) -> str:
     """Returns a short description of a batch for error messages: types, shapes, a few keys."""
-    if isinstance(node, torch.Tensor):
-        if node.is_nested:
-            return "nested tensor"
-        return f"{type(node).__name__}{list(node.shape)}"
-    if isinstance(node, np.ndarray):
-        return f"ndarray{list(node.shape)}"
+    name = type(node).__name__
+    if isinstance(node, torch.Tensor | np.ndarray):
+        return f"{name}{list(node.shape)}" if is_array(node) else f"{name} without rows"
     children = children_of(node)
-    if children is None:
-        return type(node).__name__
-    if depth == 0:
-        return f"{type(node).__name__}(...)"
+    if not children or depth == 0:
+        return name
     shown = ", ".join(f"{key}: {describe(child, depth - 1)}" for key, child in children[:6])
-    return f"{type(node).__name__}({shown}{', ...' if len(children) > 6 else ''})"
+    return f"{name}({shown}{', ...' if len(children) > 6 else ''})"
 
 
 def spell(path: Path) -> str:

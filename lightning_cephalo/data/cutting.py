@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from lightning_cephalo.common.errors import BatchSplitError, CephaloError
 from lightning_cephalo.common.weighted_mean import weighted_mean
 from lightning_cephalo.data.batch_layout import BatchLayout, NoSamples
-from lightning_cephalo.data.containers import children_of, rebuild
+from lightning_cephalo.data.containers import children_of, own_copy, rebuild
 from lightning_cephalo.data.shares import deal, split_sizes
 
 
@@ -35,14 +35,6 @@ class BatchCutter:
     microbatch_sizes: tuple[int, ...]
     leaves_whole: bool = False
 
-    def shown(self, batch: Any) -> tuple[Any, tuple[bool, ...]]:
-        """Return what hooks see of a batch, and for each loader whether it counts nowhere."""
-        if self.spec is None or batch is None:
-            return shown(batch)
-        parts = [shown(part) for part in self.spec.flatten_up_to(batch)]
-        seen = pytree.tree_unflatten([part for part, _ in parts], self.spec)
-        return seen, tuple(flags[0] for _, flags in parts)
-
     def cut(self, batch: Any, lacks: Sequence[bool] = ()) -> list[tuple[Any, int]]:
         """Return the microbatches and their numbers of samples; none without samples.
 
@@ -51,65 +43,54 @@ class BatchCutter:
         """
         if self.leaves_whole:
             return [(batch, evaluation_samples(batch))]
-        if all(lacks) and lacks:
+        parts = [batch] if self.spec is None else self.spec.flatten_up_to(batch)
+        flags = lacks or [False] * len(parts)
+        counts = [
+            0 if lacking or part is None else layout.batch_size(part)
+            for part, layout, lacking in zip(parts, self.layouts, flags, strict=True)
+        ]
+        if not max(counts):
             return []
-        if self.spec is None:
-            return self._cut_one(batch, self.layouts[0])
-        flags = lacks or [False] * len(self.layouts)
-        found = zip(self.spec.flatten_up_to(batch), self.layouts, flags, strict=True)
-        parts = [
-            None if part is None else (part, layout, 0 if lacking else layout.batch_size(part))
-            for part, layout, lacking in found
-        ]
-        present = [part for part in parts if part is not None]
-        leading, layout, _ = max(present, key=lambda part: part[2])  # the first of the longest
-        shares = [count for _, count in self._cut_one(leading, layout)]
-        columns = [
-            [(None, 0)] * len(shares) if part is None else _cut_alike(*part, shares)
-            for part in parts
-        ]
-        return [
-            (
-                pytree.tree_unflatten([piece for piece, _ in pieces], self.spec),
-                sum(count for _, count in pieces),
-            )
-            for pieces in zip(*columns, strict=True)
-        ]
-
-    def _cut_one(self, batch: Any, layout: BatchLayout) -> list[tuple[Any, int]]:
-        count = layout.batch_size(batch)
-        if count == 0:
-            return []
-        sizes: tuple[int, ...] = (count,)
+        sizes: Sequence[int] = [max(counts)]
         if self.microbatch_sizes:
-            sizes = split_sizes(count, self.microbatch_sizes)
-        if len(sizes) == 1:
-            return [(batch, count)]
-        return list(zip(layout.split(batch, sizes), sizes, strict=True))
+            sizes = split_sizes(max(counts), self.microbatch_sizes)
+        columns = [
+            _pieces(part, layout, count, sizes)
+            for part, layout, count in zip(parts, self.layouts, counts, strict=True)
+        ]
+        cut = []
+        for pieces in zip(*columns, strict=True):
+            own, samples = zip(*pieces, strict=True)
+            piece = own[0] if self.spec is None else pytree.tree_unflatten(list(own), self.spec)
+            cut.append((piece, sum(samples)))
+        return cut
 
 
-def shown(batch: Any) -> tuple[Any, tuple[bool, ...]]:
+def _pieces(
+    batch: Any, layout: BatchLayout, count: int, shares: Sequence[int]
+) -> list[tuple[Any, int]]:
+    """Cut a loader's batch into one piece for each of ``shares``; pieces may have no rows."""
+    if not count:
+        empty = None if batch is None else layout.take(batch, 0, 0)
+        return [(empty, 0)] * len(shares)
+    sizes = deal(count, shares)
+    parts = [batch] if len(sizes) == 1 else layout.split(batch, sizes)
+    return list(zip(parts, sizes, strict=True))
+
+
+def shown(batch: Any, spec: Any = None) -> tuple[Any, tuple[bool, ...]]:
     """Return what hooks see of a batch, and whether it counts nowhere; of several loaders, each."""
     if isinstance(batch, NoSamples):
         return batch.shown, (True,)
-    children = children_of(batch)
-    if not children or not any(isinstance(child, NoSamples) for _, child in children):
+    if batch is None:
         return batch, (False,)
-    parts = [child.shown if isinstance(child, NoSamples) else child for _, child in children]
-    flags = tuple(child is None or isinstance(child, NoSamples) for _, child in children)
-    return rebuild(batch, parts), flags
-
-
-def _cut_alike(
-    batch: Any, layout: BatchLayout, rows: int, shares: Sequence[int]
-) -> list[tuple[Any, int]]:
-    """Cut a loader's batch into one piece for each of ``shares``; pieces may have no rows."""
-    if not rows:
-        return [(layout.take(batch, 0, 0), 0)] * len(shares)
-    sizes = deal(rows, shares)
-    if len(sizes) == 1:
-        return [(batch, rows)]
-    return list(zip(layout.split(batch, sizes), sizes, strict=True))
+    children = [child for _, child in children_of(batch) or ()]
+    parts = children if spec is None else spec.flatten_up_to(batch)
+    if not any(isinstance(part, NoSamples) for part in parts):
+        return batch, (False,) * (1 if spec is None else len(parts))
+    flags = tuple(part is None or isinstance(part, NoSamples) for part in parts)
+    seen = [part.shown if isinstance(part, NoSamples) else part for part in parts]
+    return rebuild(batch, seen) if spec is None else pytree.tree_unflatten(seen, spec), flags
 
 
 def loss_and_weight(result: Any, samples: int) -> tuple[Tensor, float | Tensor]:
@@ -156,24 +137,8 @@ def evaluation_samples(batch: Any) -> int:
 
 def evaluation_weight(result: Any, samples: int) -> float:
     """Return an evaluation step's weight in logged means: its ``"weight"``, or its samples."""
-    if isinstance(result, Mapping) and "weight" in result:
-        return float(result["weight"])
-    return float(samples)
-
-
-def empty_like(result: Any, samples: int) -> Any:
-    """Return an evaluation step's result without rows; None if it lacks one row per sample."""
-    layout = BatchLayout()
-    try:
-        if layout.batch_size(result) != samples:
-            return None
-        empty = layout.take(result, 0, 0)
-    except BatchSplitError:
-        return None
-    # a view would keep the whole result alive
-    return pytree.tree_map(
-        lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, empty
-    )
+    has_weight = isinstance(result, Mapping) and "weight" in result
+    return float(result["weight"] if has_weight else samples)
 
 
 class EmptyPredictions:
@@ -185,15 +150,23 @@ class EmptyPredictions:
     def of_step(self, result: Any, samples: int, dataloader: Any) -> Any:
         """Return a prediction step's result, or an empty one without samples."""
         if samples and dataloader not in self._empty:
-            self._empty[dataloader] = empty_like(result, samples)
+            self._empty[dataloader] = _without_rows(result, samples)
         return result if samples else self._empty.get(dataloader)
 
 
-def joined_result(
-    results: Sequence[Any],
-    weights: Sequence[float],
-    counts: Sequence[int],
-) -> Any:
+def _without_rows(result: Any, samples: int) -> Any:
+    """Return a result without rows; None if it lacks one row per sample."""
+    layout = BatchLayout()
+    try:
+        if layout.batch_size(result) != samples:
+            return None
+        # a view would keep the whole result alive
+        return own_copy(layout.take(result, 0, 0), with_arrays=True)
+    except BatchSplitError:
+        return None
+
+
+def joined_result(results: Sequence[Any], weights: Sequence[float], counts: Sequence[int]) -> Any:
     """Join the results of a step's microbatches into one detached result; None without any.
 
     The loss and other scalars become weighted means, and a tensor ``"weight"`` becomes the sum.
@@ -202,28 +175,27 @@ def joined_result(
     if not results:
         return None
     if not isinstance(results[0], Mapping):
-        return _mean(results, weights)
+        return weighted_mean([result.reshape(()) for result in results], weights)
     joined = dict(results[-1])
     for key in joined:
         values = [result.get(key) for result in results]
-        if not all(isinstance(value, Tensor) for value in values):
-            continue
-        if key == "weight":
-            joined[key] = torch.stack([value.detach().sum() for value in values]).sum()
-        elif all(v.numel() == 1 and v.ndim <= (key == "loss") for v in values):
-            joined[key] = _mean(values, weights)
-        elif _have_rows(values, counts):
-            joined[key] = torch.cat([value.detach() for value in values])
-        else:
-            joined[key] = joined[key].detach()
+        if all(isinstance(value, Tensor) for value in values):
+            joined[key] = _joined(key, values, weights, counts)
     return joined
 
 
-def _have_rows(values: Sequence[Tensor], counts: Sequence[int]) -> bool:
-    """Whether tensors have one row for each sample."""
-    return len({v.shape[1:] for v in values}) == 1 and all(
-        v.ndim and len(v) == n for v, n in zip(values, counts, strict=True)
-    )
+def _joined(
+    key: Any, values: Sequence[Tensor], weights: Sequence[float], counts: Sequence[int]
+) -> Tensor:
+    values = [value.detach() for value in values]
+    if key == "weight":
+        return torch.stack([value.sum() for value in values]).sum()
+    if all(value.numel() == 1 and value.ndim <= (key == "loss") for value in values):
+        return weighted_mean([value.reshape(()) for value in values], weights)
+    have_rows = all(v.ndim and len(v) == n for v, n in zip(values, counts, strict=True))
+    if have_rows and len({value.shape[1:] for value in values}) == 1:
+        return torch.cat(values)
+    return values[-1]
 
 
 def detached(result: Any) -> Any:
@@ -231,8 +203,3 @@ def detached(result: Any) -> Any:
     if isinstance(result, Mapping):
         return {key: detached(value) for key, value in result.items()}
     return result.detach() if isinstance(result, Tensor) else result
-
-
-def _mean(values: Sequence[Any], weights: Sequence[float]) -> Tensor:
-    losses = [value["loss"] if isinstance(value, Mapping) else value for value in values]
-    return weighted_mean([loss.reshape(()) for loss in losses], weights)

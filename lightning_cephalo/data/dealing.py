@@ -1,18 +1,23 @@
-"""What the loaders of all ranks are dealt by."""
+"""What the loaders of all ranks are dealt by, and what a rank without samples collates."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_cephalo.data.batch_layout import BatchLayout
+from lightning_cephalo.data.batch_layout import BatchLayout, NoSamples
+from lightning_cephalo.data.containers import own_copy
+from lightning_cephalo.data.randomness import preserved_randomness
 
 Broadcast = Callable[[Any], Any]
 """A collective that returns rank 0's object on every rank."""
 
 Gather = Callable[[list[float]], list[list[float]]]
 """A collective that returns every rank's numbers, in rank order; called in the main process."""
+
+# Samples that are tried for one that the collate function does not drop.
+_TRIED = 64
 
 
 @dataclass(frozen=True)
@@ -49,3 +54,46 @@ class Dealing:
             raise ValueError(
                 f"Expects one batch size of 0 or more for each rank, not all 0, but got {sizes}."
             )
+
+
+class RankCollate:
+    """The user's ``collate_fn``, extended to accept zero samples.
+
+    A rank without samples gets `NoSamples`, as most collate functions fail on an empty list. So it
+    does for None, which drops all samples: Lightning would skip the step on this rank alone.
+    """
+
+    def __init__(self, collate_fn: Callable[[Any], Any], dataset: Any) -> None:
+        self.collate_fn, self.dataset = collate_fn, dataset
+
+    def __call__(self, samples: Any) -> Any:
+        # a dataset's __getitems__ may return something without a length
+        if hasattr(samples, "__len__") and len(samples) == 0:
+            return self._shown()
+        batch = self.collate_fn(samples)
+        return self._shown() if batch is None else batch
+
+    def _shown(self) -> NoSamples:
+        """Returns the first sample that the user's function does not drop; it is read anew."""
+        failure: Exception | None = None
+        with preserved_randomness():
+            try:
+                for key in range(min(len(self.dataset), _TRIED)):
+                    batch = self.collate_fn(own_copy(fetch(self.dataset, [key]), with_arrays=True))
+                    if batch is not None:
+                        return NoSamples(batch)
+            except Exception as error:
+                failure = error
+        raise RuntimeError(
+            "A rank has no samples in a step, and none of the dataset's first samples, of which"
+            f" hooks would see one there, can be read and collated ({failure!r}). Use"
+            " DataLoader(drop_last=True) if it is the last step, a plan that gives every rank"
+            " samples, or a dataset without samples that collate_fn drops."
+        ) from failure
+
+
+def fetch(dataset: Any, keys: Sequence[Any]) -> Any:
+    """Returns the samples at ``keys``, read as torch's DataLoader reads them."""
+    if getattr(dataset, "__getitems__", None):
+        return dataset.__getitems__(list(keys))
+    return [dataset[key] for key in keys]

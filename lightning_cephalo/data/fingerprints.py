@@ -5,23 +5,15 @@ They cover the structure, shapes, short values, and both ends of long ones: micr
 
 from __future__ import annotations
 
-import datetime
-import decimal
-import os
 import zlib
 from typing import Any
 
 import numpy as np
 import torch
 
-from lightning_cephalo.data.containers import children_of
+from lightning_cephalo.data.containers import children_of, is_array
 
 _EDGE = 64  # values that count at each end of an array or a container
-_VALUES = (
-    *(bool, int, float, complex, np.generic, decimal.Decimal, os.PathLike),
-    *(datetime.date, datetime.time, datetime.timedelta),
-)
-"""Types whose ``repr`` shows all of a value, and nothing else."""
 _DEEPEST = 8  # objects may refer to themselves
 
 
@@ -35,54 +27,40 @@ def fingerprint(value: Any) -> int:
         >>> fingerprint([1, "a"]) == fingerprint([1, "a"]), fingerprint(object())
         (True, 0)
     """
-    parts: list[bytes] = []
+    parts: list[str] = []
     seen = _visit(value, parts, 0)
-    return (zlib.crc32(b"\0".join(parts)) or 1) if seen else 0
+    content = "\0".join(parts).encode(errors="surrogatepass")
+    return (zlib.crc32(content) or 1) if seen else 0
 
 
-def _visit(node: Any, parts: list[bytes], depth: int) -> bool:
+def _visit(node: Any, parts: list[str], depth: int) -> bool:
     """Appends what is seen of ``node``; returns whether that was content, and not a type alone."""
-    parts.append(type(node).__qualname__.encode())
-    if isinstance(node, torch.Tensor):
-        return _visit_tensor(node, parts)
+    parts.append(type(node).__qualname__)
+    if isinstance(node, torch.Tensor) and is_array(node):
+        flat = node.detach().reshape(-1)
+        raw = torch.cat((flat[:_EDGE], flat[-_EDGE:])).cpu().view(torch.uint8).numpy()
+        parts += [str(node.dtype), str(node.shape), raw.tobytes().hex()]
+        return True
     if hasattr(type(node), "__array_interface__"):  # arrays, and images of PIL
-        node = np.asarray(node)
-        parts.append(f"{node.dtype}{node.shape}".encode())
-        flat = node.reshape(-1)
-        ends = np.concatenate((flat[:_EDGE], flat[-_EDGE:]))
-        if not node.dtype.hasobject:
-            parts.append(ends.tobytes())
+        array = np.asarray(node)
+        ends = np.concatenate((array.reshape(-1)[:_EDGE], array.reshape(-1)[-_EDGE:]))
+        parts += [str(array.dtype), str(array.shape)]
+        if not array.dtype.hasobject:
+            parts.append(ends.tobytes().hex())
             return True
         node = ends.tolist()
-    if isinstance(node, str | bytes | bytearray):
-        raw = node.encode(errors="surrogatepass") if isinstance(node, str) else bytes(node)
-        parts.extend((str(len(raw)).encode(), raw[:4096], raw[-_EDGE:]))
-        return True
-    if isinstance(node, _VALUES):
-        parts.append(repr(node).encode(errors="surrogatepass"))
-        return True
-    if depth == _DEEPEST:
-        return False
     if isinstance(node, set | frozenset):  # their order differs between processes
         node = sorted(map(fingerprint, node))
     children = children_of(node)
-    if children is None:
-        # by name: ranks may have set attributes in different orders
-        children = sorted(getattr(node, "__dict__", {}).items())
-    parts.append(str(len(children)).encode())
+    if children is None:  # by name: ranks may have set attributes in different orders
+        children = [] if callable(node) else sorted(getattr(node, "__dict__", {}).items())
+        text = "" if children or type(node).__repr__ is object.__repr__ else repr(node)
+        if isinstance(node, str | bytes) or (text and " at 0x" not in text):
+            parts += [str(len(text)), text[:4096], text[-_EDGE:]]
+            return node is not None
+    parts.append(str(len(children)))
     seen = False
-    for key, child in [*children[:_EDGE], *children[_EDGE:][-_EDGE:]]:
-        parts.append(repr(key).encode())
+    for key, child in [*children[:_EDGE], *children[_EDGE:][-_EDGE:]] if depth < _DEEPEST else ():
+        parts.append(repr(key))
         seen = _visit(child, parts, depth + 1) or seen
     return seen
-
-
-def _visit_tensor(tensor: torch.Tensor, parts: list[bytes]) -> bool:
-    if tensor.is_nested or tensor.layout != torch.strided:
-        parts.append(str(tensor.layout).encode())
-        return False
-    parts.append(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-    flat = tensor.detach().reshape(-1)
-    ends = torch.cat((flat[:_EDGE], flat[-_EDGE:])).cpu()
-    parts.append(ends.view(torch.uint8).numpy().tobytes())
-    return True

@@ -21,11 +21,16 @@ from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.data import reading
-from lightning_cephalo.data.collate import EmptyFetchDataset, RankCollate, tolerates_empty_fetch
-from lightning_cephalo.data.dealing import Broadcast, Dealing
-from lightning_cephalo.data.randomness import read_states, samplers_within, write_states
-from lightning_cephalo.data.reading import original_of
+from lightning_cephalo.data.dealing import Dealing, RankCollate
+from lightning_cephalo.data.randomness import (
+    generators_of,
+    preserved_randomness,
+    read_states,
+    samplers_within,
+    write_states,
+)
 from lightning_cephalo.data.samplers import RankBatchSampler
 from lightning_cephalo.data.shares import deal
 from lightning_cephalo.data.streams import deal_stream
@@ -47,9 +52,10 @@ def dealt_loader(loader: Any, dealing: Dealing) -> Any:
         BatchSplitError: a ready batch that cannot be cut.
         UnsupportedError: a loader that can be read only once, or holds an iterator.
     """
-    loader, ranks = original_of(loader), len(dealing.sizes)
+    loader, ranks = reading.original_of(loader), len(dealing.sizes)
     # A collective: called unconditionally, before anything can differ between ranks.
-    _share_generator_states(loader, dealing.broadcast)
+    generators = generators_of(loader)
+    write_states(generators, dealing.broadcast(read_states(generators)))
     if ranks > 1 or not dealing.trains:
         reading.refuse_one_pass(loader)
     _reject_distributed_sampler(loader, ranks)
@@ -64,38 +70,49 @@ def dealt_loader(loader: Any, dealing: Dealing) -> Any:
 
 
 def _deal_map_style(loader: DataLoader[Any], dealing: Dealing) -> DataLoader[Any]:
-    ranks = len(dealing.sizes)
-    batch_sampler = reading.unwrapped_batch_sampler(loader)
-    if batch_sampler is None:
+    ranks, lists = len(dealing.sizes), reading.unwrapped_batch_sampler(loader)
+    if lists is None:
         raise ValueError(
             "DataLoader(batch_size=None) with a map-style dataset yields ready batches, which "
             "cephalo cannot deal out by sample. Let the dataset return single samples, or lists of "
             "them in __getitems__(indices), and give DataLoader(batch_size=...)."
         )
-    drop_last = False
-    lists_per_step: int | None = None
-    if reading.is_standard(batch_sampler):
-        # Reads the sampler directly: same samples, but drop_last must refer to the global batch.
-        source: Any = batch_sampler.sampler
-        drop_last = batch_sampler.drop_last
-    else:
-        source = batch_sampler
-        lists_per_step = _lists_per_step(loader, ranks, dealing.global_batch_size)
-    mine = RankBatchSampler(source, dealing, drop_last=drop_last, lists_per_step=lists_per_step)
-    mine.warn_of_samples_left_out()
+    if reading.has_custom_lists(loader):
+        each = _lists_per_step(loader, ranks, dealing.global_batch_size)
+        mine = RankBatchSampler(lists, dealing, lists_per_step=each)
+    else:  # the same samples, but drop_last must refer to the global batch
+        mine = RankBatchSampler(lists.sampler, dealing, drop_last=lists.drop_last)
     # Lightning's predict loop reads the indices from its own wrapper, around our sampler.
-    recorder = loader.batch_sampler if loader.batch_sampler is not batch_sampler else None
-    lists: Any = mine if recorder is None else type(recorder)(mine)  # type: ignore[call-arg]
-    changes: dict[str, Any] = {"batch_sampler": lists}
-    if mine.sampler.source is loader.sampler:
-        changes["sampler"] = mine.sampler
+    wrapper: Any = loader.batch_sampler
+    changes: dict[str, Any] = {"batch_sampler": mine}
+    if wrapper is not lists:
+        changes["batch_sampler"] = type(wrapper)(mine)
     if ranks > 1:  # a single rank is never without samples
+        _refuse_fetch_that_needs_keys(loader.dataset)
         changes["collate_fn"] = RankCollate(loader.collate_fn, loader.dataset)
-        if not tolerates_empty_fetch(loader.dataset):
-            changes["dataset"] = EmptyFetchDataset(loader.dataset)
     # Not earlier: Lightning's wrapper copies attributes, and would pickle the loader.
     mine.original = loader
     return reading.with_changes(loader, **changes)
+
+
+def _refuse_fetch_that_needs_keys(dataset: Any) -> None:
+    """Raises if no keys cannot be fetched, as a rank does in a step without samples for it."""
+    fetch = getattr(dataset, "__getitems__", None)
+    if not fetch:
+        return
+    found: Any = None
+    with preserved_randomness():
+        try:
+            found = fetch([])
+            is_empty = not len(found)
+        except Exception as error:  # any error of the user's method means no
+            found, is_empty = error, False
+    if not is_empty:
+        raise UnsupportedError(
+            f"{type(dataset).__name__}.__getitems__([]) gives {found!r}, expected none. A rank asks"
+            " for no samples in a step that has fewer than ranks. Begin __getitems__(keys)"
+            " with: if not keys: return []."
+        )
 
 
 def _reject_distributed_sampler(loader: Any, world_size: int) -> None:
@@ -121,12 +138,3 @@ def _lists_per_step(loader: DataLoader[Any], world_size: int, total: int | None)
             "(one per rank) are then one global batch."
         )
     return total // size
-
-
-def _share_generator_states(loader: Any, broadcast: Broadcast) -> None:
-    """Sets the generators of a loader and of its samplers to rank 0's states; collective.
-
-    Raises ValueError if samplers hold different generators on different ranks.
-    """
-    generators = reading.generators_of_loader(loader)
-    write_states(generators, broadcast(read_states(generators)))

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
+from lightning_cephalo.data.containers import mapped
 from lightning_cephalo.data.dealing import Dealing
 from lightning_cephalo.data.randomness import (
-    SwappedRandomness,
+    SeparateRandomness,
     generators_of,
     read_states,
     samplers_within,
@@ -63,7 +64,7 @@ class Pass:
     """
 
     def __init__(self, entropy: tuple[int, ...], skipped: int, sizes: tuple[int, ...]) -> None:
-        self.randomness = SwappedRandomness(entropy)
+        self.randomness = SeparateRandomness(entropy)
         self.skipped, self.steps = skipped, 0
         self._sizes: list[tuple[float, tuple[int, ...]]] = [(0.0, sizes)]
 
@@ -116,7 +117,7 @@ class Passes:
         # order, as a torch sampler does; DistributedSampler would repeat the last order.
         self._number = 0
         self._pass = Pass((), 0, dealing.sizes)
-        self._latest: tuple[int, int, list[Any]] | None = None
+        self._began: tuple[int, int, list[Any]] | None = None
         self._resumed: tuple[Position, Continue] | None = None
         self._undoes_draws = self._must_learn_epochs = False
 
@@ -131,30 +132,32 @@ class Passes:
         if epoch != self.epoch:
             self.epoch, self._number = epoch, 0
             if self._resumed is not None and self._resumed[1] is Continue.AT_END:
-                # undoes what the loader has drawn for the pass that yielded nothing
-                self._restore(self._resumed[0].now)
+                self._restore(self._resumed[0].now)  # the loader may have drawn since
                 self._resumed = None
         for sampler in samplers_within(self._source):
-            set_epoch = getattr(sampler, "set_epoch", None)
-            if callable(set_epoch):
-                set_epoch(epoch)
+            if callable(getattr(sampler, "set_epoch", None)):
+                sampler.set_epoch(epoch)
 
-    def begin(self) -> Pass | None:
-        """Begins a pass; None: it yields nothing, as the resumed epoch has ended."""
+    def count_as(self, other: Passes) -> None:
+        """Counts epochs as the passes of another loader of the same training do."""
+        self.epochs_ahead = other.epochs_ahead
+        self.epoch -= other.epochs_ahead
+
+    def begin(self) -> Pass:
+        """Begins a pass."""
         self.begun += 1
         skipped = 0
         if self._resumed is not None:
             position, way = self._resumed
-            if way is Continue.AT_END:
-                return None
-            self._resumed = None
-            if way is Continue.INSIDE:
+            if way is not Continue.BEHIND:
                 skipped, self._number = position.step, position.number
                 # the loader may have drawn from its sampler's generator since
                 self._restore(position.start)
             elif self._undoes_draws:
                 self._restore(position.now)
-        self._latest = (self.epoch, self._number, self._states())
+            if way is not Continue.AT_END:
+                self._resumed = None
+        self._began = (self.epoch, self._number, self._states())
         entropy = (self.seed % 2**64, self.epoch, self._number)
         self._number += 1
         # a new one: an unfinished iterator of another pass must not write into it
@@ -180,7 +183,10 @@ class Passes:
         return dealt if known and self._deals_here else None
 
     def continue_at(self, position: Position, way: Continue, *, undoes_draws: bool = False) -> None:
-        """Makes the next pass begin where another run has stopped; ValueError: other generators."""
+        """Makes the next pass begin where another run has stopped; ValueError: other generators.
+
+        ``undoes_draws``: the loader draws now, and would not have drawn between two epochs.
+        """
         self._restore(position.now)
         self._set_epoch(position.epoch + (way is Continue.BEHIND))
         self._resumed, self._undoes_draws = (position, way), undoes_draws
@@ -203,62 +209,43 @@ class Passes:
         if self.begun and not self._is_stateful and not least <= self._pass.steps <= step + ahead:
             return None
         now = self._states()
-        if self._latest is not None:
-            epoch, number, start = self._latest
-        elif self._resumed is not None and self._resumed[1] is not Continue.BEHIND:
+        if self._began is not None:
+            return Position(*self._began[:2], step, self.items, self._began[2], now)
+        if self._resumed is not None and self._resumed[1] is not Continue.BEHIND:
             resumed = self._resumed[0]
-            epoch, number, start = resumed.epoch, resumed.number, resumed.start
-        else:  # the steps are those of an earlier epoch
-            epoch, number, start = self.epoch - bool(step), 0, now
-        return Position(epoch, number, step, self.items, start, now)
+            return Position(resumed.epoch, resumed.number, step, self.items, resumed.start, now)
+        # the steps are those of an earlier epoch
+        return Position(self.epoch - bool(step), 0, step, self.items, now, now)
 
     @property
     def _generators(self) -> list[Any]:
         return [*generators_of(self._source), *self._others]
 
+    @property
+    def _stateful(self) -> list[Any]:
+        return [sampler for sampler in samplers_within(self._source) if is_stateful(sampler)]
+
     def _states(self) -> list[Any]:
-        """Returns the states of generators and of stateful samplers, as plain values."""
-        states = [_plain(state) for state in read_states(self._generators)]
-        return [*states, *(sampler.state_dict() for sampler in _stateful_within(self._source))]
+        """Returns states without numpy's types, which a checkpoint of weights may not hold."""
+
+        def plain(_: object, leaf: Any) -> Any:
+            return leaf.tolist() if isinstance(leaf, np.ndarray | np.generic) else leaf
+
+        states = mapped(read_states(self._generators), plain)
+        return [*states, *(sampler.state_dict() for sampler in self._stateful)]
 
     def _restore(self, states: Sequence[Any]) -> None:
-        generators, samplers = self._generators, _stateful_within(self._source)
+        generators, samplers = self._generators, self._stateful
         if len(states) != len(generators) + len(samplers):
             raise ValueError(
                 f"Expects the generators and stateful samplers of the checkpoint, {len(states)},"
                 f" but the loader has {len(generators) + len(samplers)}. Build the same sampler."
             )
-        write_states(generators, [_restored(state) for state in states[: len(generators)]])
+        write_states(generators, states[: len(generators)])
         for sampler, state in zip(samplers, states[len(generators) :], strict=True):
             sampler.load_state_dict(state)
 
 
-def _stateful_within(source: object) -> list[Any]:
-    return [
-        sampler
-        for sampler in samplers_within(source)
-        if hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
-    ]
-
-
-def _plain(state: Any) -> Any:
-    """Returns a state without numpy's arrays, which a checkpoint of weights may not hold."""
-    if isinstance(state, np.ndarray):
-        return {"numpy": state.tolist(), "dtype": str(state.dtype)}
-    if isinstance(state, np.generic):
-        return state.item()
-    if isinstance(state, dict):
-        return {name: _plain(value) for name, value in state.items()}
-    if isinstance(state, tuple):
-        return tuple(_plain(value) for value in state)
-    return state
-
-
-def _restored(state: Any) -> Any:
-    if isinstance(state, dict):
-        if set(state) == {"numpy", "dtype"}:
-            return np.array(state["numpy"], dtype=cast(Any, state["dtype"]))
-        return {name: _restored(value) for name, value in state.items()}
-    if isinstance(state, tuple):
-        return tuple(_restored(value) for value in state)
-    return state
+def is_stateful(value: Any) -> bool:
+    """Returns whether a loader or sampler can save and restore its position."""
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")

@@ -8,7 +8,7 @@ would overlap. So samplers run under separate global states, and their own gener
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,48 +40,41 @@ def preserved_randomness() -> Generator[None, None, None]:
         _write_global(states)
 
 
-class SwappedRandomness:
-    """Separate global CPU random states in a ``with`` block; entering again continues them."""
+class SeparateRandomness:
+    """Separate global CPU random states, which follow from ``entropy``."""
 
     def __init__(self, entropy: Sequence[int]) -> None:
         words = np.random.SeedSequence(entropy).generate_state(3, np.uint64)
-        torch_generator = torch.Generator().manual_seed(int(words[0]) >> 1)
-        # RandomState seeds are 32 bits wide
-        numpy_state = np.random.RandomState(int(words[1]) % 2**32).get_state()
         self._states = (
-            torch_generator.get_state(),
-            numpy_state,
+            torch.Generator().manual_seed(int(words[0]) >> 1).get_state(),
+            # RandomState seeds are 32 bits wide
+            np.random.RandomState(int(words[1]) % 2**32).get_state(),
             random.Random(int(words[2])).getstate(),
         )
-        self._outside: tuple[Any, Any, Any] | None = None
 
-    def __enter__(self) -> None:
-        self._outside = _read_global()
-        _write_global(self._states)
+    @contextmanager
+    def active(self) -> Generator[None, None, None]:
+        """Swaps the states in for a ``with`` block; the next block continues them."""
+        with preserved_randomness():
+            _write_global(self._states)
+            try:
+                yield
+            finally:
+                self._states = _read_global()
 
-    def __exit__(self, *error: object) -> None:
-        assert self._outside is not None
-        self._states = _read_global()
-        _write_global(self._outside)
-        self._outside = None
 
-
-def samplers_within(source: object) -> list[object]:
+def samplers_within(source: object) -> list[Any]:
     """Returns ``source`` and the samplers that it wraps, outermost first, each once."""
-    found: list[object] = []
+    found: list[Any] = []
 
     def visit(value: object) -> None:
         if value is None or any(value is seen for seen in found):
             return
         found.append(value)
-        attributes = getattr(value, "__dict__", {})
-        for name, inner in attributes.items():
-            if isinstance(inner, Sampler) or name in _SAMPLER_ATTRIBUTES:
-                visit(inner)
-            elif isinstance(inner, list | tuple):
-                for item in inner:
-                    if isinstance(item, Sampler):
-                        visit(item)
+        for name, inner in getattr(value, "__dict__", {}).items():
+            for item in inner if isinstance(inner, list | tuple) else (inner,):
+                if isinstance(item, Sampler) or (item is inner and name in _SAMPLER_ATTRIBUTES):
+                    visit(item)
 
     visit(source)
     return found
@@ -89,32 +82,24 @@ def samplers_within(source: object) -> list[object]:
 
 def generators_of(source: object) -> list[Any]:
     """Returns the samplers' generators in a fixed order, without torch's default one."""
-    found: list[Any] = []
-    for sampler in samplers_within(source):
-        for value in getattr(sampler, "__dict__", {}).values():
-            if (
-                isinstance(value, GENERATOR_TYPES)
-                and value is not torch.default_generator
-                and not any(value is seen for seen in found)
-            ):
-                found.append(value)
-    return found
-
-
-def _state_access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], object]]:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state, generator.set_state
-    if isinstance(generator, np.random.RandomState):
-        return generator.get_state, generator.set_state
-    if isinstance(generator, random.Random):
-        return generator.getstate, generator.setstate
-    bits = generator.bit_generator
-    return (lambda: bits.state), (lambda state: setattr(bits, "state", state))
+    held = {
+        id(value): value
+        for sampler in samplers_within(source)
+        for value in getattr(sampler, "__dict__", {}).values()
+        if isinstance(value, GENERATOR_TYPES) and value is not torch.default_generator
+    }
+    return list(held.values())
 
 
 def read_states(generators: Iterable[Any]) -> list[Any]:
     """Returns the states of ``generators``, picklable."""
-    return [_state_access(generator)[0]() for generator in generators]
+    return [_state_of(generator) for generator in generators]
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
 def write_states(generators: Sequence[Any], states: Sequence[Any]) -> None:
@@ -125,4 +110,9 @@ def write_states(generators: Sequence[Any], states: Sequence[Any]) -> None:
             f"{len(generators)} and rank 0's {len(states)}. Build the same sampler on every rank."
         )
     for generator, state in zip(generators, states, strict=True):
-        _state_access(generator)[1](state)
+        if isinstance(generator, np.random.Generator):
+            generator.bit_generator.state = state
+        elif isinstance(generator, random.Random):
+            generator.setstate(state)
+        else:
+            generator.set_state(state)

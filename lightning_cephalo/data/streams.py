@@ -4,7 +4,7 @@ Every rank reads the whole stream, and keeps its part of each global batch. So a
 samples of one device, in the same order, with any number of workers. Checksums of every global
 batch are compared, so that a stream that differs between ranks is refused.
 
-With ``Trainer(use_distributed_sampler=False)`` each rank reads a part of its own (`own_part`).
+With ``Trainer(use_distributed_sampler=False)`` each rank reads a part of its own (`OwnPart`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,13 +23,13 @@ from torch.utils.data import DataLoader
 from lightning_cephalo.common.errors import BatchSplitError, UnsupportedError
 from lightning_cephalo.data import reading
 from lightning_cephalo.data.batch_layout import NoSamples
-from lightning_cephalo.data.collate import RankCollate
-from lightning_cephalo.data.dealing import Dealing
+from lightning_cephalo.data.containers import own_copy
+from lightning_cephalo.data.dealing import Dealing, RankCollate
 from lightning_cephalo.data.fingerprints import fingerprint
-from lightning_cephalo.data.lockstep import LockStepLoader, is_stateful
-from lightning_cephalo.data.passes import Passes
-from lightning_cephalo.data.randomness import SwappedRandomness
-from lightning_cephalo.data.samplers import too_few_samples
+from lightning_cephalo.data.passes import Passes, is_stateful
+from lightning_cephalo.data.randomness import SeparateRandomness, generators_of
+from lightning_cephalo.data.rank_loader import RankLoader
+from lightning_cephalo.data.samplers import warn_of_too_few_samples
 from lightning_cephalo.data.shares import deal
 
 _CHECKED = 8  # samples at the two ends of a global batch
@@ -52,7 +53,7 @@ class StreamCollate:
     def __init__(self, collate_fn: Callable[[Any], Any], dealing: Dealing) -> None:
         self.rank, self.sizes, self.every_rank = dealing.rank, dealing.sizes, dealing.every_rank
         self.own = RankCollate(collate_fn, None)
-        self._randomness: SwappedRandomness | None = None
+        self._randomness: SeparateRandomness | None = None
 
     def __call__(self, samples: Any) -> GlobalStep:
         # before collating: some collate functions change their samples
@@ -64,8 +65,8 @@ class StreamCollate:
         start = sum(dealt[: self.rank])
         self.own.dataset = samples  # to show one of them without samples
         if self._randomness is None:  # in the process, and the pass, of a worker
-            self._randomness = SwappedRandomness((torch.initial_seed() % 2**64, self.rank))
-        with self._randomness:
+            self._randomness = SeparateRandomness((torch.initial_seed() % 2**64, self.rank))
+        with self._randomness.active():
             batch = self.own(samples[start : start + dealt[self.rank]])
         self.own.dataset = None
         return GlobalStep(batch, checksum, len(samples))
@@ -82,26 +83,29 @@ class ReadyCutter:
             return GlobalStep(None, 0.0, 0)
         if len(self.sizes) == 1:
             return GlobalStep(batch, 0.0, 1)
+        checksum, dealing = float(fingerprint(batch)), self._dealing
         try:
-            return self._part_of(batch)
+            count = dealing.layout.batch_size(batch)
+            dealt = _dealt(count, self.sizes, dealing.every_rank)
+            part = None if dealt is None else self._part_of(batch, dealt, count)
+            return GlobalStep(part, checksum, count)
         except BatchSplitError:
-            if self._dealing.trains:
+            if dealing.trains:
                 raise
         turn, self._turn = self._turn % len(self.sizes), self._turn + 1
-        mine = batch if turn == self._dealing.rank else NoSamples(batch)
-        return GlobalStep(mine, float(fingerprint(batch)), 1)
+        return GlobalStep(batch if turn == dealing.rank else NoSamples(batch), checksum, 1)
 
-    def _part_of(self, batch: Any) -> GlobalStep:
-        rank, layout = self._dealing.rank, self._dealing.layout
-        checksum, count = float(fingerprint(batch)), layout.batch_size(batch)
-        dealt = _dealt(count, self.sizes, self._dealing.every_rank)
-        if dealt is None:
-            return GlobalStep(None, checksum, count)
-        if dealt[rank] == count:
-            return GlobalStep(batch, checksum, count)
-        start = min(sum(dealt[:rank]), count - 1)
-        own = layout.take(batch, start, start + max(dealt[rank], 1))
-        return GlobalStep(own if dealt[rank] else NoSamples(own), checksum, count)
+    def _part_of(self, batch: Any, dealt: Sequence[int], count: int) -> Any:
+        samples = dealt[self._dealing.rank]
+        if samples == count:
+            return batch
+        start = min(sum(dealt[: self._dealing.rank]), count - 1)
+        part = self._dealing.layout.take(batch, start, start + max(samples, 1))
+        return part if samples else NoSamples(part)
+
+
+_END = GlobalStep(None, 0.0, 0)
+"""What a rank reads behind its last step."""
 
 
 def _dealt(count: int, sizes: Sequence[int], every_rank: bool) -> tuple[int, ...] | None:
@@ -109,7 +113,7 @@ def _dealt(count: int, sizes: Sequence[int], every_rank: bool) -> tuple[int, ...
     return None if every_rank and count < len(sizes) else deal(count, sizes)
 
 
-class DealtStream(LockStepLoader):
+class DealtStream(RankLoader):
     """Yields this rank's part of each global batch of a stream that every rank reads whole.
 
     Args:
@@ -123,17 +127,13 @@ class DealtStream(LockStepLoader):
         self, loader: Any, dealing: Dealing, original: object, cut: ReadyCutter | None = None
     ) -> None:
         self._fewest = len(dealing.sizes) if dealing.every_rank else 0
-        self._warns = dealing.rank == 0
         self._cut = cut
-        own = getattr(loader, "generator", None)
-        is_own = isinstance(own, torch.Generator) and own is not torch.default_generator
-        # workers hold the sizes of their pass
-        deals_here = cut is not None or not getattr(loader, "num_workers", 0)
         self._passes = Passes(
             dealing,
             0 if cut is not None else sum(dealing.sizes),
-            others=[own] if is_own else (),
-            deals_here=deals_here,
+            others=generators_of(loader),
+            # workers hold the sizes of their pass
+            deals_here=cut is not None or not getattr(loader, "num_workers", 0),
             is_stateful=is_stateful(loader),
         )
         super().__init__(loader, dealing, original)
@@ -146,53 +146,40 @@ class DealtStream(LockStepLoader):
     passes = sampler
 
     def __iter__(self) -> Iterator[Any]:
-        own = self._passes.begin()
-        if own is None:
-            return
-        loader: Any = self.loader
-        dealer: Any = loader.collate_fn if self._cut is None else self._cut
+        own, loader = self._passes.begin(), self.loader
+        dealer: Any = loader.collate_fn if self._cut is None else self._cut  # type: ignore[attr-defined]
         dealer.sizes = own.sizes_of(0)
         # Ranks draw different amounts in training, and a stream may draw in this process.
-        with own.randomness:
+        with own.randomness.active():
             items = iter(loader)
         number = 0
         while True:
             dealer.sizes = own.sizes_of(own.steps)
-            with own.randomness:
-                step = self._next_step(items)
-            is_left_out = step is not None and 0 < step.samples < self._fewest
-            is_skipped = step is not None and own.steps < own.skipped
-            own.steps += step is not None and not is_left_out
-            if not is_skipped:
-                self._compare(step, number)
-            if step is None:
+            with own.randomness.active():
+                step = next(items, _END)
+                if step is not _END and self._cut is not None:
+                    step = self._cut(step)
+            is_skipped = step is not _END and own.steps < own.skipped
+            is_left_out = 0 < step.samples < self._fewest
+            own.steps += step is not _END and not is_left_out
+            if is_skipped:
+                continue
+            self._compare(step, number)
+            if step is _END:
                 return
             number += 1
-            if is_left_out and not is_skipped:
-                self._warn_once(step.samples)
-            elif not is_skipped:
+            if is_left_out:
+                warn_of_too_few_samples(step.samples, self._fewest)
+            else:
                 yield step.batch
-
-    def _next_step(self, items: Iterator[Any]) -> GlobalStep | None:
-        try:
-            item = next(items)
-        except StopIteration:
-            return None
-        return item if self._cut is None else self._cut(item)
-
-    def _warn_once(self, samples: int) -> None:
-        if self._warns:
-            step = f"A step of the stream {_name_of(self.original)}"
-            warnings.warn(too_few_samples(step, samples, self._fewest), stacklevel=2)
-        self._warns = False
 
     def _own_length(self) -> int | None:
         # steps that are left out would count, and no epoch would end
         return None if self._fewest else super()._own_length()
 
-    def _compare(self, step: GlobalStep | None, number: int) -> None:
+    def _compare(self, step: GlobalStep, number: int) -> None:
         """Raises on every rank if ranks read different samples; collective."""
-        own = [0.0, 0.0, 0.0] if step is None else [1.0, float(step.samples), step.fingerprint]
+        own = [float(step is not _END), float(step.samples), step.fingerprint]
         everyones = self._dealing.gather(own)
         if len(everyones) > 1 and own[1] and not own[2]:
             raise UnsupportedError(
@@ -229,7 +216,43 @@ def deal_stream(loader: Any, dealing: Dealing) -> DealtStream:
     return DealtStream(source, dealing, loader)
 
 
-def own_part(loader: Any, dealing: Dealing) -> LockStepLoader:
+class OwnPart(RankLoader):
+    """Yields this rank's own samples, on every rank until the last one has run out.
+
+    Ranks that have run out continue with `NoSamples`, so that every sample counts once. With
+    ``every_rank`` all end with the first.
+    """
+
+    _sample: Any = None
+
+    def __iter__(self) -> Iterator[Any]:
+        batches: Iterator[Any] = iter(self.loader)
+        batch: Any = None
+        while True:
+            batch = next(batches, _END) if batch is not _END else _END
+            is_batch = batch is not _END and batch is not None
+            if self._sample is None and is_batch:
+                self._sample = self._first_of(batch)
+            everyones = [bool(row[0]) for row in self._dealing.gather([float(batch is not _END)])]
+            if not (all(everyones) if self._dealing.every_rank else any(everyones)):
+                return
+            # Lightning skips a step whose batch is None, and the other ranks would wait for it
+            yield batch if is_batch else self._shown()
+
+    def _shown(self) -> NoSamples:
+        if self._sample is None:  # nothing can be shown of a part that has nothing at all
+            return NoSamples(())
+        # a hook may change the containers that it gets
+        return NoSamples(own_copy(self._sample, with_arrays=True))
+
+    def _first_of(self, batch: Any) -> Any:
+        """Returns the first sample of a batch, or a batch that cannot be cut as it is."""
+        with suppress(BatchSplitError):
+            batch = self._dealing.layout.take(batch, 0, 1)
+        return own_copy(batch, with_arrays=True)
+
+
+def own_part(loader: Any, dealing: Dealing) -> OwnPart:
     """Returns a user's loader of this rank's own samples, so that ranks end together; collective.
 
     Training streams get the batch size of the plan.
@@ -244,7 +267,7 @@ def own_part(loader: Any, dealing: Dealing) -> LockStepLoader:
     is_batched = reading.is_stream(loader) and not reading.yields_ready_batches(loader)
     if dealing.trains and is_batched:
         source = reading.with_batch_size(loader, dealing.sizes[dealing.rank])
-    return LockStepLoader(source, dealing, loader)
+    return OwnPart(source, dealing, loader)
 
 
 def _equal_seeds(loader: Any) -> dict[str, Any]:
@@ -265,15 +288,15 @@ def _name_of(loader: Any) -> str:
 
 def _look_whether_it_begins_anew(loader: Any, dealing: Dealing) -> None:
     def first() -> int:
-        with SwappedRandomness((dealing.seed % 2**64, 0)), reading.generators_kept(loader):
+        with reading.untouched(loader), SeparateRandomness((dealing.seed % 2**64, 0)).active():
             return fingerprint(next(iter(loader.dataset), None))
 
     if first() != first() and dealing.rank == 0:
         warnings.warn(
             f"The stream {_name_of(loader)} begins with another sample each time that it is read,"
-            " and its first samples are also read before training. If it goes on where its last"
-            " reader has stopped, as an open file does, training misses these. If it counts its"
-            " readings, its order is a later one. So begin anew in __iter__, and take the epoch"
-            " from set_epoch(). If it is random, seed it, or draw from the global generators.",
+            " and its first samples are also read before training. One that goes on where its last"
+            " reader has stopped, as an open file does, loses these. So begin anew in __iter__, and"
+            " take the epoch from set_epoch(). If it is random, seed it, or draw from the global"
+            " generators.",
             stacklevel=2,
         )

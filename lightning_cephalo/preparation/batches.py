@@ -43,7 +43,7 @@ class Batches:
 
     def shown(self, batch: Any, trains: bool) -> Any:
         """Return what hooks see of a batch: without samples a repeated one that counts nowhere."""
-        seen, self.lacks = self.cutter.shown(batch) if trains else shown(batch)
+        seen, self.lacks = shown(batch, self.cutter.spec if trains else None)
         return seen
 
     @property

@@ -86,7 +86,7 @@ class PlanChanges:
         if not by_user and any(pending.is_users for pending in self._pending):
             return False
         session, control = self.session, self.session.control
-        loaders, dealt = DealtLoaders(self.view.of), self.dealt_plan
+        loaders, dealt = DealtLoaders(self.view), self.dealt_plan
         read = partial(self._read, plan, loaders)
         checked: Plan = control.together("checking the new plan", read)
         everyones = control.gather((checked,))
@@ -150,8 +150,7 @@ class PlanChanges:
     def _is_due(self, pending: _Pending, batch: int) -> bool:
         if batch >= pending.from_batch:
             return True
-        is_next = DealtLoaders(self.view.of).is_behind(pending.mark)
-        return is_next and not (batch and pending.mark.have_begun)
+        return DealtLoaders(self.view).are_behind(pending.mark, batch)
 
     def follow_now(self, plan: Plan, problem: Problem) -> None:
         """Follow a plan from the middle of a step that has failed on all ranks; collective."""

@@ -26,6 +26,7 @@ from torch import Tensor
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.generators import read_generators
 from lightning_cephalo.adapters.resuming import KEY, saved_order
+from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.common.errors import RecoveryError
 from lightning_cephalo.common.quantities import format_mib
 from lightning_cephalo.ranks.control import ControlGroup
@@ -403,7 +404,7 @@ class Keeper:
                 "on_save_checkpoint() writes to checkpoint['optimizer_states'], whose tensors are"
                 " the training's own, so that training is changed. Let it write to copies."
             )
-        order = saved_order(trainer)
+        order = saved_order(TrainerView(trainer))
         if order is not None:
             checkpoint[KEY] = order
         facts = Facts(

@@ -7,6 +7,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from lightning_cephalo.adapters.resuming import KEY, Resumption
+from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.data.dealing import Dealing
 from lightning_cephalo.data.loaders import dealt_loader
 
@@ -16,11 +17,11 @@ def _loader(size=4):
     return dealt_loader(DataLoader(range(20), batch_size=size), dealing)
 
 
-def _trainer(trained=3, accumulates=1):
+def _view(trained=3, accumulates=1):
     current = SimpleNamespace(completed=trained, processed=trained)
     progress = SimpleNamespace(current=current, is_last_batch=False)
     loop = SimpleNamespace(restarting=True, epoch_loop=SimpleNamespace(batch_progress=progress))
-    return SimpleNamespace(fit_loop=loop, accumulate_grad_batches=accumulates, is_global_zero=True)
+    return TrainerView(SimpleNamespace(fit_loop=loop, accumulate_grad_batches=accumulates))
 
 
 def _saved(size=4):
@@ -32,10 +33,10 @@ def _saved(size=4):
     return {KEY: {"seed": 1, "ended": False, "loaders": [vars(position)]}}
 
 
-def _said(checkpoint, loader, trainer=None):
+def _said(checkpoint, loader, view=None):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        Resumption(trainer or _trainer(), checkpoint).continue_with(loader, warns=True)
+        Resumption(view or _view(), checkpoint).continue_with(loader)
     return [str(each.message) for each in caught]
 
 
@@ -48,9 +49,9 @@ def test_nothing_is_said_where_training_goes_on_exactly():
 @pytest.mark.parametrize(
     ("checkpoint", "loader", "why"),
     [
-        ({}, _loader(), "does not hold the order of samples"),
+        ({}, _loader(), "does not hold the place in the order of samples"),
         (_saved(5), _loader(), "its steps have 5 samples or lists, those of this run 4"),
-        ({KEY: {"seed": 1, "ended": False, "loaders": [None]}}, _loader(), "not known"),
+        ({KEY: {"seed": 1, "ended": False, "loaders": [None]}}, _loader(), "not hold the place"),
         (_saved(), [1, 2, 3], "each rank reads samples of its own"),
     ],
 )
@@ -61,5 +62,5 @@ def test_samples_that_begin_anew_are_named_once(checkpoint, loader, why):
 
 
 def test_gradients_that_the_checkpoint_lacks_are_named():
-    (said,) = _said(_saved(), _loader(), _trainer(accumulates=2))
+    (said,) = _said(_saved(), _loader(), _view(accumulates=2))
     assert "does not hold the gradients" in said

@@ -25,9 +25,11 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
+    SequentialSampler,
     SubsetRandomSampler,
 )
 
+from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.data.reading import (
     agreed_seed,
     global_batch_size,
@@ -36,6 +38,8 @@ from lightning_cephalo.data.reading import (
     original_of,
     rank_batch_sampler,
     sample_batches,
+    with_batch_size,
+    with_changes,
 )
 
 
@@ -59,6 +63,31 @@ class Pairs(Sampler):
         return 4
 
 
+class OwnCollate(DataLoader):
+    """Sets its own collate function whatever it is given, as PyTorch Geometric's loader does."""
+
+    def __init__(self, dataset, **kwargs):
+        super().__init__(dataset, collate_fn=lambda samples: -torch.stack(samples), **kwargs)
+
+
+class Closed(DataLoader):
+    """Does not say what it was created with, and makes its own dataset."""
+
+    def __init__(self, secret):
+        super().__init__(Numbers(secret), batch_size=2)
+
+
+class StartedWhenBuilt(DataLoader):
+    """Holds its iterator from the beginning, as some endless loaders do."""
+
+    def __init__(self, dataset, **kwargs):
+        super().__init__(dataset, **kwargs)
+        object.__setattr__(self, "started", super().__iter__())
+
+    def __iter__(self):
+        return self.started
+
+
 def negated(samples):
     return -torch.stack(samples)
 
@@ -71,14 +100,11 @@ def test_it_shows_the_users_sampler_and_options():
     told = []
     mine = Told(Numbers(10), generator=torch.Generator())
     loader = DataLoader(Numbers(10), batch_size=4, sampler=mine, drop_last=True)
-    for rebuilt in (
-        *rebuilt_for_ranks(lambda: loader, (3, 1)),
-        *rebuilt_for_ranks(lambda: loader, (1,), evaluate=True),
-    ):
-        assert rebuilt.sampler.generator is mine.generator
-        _set_sampler_epoch(rebuilt, len(told))
+    for epoch, rebuilt in enumerate(rebuilt_for_ranks(lambda: loader, (3, 1))):
+        assert rebuilt.sampler is mine
+        _set_sampler_epoch(rebuilt, epoch)
+        assert told[-1] == epoch
         assert (rebuilt.batch_size, rebuilt.drop_last) == (4, True)
-    assert told == [0, 1, 2]  # once by Lightning for each of them
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -307,8 +333,70 @@ def test_reading_leaves_every_generator_and_the_loaders_position_alone():
 
 
 def test_the_layout_is_learned_from_the_loader():
-    layout = learn_layout(DataLoader(Numbers(9), batch_size=2))
+    def padded(samples):  # by chance to the number of samples, if these are 3 and 2
+        return torch.zeros(len(samples), {3: 3, 2: 2}.get(len(samples), 4))
 
-    assert layout.batch_size(torch.arange(5)) == 5
-    assert layout.rows == {()}
+    assert learn_layout(DataLoader(Numbers(9), batch_size=2, collate_fn=padded)).rows == {()}
+    assert learn_layout(DataLoader(Numbers(9), batch_size=2)).rows == {()}
     assert learn_layout([torch.ones(3)], splitter=len).splitter is len
+
+
+def test_lightnings_wrapper_for_predict_is_called_what_we_look_for():
+    from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+
+    wrapper = _IndexBatchSamplerWrapper(BatchSampler(SequentialSampler(range(4)), 2, False))
+
+    changed = "Lightning changed what data/reading.py relies on"
+    assert type(wrapper).__name__ == "_IndexBatchSamplerWrapper", changed
+    assert isinstance(wrapper._batch_sampler, BatchSampler), changed
+    assert (list(wrapper), wrapper.seen_batch_indices) == ([[0, 1], [2, 3]],) * 2, changed
+
+
+@pytest.mark.processes
+def test_options_and_later_attributes_are_kept_and_the_users_loader_stays_as_it_is():
+    options = {
+        "num_workers": 1,
+        "persistent_workers": True,
+        "prefetch_factor": 3,
+        "timeout": 90,
+        "worker_init_fn": abs,
+        "generator": torch.Generator(),
+        "drop_last": True,
+        "in_order": False,
+    }
+    loader = DataLoader(Numbers(4), 2, True, multiprocessing_context="fork", **options)
+    loader.remark = "set later"
+    list(loader)
+    running, lists = loader._iterator, loader.batch_sampler
+
+    again = with_changes(loader, batch_sampler=[[3], [1, 0]])
+
+    assert type(again) is DataLoader and again.remark == "set later"
+    for name, value in options.items():
+        assert getattr(again, name) is value
+    assert again.multiprocessing_context.get_start_method() == "fork"
+    assert [batch.tolist() for batch in again] == [[3], [1, 0]]
+    assert loader._iterator is running is not again._iterator
+    assert loader.batch_sampler is lists and len(list(loader)) == 2
+
+
+@pytest.mark.parametrize(
+    ("make", "sign"),
+    [(lambda: OwnCollate(Numbers(4), batch_size=2), -1), (lambda: Closed(4), 1)],
+)
+def test_subclasses_are_dealt_as_themselves(make, sign):
+    again = dealt(make(), (3, 1), rank=1)
+
+    assert type(again) is type(make())
+    assert [batch.tolist() for batch in again] == [[sign * 3]]
+
+
+def test_a_stream_gets_another_batch_size():
+    again = with_batch_size(DataLoader(Stream(), batch_size=2, drop_last=True), 3)
+    assert [batch.tolist() for batch in again] == [[0, 1, 2]]
+    assert again.batch_size == 3
+
+
+def test_a_loader_that_holds_an_iterator_is_refused():
+    with pytest.raises(UnsupportedError, match=r"StartedWhenBuilt\.started is an iterator"):
+        dealt(StartedWhenBuilt(Numbers(4), batch_size=2), (1, 1))

@@ -220,9 +220,8 @@ def test_each_step_has_a_sample_for_every_rank_or_is_left_out(ready):
         return ReadyBatches(8, 2, 4).batches if ready else DataLoader(Lines(14), batch_size=4)
 
     sizes = (6, 1, 1) if ready else (10, 1, 1)
-    with pytest.warns(UserWarning, match="has 2 samples for 3 ranks.*left out") as found:
+    with pytest.warns(UserWarning, match="has 2 samples for 3 ranks.*left out"):
         ranks = one_after_another(make, sizes, every_rank=True)
-    assert len(found) == 1
     steps = [[part.tolist() for part in step] for step in zip(*ranks, strict=True)]
     first = [list(range(sizes[0])), [sizes[0]], [sizes[0] + 1]]
     assert steps == 2 * ([first, [[10, 11], [12], [13]]] if ready else [first])
