@@ -12,11 +12,9 @@ from typing import Any, NamedTuple
 
 from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.common.errors import UnsupportedError
-from lightning_cephalo.data.containers import known_length
 from lightning_cephalo.data.passes import Passes
-from lightning_cephalo.data.rank_loader import RankLoader
 from lightning_cephalo.data.reading import rank_batch_sampler
-from lightning_cephalo.data.streams import DealtStream
+from lightning_cephalo.data.streams import DealtStream, OwnPart
 from lightning_cephalo.plan import Plan
 from lightning_cephalo.ranks.control import ControlGroup
 
@@ -62,11 +60,9 @@ class DealtLoaders:
         """Raise if the loaders cannot deal the new plan's sizes."""
         for loader, _ in () if deal_alike(old, new) else self.all:
             why = ""
-            if isinstance(loader, RankLoader) and not isinstance(loader, DealtStream):
+            if isinstance(loader, OwnPart):
                 why = "each rank reads a stream of its own, in batches of fixed sizes"
-            elif isinstance(loader, RankLoader) and getattr(loader, "persistent_workers", False):
-                why = "persistent_workers=True keeps workers that hold the sizes of batches"
-            elif self.cycle and (len(lengths := self._lengths()) > 1 or None in lengths):
+            elif self.cycle:
                 why = (
                     "of several training dataloaders the shorter ones begin anew inside of an epoch"
                     " (CombinedLoader mode 'max_size_cycle'; 'min_size' and 'max_size' can change)"
@@ -77,9 +73,6 @@ class DealtLoaders:
                     " shares, microbatches, recomputation, offloading and resharding; keep its"
                     " batches."
                 )
-
-    def _lengths(self) -> set[int | None]:
-        return {known_length(loader) for loader, passes in self.all if passes is not None}
 
     def mark(self) -> Mark:
         """Return where the loaders stand."""

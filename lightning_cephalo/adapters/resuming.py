@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_cephalo.adapters.dealt_loaders import Dealt, DealtLoaders, dealt_in
@@ -21,7 +20,6 @@ from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.data.containers import known_length
 from lightning_cephalo.data.passes import Continue, Passes, Position, is_stateful
 from lightning_cephalo.data.reading import original_of
-from lightning_cephalo.data.streams import DealtStream
 
 KEY = "cephalo_data_order"
 """Where a checkpoint has the order of the training samples."""
@@ -86,9 +84,11 @@ class Resumption:
         index, self._loaders = self._loaders, self._loaders + 1
         why = self._continue(dealt, index)
         if self._is_inside and why:
+            own = original_of(loader)
+            name = f"{type(own).__name__} of {type(getattr(own, 'dataset', own)).__name__}"
             rank_zero_warn(
-                f"The samples of this epoch begin anew in {_name_of(loader)}, though the"
-                f" checkpoint is of the middle of an epoch: {why}."
+                f"The samples of this epoch begin anew in {name}, though the checkpoint is of the"
+                f" middle of an epoch: {why}."
             )
 
     def _continue(self, dealt: Dealt, index: int) -> str:
@@ -113,11 +113,6 @@ class Resumption:
         except (TypeError, ValueError, RuntimeError) as error:
             return f"the states of its samplers do not fit ({error})"
         self._continued.append(passes)
-        if isinstance(loader, DealtStream) and self._is_inside and position.step:
-            rank_zero_info(
-                f"Resuming reads the stream {_name_of(loader)} from its beginning to step"
-                f" {position.step}."
-            )
         return ""
 
     def announce(self) -> None:
@@ -133,8 +128,3 @@ class Resumption:
     def end(self) -> None:
         """Show warnings as before."""
         self._quiet.close()
-
-
-def _name_of(loader: Any) -> str:
-    original = original_of(loader)
-    return f"{type(original).__name__} of {type(getattr(original, 'dataset', original)).__name__}"

@@ -59,8 +59,8 @@ class Dealing:
 class RankCollate:
     """The user's ``collate_fn``, extended to accept zero samples.
 
-    A rank without samples gets `NoSamples`, as most collate functions fail on an empty list. So it
-    does for None, which drops all samples: Lightning would skip the step on this rank alone.
+    A rank without samples gets `NoSamples`, as most collate functions fail on an empty list. None,
+    which drops all samples, becomes the same: Lightning would skip the step on this rank alone.
     """
 
     def __init__(self, collate_fn: Callable[[Any], Any], dataset: Any) -> None:

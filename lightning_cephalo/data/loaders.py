@@ -5,7 +5,7 @@ the user's loader                 one global step
 ================================  ==================================================================
 DataLoader(batch_size=b)          the next ``b * world_size`` samples of the user's sampler
 DataLoader(batch_sampler=...)     the next ``world_size`` lists of the batch sampler, concatenated
-DataLoader(IterableDataset)       the next ``b * world_size`` samples of the stream (`deal_stream`)
+DataLoader(IterableDataset)       the next ``b * world_size`` samples of the stream
 IterableDataset, batch_size=None  the next ready batch of any size, cut by the plan
 not a DataLoader                  the same
 ================================  ==================================================================
@@ -15,14 +15,18 @@ All of them give the same samples, in the same order, as one device with the glo
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_cephalo.common.errors import UnsupportedError
+from lightning_cephalo.common.errors import BatchSplitError, UnsupportedError
 from lightning_cephalo.data import reading
+from lightning_cephalo.data.batch_layout import BatchLayout, not_splittable
 from lightning_cephalo.data.dealing import Dealing, RankCollate
 from lightning_cephalo.data.randomness import (
     generators_of,
@@ -33,18 +37,13 @@ from lightning_cephalo.data.randomness import (
 )
 from lightning_cephalo.data.samplers import RankBatchSampler
 from lightning_cephalo.data.shares import deal
-from lightning_cephalo.data.streams import deal_stream
+from lightning_cephalo.data.streams import DealtStream, OwnPart
 
 
 def dealt_loader(loader: Any, dealing: Dealing) -> Any:
-    """Returns a loader of the user's own class that yields this rank's part of each global batch.
+    """Returns a loader that yields this rank's part of each global batch; collective.
 
-    This is a collective: every rank calls it for every loader, in the same order. The result shows
-    the same options as the user's loader, and the attributes of its sampler.
-
-    Args:
-        loader: the user's, before Lightning has put a DistributedSampler into it, or a rebuilt one.
-        dealing: sizes of evaluation are proportions; each sample is on exactly one rank.
+    A DataLoader with a sampler stays of the user's own class, with the same options.
 
     Raises:
         ValueError: a DistributedSampler for several ranks, ``batch_size=None`` with a map-style
@@ -65,8 +64,61 @@ def dealt_loader(loader: Any, dealing: Dealing) -> Any:
     if total is not None and total != sum(dealing.sizes) and not reading.has_custom_lists(loader):
         dealing = replace(dealing, sizes=deal(total, dealing.sizes))
     if reading.is_stream(loader):
-        return deal_stream(loader, dealing)
+        return _deal_stream(loader, dealing)
     return _deal_map_style(loader, dealing)
+
+
+def own_part(loader: Any, dealing: Dealing) -> OwnPart:
+    """Returns a user's loader of this rank's own samples, so that ranks end together; collective.
+
+    Training streams get the batch size of the plan.
+    """
+    source = loader = reading.original_of(loader)
+    if dealing.trains and 0 in dealing.sizes:
+        raise UnsupportedError(
+            f"The plan gives rank {dealing.sizes.index(0)} no samples, but with"
+            " use_distributed_sampler=False each rank trains samples of its own, which would be"
+            " lost. Give each rank samples in the plan, or leave use_distributed_sampler out."
+        )
+    is_batched = reading.is_stream(loader) and not reading.yields_ready_batches(loader)
+    if dealing.trains and is_batched:
+        source = reading.with_batch_size(loader, dealing.sizes[dealing.rank])
+    return OwnPart(source, dealing, loader)
+
+
+def _deal_stream(loader: Any, dealing: Dealing) -> DealtStream:
+    source, items, changes = loader, 0, _equal_seeds(loader)
+    if not reading.yields_ready_batches(loader):
+        if not dealing.trains and len(dealing.sizes) > 1:
+            dealing = replace(dealing, layout=_evaluation_layout(loader, dealing))
+        if dealing.layout.splitter is not _left_whole:
+            items = sum(dealing.sizes)
+            source = reading.with_batch_size(loader, items)
+    if changes:
+        source = reading.with_changes(source, **changes)
+    return DealtStream(source, dealing, loader, items)
+
+
+def _evaluation_layout(loader: Any, dealing: Dealing) -> BatchLayout:
+    try:
+        return reading.learn_layout(loader, splitter=dealing.layout.splitter)
+    except (BatchSplitError, ValueError):  # or nothing can be read
+        return BatchLayout(splitter=_left_whole)
+
+
+def _left_whole(batch: Any, sizes: Any) -> Any:
+    raise not_splittable("its layout could not be learned", batch)
+
+
+def _equal_seeds(loader: Any) -> dict[str, Any]:
+    """Returns the option that seeds workers as on one device: Lightning's differs by rank."""
+    if not isinstance(loader, DataLoader) or not loader.num_workers:
+        return {}
+    own = loader.worker_init_fn
+    by_rank = isinstance(own, partial) and own.func.__name__ == pl_worker_init_function.__name__
+    seeds = int(os.environ.get("PL_SEED_WORKERS", "0")) and own is None
+    equally = partial(pl_worker_init_function, rank=0)
+    return {"worker_init_fn": equally} if by_rank or seeds else {}
 
 
 def _deal_map_style(loader: DataLoader[Any], dealing: Dealing) -> DataLoader[Any]:

@@ -6,6 +6,7 @@ position is small, and depends on no plan, no number of ranks, and no prefetched
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -55,25 +56,15 @@ class Continue(Enum):
 
 
 class Pass:
-    """One pass over a loader.
-
-    Attributes:
-        randomness: global random states for reading it.
-        skipped: steps to pass over, as a run that is resumed has trained them.
-        steps: steps that were dealt, prefetched and skipped ones included.
-    """
+    """One pass over a loader."""
 
     def __init__(self, entropy: tuple[int, ...], skipped: int, sizes: tuple[int, ...]) -> None:
         self.randomness = SeparateRandomness(entropy)
-        self.skipped, self.steps = skipped, 0
+        self.skipped = skipped  # steps that a run that is resumed has trained
+        self.steps = 0  # that were dealt, prefetched and skipped ones included
         self._sizes: list[tuple[float, tuple[int, ...]]] = [(0.0, sizes)]
 
-    @property
-    def latest_sizes(self) -> tuple[int, ...]:
-        """The sizes of the next pass."""
-        return self._sizes[-1][1]
-
-    def sizes_of(self, step: int) -> tuple[int, ...]:
+    def sizes_of(self, step: float) -> tuple[int, ...]:
         """Returns every rank's samples in a step."""
         return next(sizes for start, sizes in reversed(self._sizes) if start <= step)
 
@@ -90,12 +81,7 @@ class Passes:
         items: samples of a global step, or lists of a batch sampler; 0 if steps have any sizes.
         source: a sampler, whose generators and states are saved; None for a stream.
         others: more generators to save.
-        deals_here: whether sizes can change inside a pass: not if workers hold them.
         is_stateful: whether the loader is restored by a state of its own.
-
-    Attributes:
-        begun: passes that have begun, in all epochs.
-        epochs_ahead: epochs that Lightning counts more than were trained.
     """
 
     def __init__(
@@ -105,14 +91,14 @@ class Passes:
         source: object = None,
         others: Sequence[Any] = (),
         *,
-        deals_here: bool = True,
         is_stateful: bool = False,
     ) -> None:
         self.seed, self.epoch, self.items = dealing.seed, dealing.epoch, items
-        self.begun = self.epochs_ahead = 0
+        self.begun = 0  # passes, in all epochs
+        self.epochs_ahead = 0  # that Lightning counts more than were trained
         self._whole = sum(dealing.sizes) if items else 0
         self._source, self._others = source, others
-        self._deals_here, self._is_stateful = deals_here, is_stateful
+        self._is_stateful = is_stateful
         # A loader that restarts within an epoch (CombinedLoader's max_size_cycle) draws a new
         # order, as a torch sampler does; DistributedSampler would repeat the last order.
         self._number = 0
@@ -161,7 +147,7 @@ class Passes:
         entropy = (self.seed % 2**64, self.epoch, self._number)
         self._number += 1
         # a new one: an unfinished iterator of another pass must not write into it
-        self._pass = Pass(entropy, skipped, self._pass.latest_sizes)
+        self._pass = Pass(entropy, skipped, self._pass.sizes_of(math.inf))
         return self._pass
 
     def change_batch_sizes(self, batch_sizes: Sequence[int], *, from_step: float) -> None:
@@ -180,7 +166,7 @@ class Passes:
         """
         dealt = self._pass.steps
         known = not self.begun or trained <= dealt <= trained + ahead
-        return dealt if known and self._deals_here else None
+        return dealt if known else None
 
     def continue_at(self, position: Position, way: Continue, *, undoes_draws: bool = False) -> None:
         """Makes the next pass begin where another run has stopped; ValueError: other generators.

@@ -29,8 +29,8 @@ from lightning_cephalo.data.randomness import (
     read_states,
     write_states,
 )
-from lightning_cephalo.data.rank_loader import RankLoader
 from lightning_cephalo.data.samplers import RankBatchSampler
+from lightning_cephalo.data.streams import RankLoader
 
 # -- what a loader is -----------------------------------------------------------------------------
 
@@ -130,11 +130,11 @@ def with_changes(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
     return copied
 
 
-def with_batch_size(loader: DataLoader[Any], size: int, **changes: Any) -> DataLoader[Any]:
+def with_batch_size(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
     """Returns a copy of a stream's loader with another batch size."""
     lists: Any = loader.batch_sampler
     lists = type(lists)(loader.sampler, size, loader.drop_last)
-    return with_changes(loader, batch_size=size, batch_sampler=lists, **changes)
+    return with_changes(loader, batch_size=size, batch_sampler=lists)
 
 
 # -- random states --------------------------------------------------------------------------------

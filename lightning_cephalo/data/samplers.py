@@ -43,17 +43,8 @@ class RankBatchSampler(Sampler[list[Any]]):
 
     It yields ``[]`` in a step without samples for this rank, so that all take the same number. The
     user's sampler runs under global random states seeded from ``(seed, epoch, pass)``, as it may
-    draw from them. It is read lazily, so that an endless one works.
-
-    Args:
-        source: the user's sampler, or one of lists of keys if ``lists_per_step`` is given.
-        drop_last: drop a smaller last step. Ignored with ``lists_per_step``.
-        lists_per_step: for a custom batch sampler, the number of its consecutive lists in one
-            global step. They are dealt in proportion to the sizes, whatever their lengths.
-
-    Attributes:
-        sampler: the passes, whose ``set_epoch`` Lightning calls.
-        original: the user's loader that was rebuilt with this sampler, or None; not pickled.
+    draw from them. It is read lazily, so that an endless one works. With ``lists_per_step`` it
+    yields lists of keys, so many of which are a global step; ``drop_last`` is then ignored.
     """
 
     def __init__(
@@ -69,8 +60,9 @@ class RankBatchSampler(Sampler[list[Any]]):
         self._fewest = len(dealing.sizes) if dealing.every_rank else 1
         # An instance attribute, not a property: Lightning's _IndexBatchSamplerWrapper (predict)
         # copies only the __dict__, and must find `sampler` there.
+        # Lightning calls its `set_epoch`.
         self.sampler = self.passes = Passes(dealing, lists_per_step or self._whole, source)
-        self.original: object | None = None
+        self.original: object | None = None  # the user's loader; not pickled
         rest = (known_length(source) or 0) % self.passes.items
         if lists_per_step is None and not drop_last and 0 < rest < self._fewest:
             warn_of_too_few_samples(rest, self._fewest)

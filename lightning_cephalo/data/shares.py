@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain, repeat
 
 
 def deal(total: int, shares: Sequence[int]) -> tuple[int, ...]:
@@ -65,14 +66,7 @@ def split_sizes(count: int, microbatch_sizes: Sequence[int]) -> tuple[int, ...]:
             "give every rank samples in the plan, or let a DataLoader with batch_size=... batch."
         )
     sizes: list[int] = []
-    left = count
-    for size in microbatch_sizes:
-        if left == 0:
-            break
-        if size:
-            sizes.append(min(size, left))
-            left -= sizes[-1]
-    while left:
-        sizes.append(min(largest, left))
-        left -= sizes[-1]
+    planned = chain(filter(None, microbatch_sizes), repeat(largest))
+    while sum(sizes) < count:
+        sizes.append(min(next(planned), count - sum(sizes)))
     return tuple(sizes)

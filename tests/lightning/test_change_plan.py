@@ -137,8 +137,6 @@ CASES: dict[str, dict[str, Any]] = {
     "accumulation": {"accumulate": 2},
     "stream": {"kind": "stream"},
     "ready batches": {"kind": "ready"},
-}
-AT_EPOCHS: dict[str, dict[str, Any]] = {  # workers hold sizes until their pass is over
     "stream with workers": {"kind": "stream", "workers": 1},
 }
 
@@ -228,11 +226,10 @@ def _joined(samples_of_ranks):
     return [list(chain.from_iterable(step)) for step in zip(*samples_of_ranks, strict=True)]
 
 
-MOST = CASES | AT_EPOCHS
-FEW = {name: MOST[name] for name in ("accumulation", "stream", *AT_EPOCHS)}
+FEW = {name: CASES[name] for name in ("accumulation", "stream", "stream with workers")}
 
 
-@pytest.mark.parametrize("cases", [FEW, pytest.param(MOST, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [FEW, pytest.param(CASES, marks=pytest.mark.slow)])
 def test_training_by_four_plans_in_turn_is_that_of_one_device(cases, tmp_path):
     plans = {3: B, 9: C, 17: D}
     wanted = in_ranks(1, _fit_all, None, {}, cases, tmp_path)[0]
@@ -243,7 +240,7 @@ def test_training_by_four_plans_in_turn_is_that_of_one_device(cases, tmp_path):
         assert other[0] == pytest.approx(losses, abs=TOLERANCE), case
         assert _joined([own[1], other[1]]) == _joined([samples]), case
         followed = [own[2].count(plan) for plan in (A, B, C, D)]
-        assert own[2] == other[2] and min(followed[: 3 if case in AT_EPOCHS else 4]) >= 2, case
+        assert own[2] == other[2] and min(followed) >= 2, case
         found, expected = (torch.load(each, weights_only=True) for each in (own[3], path))
         assert_same_tensors(found["state_dict"], expected["state_dict"], 1e-5)
         states = found["optimizer_states"][0], expected["optimizer_states"][0]
@@ -339,10 +336,6 @@ def _asked(kind: str):
         plan=A, global_batch_size=GLOBAL_BATCH, planner=Planner(verbose=False)
     )
     data = _loader()
-    if kind == "kept workers":
-        process: Any = multiprocessing.current_process()
-        process._config["daemon"] = False
-        data = DataLoader(Generates(data.dataset), 4, num_workers=1, persistent_workers=True)
     if kind == "divided":
         data = DataLoader(Divided(data.dataset), 4)
     model = Gathers() if kind == "map" else Net()
@@ -355,7 +348,7 @@ def _asked(kind: str):
 def _asked_all():
     with pytest.raises(RuntimeError, match="works only while fit"):
         CephaloStrategy().change_plan(A)
-    return {kind: _asked(kind) for kind in ("map", "kept workers", "divided")}
+    return {kind: _asked(kind) for kind in ("map", "divided")}
 
 
 def test_a_plan_that_cannot_be_followed_is_refused_on_every_rank_and_the_old_one_stays():
@@ -367,14 +360,10 @@ def test_a_plan_that_cannot_be_followed_is_refused_on_every_rank_and_the_old_one
         assert "none.yaml" in said[3] and said[3].startswith(others)
         assert "ranks run [0, 2] microbatches" in said[4]
     assert first["map"][1] == A
-    for kind, why in (
-        ("kept workers", "persistent_workers=True"),
-        ("divided", "a stream of its own"),
-    ):
-        for said, plan, _ in (first[kind], second[kind]):
-            assert len(said) == 1 and why in said[0] and "may change shares" in said[0]
-            assert plan == SHARES
-        assert first[kind][2] == pytest.approx(second[kind][2])
+    for said, plan, _ in (first["divided"], second["divided"]):
+        assert len(said) == 1 and "a stream of its own" in said[0]
+        assert "may change shares" in said[0] and plan == SHARES
+    assert first["divided"][2] == pytest.approx(second["divided"][2])
 
 
 class Swaps(Callback):
