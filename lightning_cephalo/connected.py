@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,6 @@ from typing_extensions import override
 
 from lightning_cephalo.accelerator.backends import backend_named
 from lightning_cephalo.adapters.ending import Ending
-from lightning_cephalo.adapters.hook_logs import HookLogs, mean_over_samples
 from lightning_cephalo.adapters.user_collectives import require_equal_shapes
 from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.common.errors import UnsupportedError
@@ -45,7 +43,6 @@ class ConnectedStrategy(ParallelStrategy):
         self._timeout, self._start_method = timeout, start_method
         self._num_nodes = 1
         self._ending = Ending(self._is_half_updated)
-        self._hook_logs = HookLogs(self._hook_lacks_samples)
         # from setup_environment() until the process ends, or until this rank fails alone on a
         # backend that must be aborted
         self._ranks: Ranks | None = None
@@ -132,7 +129,7 @@ class ConnectedStrategy(ParallelStrategy):
 
     def _connect(self) -> Ranks:
         """Connect the ranks, which can end together from now on; collective."""
-        self._ending.begin(self._module.trainer)
+        self._ending.begin(self._view)
         super().setup_environment()
         launch.limit_threads(self._start_method, self.num_processes)
         self.set_world_ranks()
@@ -180,14 +177,10 @@ class ConnectedStrategy(ParallelStrategy):
         if self._session is not None and self._session.logs.are_combining:
             return tensor
         self._ending.refuse_alone("a reduction over ranks")
-        self._ending.stop_together()
+        self._ending.leave_loop()
         if not tensor.is_floating_point() and str(reduce_op).lower() in ("mean", "avg"):
             tensor = tensor.double()  # Lightning #21859: the mean of integers would be truncated
         sent = tensor if communicates(tensor, group) else tensor.cpu()
-        samples = self._hook_logs.samples
-        if samples is not None and str(reduce_op).lower() in ("mean", "avg"):
-            sum_up = partial(_sync_ddp_if_available, group=group, reduce_op="sum")
-            return mean_over_samples(sent, samples, sum_up).to(tensor.device)
         return _sync_ddp_if_available(sent, group, reduce_op=reduce_op).to(tensor.device)
 
     @override
@@ -225,12 +218,6 @@ class ConnectedStrategy(ParallelStrategy):
             )
         with self.session.model.full_parameters():
             yield
-
-    def _hook_lacks_samples(self) -> bool:
-        session = self._session
-        if session is None or session.logs.are_combining:
-            return False
-        return session.batches.are_lacking
 
     def _is_half_updated(self) -> bool:
         session = self._session

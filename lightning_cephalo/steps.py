@@ -160,7 +160,9 @@ class AutomaticSteps(Steps):
         with self._view.precision.forward_context():
             session.logs.finish(log, outcome, outcome.weights, self._reduce)
         joined = joined_result(outcome.results, outcome.weights, counts)
-        return outputs_everywhere(joined, sum(counts), outcome.losses, session.logs.ranks)
+        return outputs_everywhere(
+            joined, sum(counts), outcome.losses, session.control, session.model.device
+        )
 
     def _forward_of(self, forward: _Forward) -> ForwardOutcome:
         executor = self._session.model.executor

@@ -173,7 +173,6 @@ class CephaloStrategy(SavingStrategy):
         # from setup() to teardown() of a training
         self._training: Training | None = None
         self._steps: Steps | None = None
-        self._synchronised: batch_norm.SynchronisedLayers | None = None
 
     @classmethod
     @override
@@ -252,11 +251,13 @@ class CephaloStrategy(SavingStrategy):
     @override
     def precision_plugin(self) -> Precision:
         plugin = self._precision_plugin
-        return plugin if plugin is not None else precision.Precision()
+        return plugin if plugin is not None else Precision()
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        self._precision_plugin = precision.adapt(precision_plugin, self._before_norm, self._shown)
+        if precision_plugin is not None:
+            precision.adapt(precision_plugin, self._before_norm, self._shown)
+        self._precision_plugin = precision_plugin
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -266,7 +267,7 @@ class CephaloStrategy(SavingStrategy):
         self._recovering.check_begin()
         self._refuse(When.TRAINING_SETUP if view.is_fitting else When.EVALUATION_SETUP)
         if view.is_fitting and self._layer_sync is not None:
-            self._synchronised = batch_norm.SynchronisedLayers(self._module)
+            self._layer_sync.apply(self._module)
         if precision.compute_dtype(self.precision_plugin) is None:
             self.precision_plugin.convert_module(self._module)
         # as FSDPStrategy does: sets `self.device` of a module that is never moved as a whole
@@ -277,7 +278,6 @@ class CephaloStrategy(SavingStrategy):
         else:
             self._shard(Job.of_evaluation(self._options, self.world_size))
         self.setup_precision_plugin()
-        self._ending.set_up()
 
     @contextmanager
     def _waiting_for_hosts(self) -> Generator[None, None, None]:
@@ -293,7 +293,7 @@ class CephaloStrategy(SavingStrategy):
         """Raise on all ranks if something that is there now cannot work; collective."""
         optimizers = self.optimizers if when is When.OPTIMIZERS else ()
         model = None if self._session is None else self._session.model
-        situation = Situation(self._module.trainer, self._module, optimizers, model)
+        situation = Situation(self._view, self._module, optimizers, model)
         refuse(when, situation, self._connection.control)
 
     def _set_up_training(self, view: TrainerView) -> None:
@@ -318,7 +318,7 @@ class CephaloStrategy(SavingStrategy):
         self._refuse(When.OPTIMIZERS)  # before ranks are measured for nothing
         session.count_on(self.optimizers, view)
         with self._waiting_for_hosts():
-            training.follow_plan(self.optimizers, partial(self._ending.termination.check, control))
+            training.follow_plan(self.optimizers)
         session.use_optimizers(self.optimizers, view)
         if self._options.verbose and self.is_global_zero:
             tables.show_plan(training)
@@ -350,10 +350,11 @@ class CephaloStrategy(SavingStrategy):
         plan = None
         if view.is_training:
             plan = session.plan if self._training is None else self._training.changes.dealt_plan
-        deal = partial(session.batches.dealt, dataloader, plan, self._ending.begin_reading)
+        begin_reading = partial(self._ending.leave_loop, "reading the first batch of an epoch")
+        deal = partial(session.batches.dealt, dataloader, plan, begin_reading)
         if not self._samplers.deals:
             return deal(epoch=view.epoch, is_divided=True)
-        self._ending.stop_together()
+        self._ending.leave_loop()
         if plan is not None:
             self._recovering.before_pass(accelerator_of(self.root_device))
         resumption = self._resumption
@@ -370,7 +371,7 @@ class CephaloStrategy(SavingStrategy):
         self._refuse(When.TRAINING_START)
         self.session.hold(self.optimizers)
         self.session.start_training()
-        self._hook_logs.watch(self._view.epoch_loop._results)
+        self.session.logs.watch(self._view.epoch_loop._results)
         self._record(is_finished=False)
         if self._resumption is not None:
             self._resumption.announce()
@@ -382,7 +383,7 @@ class CephaloStrategy(SavingStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._ending.begin_batch()
+        self._ending.begin_batch(trains=True)
         self._running[0].begin_batch(self.optimizers)
 
     @override
@@ -417,8 +418,8 @@ class CephaloStrategy(SavingStrategy):
     def on_train_end(self) -> None:
         session, verbose = self.session, self._options.verbose
         executor = session.model.executor
-        self._hook_logs.unwatch(self._view.epoch_loop._results)
-        self._ending.end_training()
+        self.session.logs.unwatch(self._view.epoch_loop._results)
+        self._ending.meet("ending training")
         session.control.together("checking the last step's buffers", executor.overlay.merge.check)
         executor.reshard()
         measured, looks = session.measured_memory(), session.memory.looks()
@@ -456,6 +457,7 @@ class CephaloStrategy(SavingStrategy):
     ) -> tuple[Any, int]:
         """Run a step without gradients; return its result and this rank's samples in it."""
         session = self.session
+        self._ending.begin_batch(trains=False)
         steps = EvaluationSteps(session, self._module, self.reduce, self._ending.termination)
         found = steps.run(name, args[0], (args[1:], kwargs))
         view = self._view
@@ -465,7 +467,7 @@ class CephaloStrategy(SavingStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        self._ending.begin_validation()
+        self._ending.meet("beginning a validation")
         self._begin_evaluation()
 
     @override
@@ -474,7 +476,7 @@ class CephaloStrategy(SavingStrategy):
 
     def _begin_evaluation(self) -> None:
         loop = self._view.evaluation_loop
-        self._hook_logs.watch(loop._results)
+        self.session.logs.watch(loop._results)
         if self._samplers.deals and self.world_size > 1:
             refuse_combined_evaluation(loop._combined_loader)
 
@@ -488,13 +490,13 @@ class CephaloStrategy(SavingStrategy):
         self._end_evaluation()
 
     def _end_evaluation(self) -> None:
-        self._hook_logs.unwatch(self._view.evaluation_loop._results)
-        self._ending.stop_together()
+        self.session.logs.unwatch(self._view.evaluation_loop._results)
+        self._ending.leave_loop()
         self.session.model.executor.reshard()
 
     @override
     def on_predict_end(self) -> None:
-        self._ending.stop_together()
+        self._ending.leave_loop()
         self.session.model.executor.reshard()
 
     # -- the end ------------------------------------------------------------------------------
@@ -520,8 +522,8 @@ class CephaloStrategy(SavingStrategy):
             at_end.callback(self._recovering.end)
             if trainer is not None:
                 at_end.callback(self._samplers.give_back, TrainerView(trainer))
-            if self._synchronised is not None:
-                at_end.callback(self._synchronised.restore)
+                if self._layer_sync is not None and TrainerView(trainer).is_fitting:
+                    at_end.callback(self._layer_sync.revert, self._module)
             at_end.callback(self._end_session, trainer)
             self._recovering.settle()
 

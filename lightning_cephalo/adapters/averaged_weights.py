@@ -10,7 +10,7 @@ test_averaged_weights.py`` fails if it changes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -47,11 +47,7 @@ class AveragedWeights:
         # an AveragedModel holds the copy as its `module`
         self._copies = [getattr(copy, "module", copy) for copy in copies if copy is not None]
         for copy in self._copies:
-            made: dict[int, nn.Parameter] = {}  # tied parameters stay one
-            for name, owner, attribute, parameter in _places(copy):
-                if id(parameter) not in made and isinstance(sharded.get(name), DTensor):
-                    made[id(parameter)] = _sharded_like(sharded[name], parameter)
-                owner._parameters[attribute] = made.get(id(parameter), parameter)
+            _replace(copy, lambda name, own: _sharded_like(sharded.get(name), own))
 
     def pairs(self) -> list[list[tuple[nn.Parameter, nn.Parameter]]]:
         """Return, for every copy, its sharded parameters with those of the module."""
@@ -68,11 +64,7 @@ class AveragedWeights:
     def restore_full(self) -> None:
         """Give the copies plain full parameters; collective."""
         for copy in self._copies:
-            made: dict[int, nn.Parameter] = {}
-            for _, owner, attribute, parameter in _places(copy):
-                if id(parameter) not in made and isinstance(parameter, DTensor):
-                    made[id(parameter)] = full_parameter(parameter)
-                owner._parameters[attribute] = made.get(id(parameter), parameter)
+            _replace(copy, lambda _, p: full_parameter(p) if isinstance(p, DTensor) else p)
         self._copies = []
 
 
@@ -86,9 +78,18 @@ def _places(module: nn.Module) -> list[tuple[str, nn.Module, str, nn.Parameter]]
     ]
 
 
-def _sharded_like(sharded: nn.Parameter, parameter: nn.Parameter) -> nn.Parameter:
+def _replace(copy: nn.Module, make: Callable[[str, nn.Parameter], nn.Parameter]) -> None:
+    made: dict[int, nn.Parameter] = {}  # tied parameters stay one
+    for name, owner, attribute, parameter in _places(copy):
+        if id(parameter) not in made:
+            made[id(parameter)] = make(name, parameter)
+        owner._parameters[attribute] = made[id(parameter)]
+
+
+def _sharded_like(sharded: nn.Parameter | None, parameter: nn.Parameter) -> nn.Parameter:
     """Return a parameter with the rows of another, on its own device, with its tags; collective."""
-    assert isinstance(sharded, DTensor)
+    if not isinstance(sharded, DTensor):
+        return parameter
     mesh = sharded.device_mesh
     values = parameter.detach().to(mesh.device_type, sharded.dtype, copy=True)
     if dist.get_world_size() > 1:  # the mesh may be that of a group of ranks

@@ -35,38 +35,6 @@ def synchronised(module: nn.Module) -> list[str]:
     return [n for n, inner in module.named_modules() if isinstance(inner, nn.SyncBatchNorm)]
 
 
-class SynchronisedLayers:
-    """Makes batch normalisation a ``torch.nn.SyncBatchNorm`` until :meth:`restore`.
-
-    Lightning's own plugin makes other layers at the end, all of them in training mode.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
-        made: dict[int, nn.Module] = {}
-        for parent in [*module.modules()]:
-            for name, child in parent._modules.items():
-                if isinstance(child, _BatchNorm) and not isinstance(child, nn.SyncBatchNorm):
-                    if id(child) not in made:
-                        made[id(child)] = nn.SyncBatchNorm.convert_sync_batchnorm(child)
-                        # Private: the conversion drops hooks. Shared, so that handles remove them.
-                        hooks = {key: one for key, one in vars(child).items() if "_hooks" in key}
-                        vars(made[id(child)]).update(hooks)
-                    self._replaced.append((parent, name, child))
-                    parent._modules[name] = made[id(child)]
-
-    def restore(self) -> None:
-        """Put the layers back, with what they have learned."""
-        for parent, name, original in self._replaced:
-            layer = parent._modules[name]
-            assert layer is not None
-            original._parameters.update(layer._parameters)
-            original._buffers.update(layer._buffers)
-            original.training = layer.training
-            parent._modules[name] = original
-        self._replaced = []
-
-
 def is_compiled(module: nn.Module) -> bool:
     """Return whether ``torch.compile`` has compiled the module."""
     return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")

@@ -61,7 +61,7 @@ def late_by_job(trainer: Trainer, module: LightningModule) -> str:
     plugin = trainer.precision_plugin
     if precision.loss_scaler(plugin) is not None:
         return "loss scaling"
-    if not precision.is_adapted(plugin):
+    if not precision.is_known(plugin):
         return f"the precision plugin {type(plugin).__name__}"
     if trainer._detect_anomaly:
         return "detect_anomaly=True"

@@ -1,10 +1,11 @@
-"""Combines ``self.log`` values of a step's microbatches, of which ranks have different numbers.
+"""Combines ``self.log`` values over microbatches and ranks, by their samples.
 
-Lightning synchronises inside every ``self.log`` call and keeps the last call's value. Both are
+Lightning synchronises inside of every ``self.log`` call and keeps the last call's value. Both are
 wrong here: the number of calls differs between ranks (a hang), and the last microbatch is not the
 batch. So values are only collected while a microbatch runs. After the step each key gets one value:
 the weighted mean (or sum, minimum, maximum) over microbatches and, for ``sync_dist=True``, over
-ranks. For the epoch, Lightning accumulates this rank's part of that value.
+ranks. For the epoch, Lightning accumulates this rank's part of that value. Means that hooks log
+with ``sync_dist=True`` are weighted by samples as well.
 
 ==================  ================================================================================
 weight of a value   the ``batch_size`` given to ``self.log``; else the ``"weight"`` that
@@ -13,40 +14,48 @@ torchmetrics        collected by the object itself, exactly; its value of a *ste
                     mean over microbatches, exact for metrics that are means over samples
 sums                add up over microbatches, so that counts of samples are right; a constant counts
                     once for each microbatch
-no samples          a rank without samples in a step takes the other ranks' value
+no samples          a rank without samples in a step takes the other ranks' keys and values
 ==================  ================================================================================
 
-[Note: Lightning's result collection] ``trainer._results`` and its metrics are private; they are
-touched in this file only, and ``tests/lightning/test_logging.py`` fails when they change.
+[Note: Lightning's result collection] A collection and its metrics are private; they are touched in
+this file only, and ``tests/lightning/test_logging.py`` fails when they change. At the end of an
+epoch Lightning synchronises keys by their order, without their names: other keys are refused.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from lightning_cephalo.accelerator import Accelerator
-from lightning_cephalo.accelerator.backends import backend_of
 from lightning_cephalo.adapters.torchmetrics import metrics_of
+from lightning_cephalo.adapters.view import TrainerView, result_metric
+from lightning_cephalo.common.errors import UnsupportedError
+from lightning_cephalo.common.weighted_mean import weighted_mean
+from lightning_cephalo.data.cutting import evaluation_samples
 from lightning_cephalo.execution.step import ForwardOutcome
-from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.ranks.groups import Groups
-from lightning_cephalo.sharding.collectives import all_gather_rows, broadcast
+from lightning_cephalo.sharding.collectives import all_gather_rows
 
 
 class _Samples(int):
     """A batch size that the user has not given."""
 
 
-def _whole(number: float) -> float:
-    return int(number) if float(number).is_integer() else number
+class _Note(NamedTuple):
+    """What all ranks get of a rank's step: checksums of its keys, and what its samples weigh."""
+
+    keys: float
+    synced_keys: float
+    shows_synced: float
+    samples: float
+    weight: float
 
 
 @dataclass(frozen=True)
@@ -60,419 +69,298 @@ class _Logged:
 
 @dataclass(frozen=True)
 class _Combined:
-    """The value of one key, combined over this rank's microbatches.
-
-    The value stays a tensor: reading it would make the host wait for the device in every step.
-    """
+    """The value of one key over this rank's microbatches; a tensor, as reading it would wait."""
 
     value: Tensor
     weight: float
-    samples: int
-    scaled: bool
 
 
-@dataclass(frozen=True)
-class _Key:
-    """The description of a logged key for ranks that have not logged it themselves."""
-
-    key: str
-    options: dict[str, Any]
-    dataloader_idx: int | None
-    metric_attribute: str | None
+# weights of ranks that have not logged a key are negative
+_MISSING = _Combined(torch.zeros((), dtype=torch.float64), -1.0)
 
 
 class StepLog:
-    """Collects what the microbatches of one step log.
+    """Collects what the microbatches of one step log; ``counts`` are their samples."""
 
-    Args:
-        results: The trainer's result collection of the running loop, or None.
-        sample_counts: Samples of each of this rank's microbatches.
-        is_seen: Whether values count; those of a repeated forward do not.
-
-    Attributes:
-        weight: Weight of this rank's samples in an evaluation; 0 while training.
-    """
-
-    def __init__(
-        self,
-        results: Any,
-        sample_counts: Sequence[int],
-        is_seen: bool = True,
-    ) -> None:
-        self._is_seen = is_seen
-        self._results = results
-        # what watches hooks, and sees values again when no microbatch runs
-        self._outside = None if results is None else results.__dict__.get("update_metrics")
-        self._sample_counts = sample_counts
-        self._samples = sum(sample_counts)
-        self._microbatch = 0
-        self._calls: dict[str, list[_Logged]] = {}
-        self._metric_values: dict[str, dict[int, Any]] = {}
+    def __init__(self, logs: StepLogs, results: Any, counts: Sequence[int], is_seen: bool) -> None:
+        self.results, self.counts = results, counts
+        self.calls: dict[str, list[_Logged]] = {}
+        # of this rank's samples in an evaluation; 0 while training
         self.weight = 0.0
-
-    # -- while microbatches run ---------------------------------------------------------------
+        self._logs, self._is_seen = logs, is_seen and results is not None
+        self._microbatch = 0
 
     def resume(self, microbatch: int) -> None:
         """Collect the values that a microbatch logs, as it starts or resumes."""
-        if self._results is None:
-            return
-        self._microbatch = microbatch
-        self._results.batch_size = _Samples(self._sample_counts[microbatch])
-        self._results.update_metrics = self._collect  # on the instance, until pause
+        self._logs.running, self._microbatch = self, microbatch
+        if self._is_seen:
+            self.results.batch_size = _Samples(self.counts[microbatch])
 
     def pause(self, microbatch: int) -> None:
         """Stop collecting, as the microbatch has paused or returned."""
-        if self._results is None:
-            return
-        if self._outside is not None:
-            self._results.update_metrics = self._outside
-        else:
-            self._results.__dict__.pop("update_metrics", None)
+        self._logs.running = None
 
-    def _collect(self, key: str, value: Any, batch_size: int) -> None:
+    def collect(self, key: str, value: Any, batch_size: int) -> None:
+        """Collect a value of the running microbatch."""
         if not self._is_seen:
             return
-        metric = self._results[key]
+        metric = self.results[key]
         metric.has_reset = False
-        metric.__dict__.pop("_cephalo_borrowed", None)
-        if metric.is_tensor:
-            self._calls.setdefault(key, []).append(_Logged(self._microbatch, value, batch_size))
-        else:
-            type(self._results).update_metrics(self._results, key, value, batch_size)
-            self._metric_values.setdefault(key, {})[self._microbatch] = metric._forward_cache
+        if not metric.is_tensor:
+            _update(self.results, key, value, batch_size)
+            value = metric._forward_cache
+            if not (isinstance(value, Tensor) and value.is_floating_point() and value.numel() == 1):
+                return
+        self.calls.setdefault(key, []).append(_Logged(self._microbatch, value, batch_size))
 
     def note(self) -> tuple[float, ...]:
-        """Return what all ranks must know of this rank's step.
-
-        These are a checksum of the keys, whether values are synchronised, samples, and weight.
-        """
+        """Return what all ranks must know of this rank's step."""
         self.pause(self._microbatch)
-        # numbers travel as float64, which holds every checksum of 32 bits exactly
-        checksum = zlib.crc32("\n".join(self._live()).encode())
-        synced = any(self._synced(key) for key in self._live())
-        return float(checksum), float(synced), float(self._samples), self.weight
-
-    @property
-    def _idle(self) -> bool:
-        return not self._samples
-
-    def _live(self) -> dict[str, Any]:
-        """Return the keys logged since they were last reset at the end of an epoch."""
-        items = (self._results or {}).items()
-        return {
-            key: metric
-            for key, metric in items
-            if not metric.has_reset and not metric.meta.sync.rank_zero_only
-        }
-
-    def _synced(self, key: str) -> bool:
-        metric = self._results[key]
-        return bool(metric.is_tensor and metric.meta.on_step and metric.meta.sync.should)
-
-    # -- after the step -----------------------------------------------------------------------
-
-    def finish(
-        self,
-        weights: Sequence[float],
-        notes: Sequence[Sequence[float]],
-        ranks: ValuesOfRanks,
-        module: torch.nn.Module,
-        sync: Callable[..., Any],
-        total_weight: float,
-    ) -> None:
-        """Combine the values; collective exactly if the notes of all ranks require it.
-
-        Args:
-            weights: Weights of this rank's microbatches.
-            notes: :meth:`note` of every rank.
-            ranks: Exchanges values between ranks.
-            module: The LightningModule, which holds the torchmetrics objects that were logged.
-            sync: Lightning's reduce function, for keys that this rank has not logged itself.
-            total_weight: Weight of the losses of all ranks; the notes have that of the others.
-        """
-        samples = sum(row[2] for row in notes)
-        total = total_weight + sum(row[3] for row in notes)
-        weight_of_sample = total / samples if samples else 1.0
-        own, shown = {}, {}
-        for key, calls in self._calls.items():
-            last = list({call.microbatch: call for call in calls}.values())
-            own[key] = shown[key] = self._combined(key, calls, weights)
-            # a key may be logged twice: an epoch has all values of a step, which shows the last
-            if len(last) < len(calls):
-                shown[key] = self._combined(key, last, weights)
-        for key, values in self._metric_values.items():
-            self._combine_metric(key, values, weights)
-        differ = len({row[0] for row in notes}) > 1
-        if differ:
-            self._agree_on_keys(ranks.control, module, sync)
-        for key, combined in own.items():
-            self._accumulate(key, combined, weight_of_sample)
-            self._write(key, shown[key].value)
-        idle = any(not row[2] for row in notes)
-        if differ or idle or any(row[1] for row in notes):
-            self._share(shown, ranks, samples)
-        if self._results is not None and self._is_seen:
-            # for what hooks log of this batch: samples, or as many as its tokens count for
-            own_weight = sum(weights) if samples and total else float(self._samples)
-            self._results.batch_size = _whole(own_weight / (weight_of_sample or 1.0))
-
-    def _combined(self, key: str, calls: Sequence[_Logged], weights: Sequence[float]) -> _Combined:
-        values = _values(calls)
-        reduce_fx = self._results[key].meta.reduce_fx
-        samples = sum(int(call.batch_size) for call in calls)
-        if reduce_fx is not torch.mean:
-            return _Combined(reduce_fx(values), 1.0, samples, True)
-        given = not all(isinstance(call.batch_size, _Samples) for call in calls)
-        shares = [float(call.batch_size) if given else weights[call.microbatch] for call in calls]
-        return _Combined(_weighted_mean(values, shares), sum(shares), samples, given)
-
-    def _combine_metric(self, key: str, values: dict[int, Any], weights: Sequence[float]) -> None:
-        found = {
-            index: value
-            for index, value in values.items()
-            if isinstance(value, Tensor) and value.is_floating_point()
-        }
-        total = sum(weights[index] for index in found)
-        if len(found) > 1 and total:
-            self._results[key]._forward_cache = sum(
-                value.detach() * (weights[index] / total)
-                for index, value in found.items()
-                if weights[index]
-            )
-
-    def _accumulate(self, key: str, combined: _Combined, weight_of_sample: float) -> None:
-        """Pass Lightning one value for the step, in place of those of the microbatches."""
-        metric = self._results[key]
-        value = combined.value
-        if (
-            metric.meta.is_mean_reduction
-            and metric.meta.sync.should
-            and not combined.scaled
-            and combined.samples
-        ):
-            # Over ranks, Lightning weights values by samples; the step may weight them by tokens.
-            accumulated = value * combined.weight / (weight_of_sample * combined.samples)
-        else:
-            accumulated = value
-        self._update(key, accumulated, combined.samples)
-
-    def _update(self, key: str, value: Tensor, samples: int) -> None:
-        self._results.update_metrics(key, value.to(self._results[key].value), samples)
-
-    def _write(self, key: str, value: Tensor) -> None:
-        """Set the value of the step, which is shown and logged."""
-        metric = self._results[key]
-        if not metric.meta.on_step:
-            return
-        metric._forward_cache = value.to(metric.value)
-        if not metric.meta.on_epoch:
-            metric.value = metric._forward_cache
-
-    def _share(self, own: dict[str, _Combined], ranks: ValuesOfRanks, samples: float) -> None:
-        """Write the step's values over all ranks, for keys that synchronise or lack a value."""
-        tensors = [key for key, metric in self._live().items() if metric.is_tensor]
-        if not tensors:
-            return
-        missing = _Combined(torch.zeros((), dtype=torch.float64), -1.0, 0, True)
-        given = [own.get(key, missing) for key in tensors]
-        weights, values = ranks.gather([one.weight for one in given], [one.value for one in given])
-        for index, key in enumerate(tensors):
-            held = [rank for rank, row in enumerate(weights) if row[index] >= 0.0]
-            if not held:
-                continue
-            metric = self._results[key]
-            found = torch.stack([values[rank, index] for rank in held])
-            value = _over_ranks(metric, found, [weights[rank][index] for rank in held])
-            if self._synced(key):
-                self._write(key, value)
-            elif key not in own and not metric.meta.sync.should:
-                self._borrow(key, value, int(samples))
-
-    def _borrow(self, key: str, value: Tensor, samples: int) -> None:
-        """Show the other ranks' value on a rank that has not logged the key itself."""
-        if self._results[key].__dict__.get("_cephalo_borrowed"):
-            self._update(key, value, samples)
-        elif self._idle:
-            self._write(key, value)
-
-    # -- keys that not all ranks have logged --------------------------------------------------
-
-    def _agree_on_keys(
-        self, control: ControlGroup, module: torch.nn.Module, sync: Callable[..., Any]
-    ) -> None:
-        """Give all ranks the same keys in the same order.
-
-        At the end of the epoch, Lightning synchronises the keys by order, without their names.
-        """
-        own = [
-            _Key(
-                key,
-                _options(metric.meta),
-                metric.meta.dataloader_idx,
-                metric.meta.metric_attribute,
-            )
-            for key, metric in self._live().items()
-        ]
-        everyone = control.gather(tuple(own))
-        if self._results is None:
-            return
-        order: dict[str, _Key] = {}
-        for keys in everyone:
-            for item in keys:
-                order.setdefault(item.key, item)
-        live = self._live()
-        for item in order.values():
-            if item.key not in live:
-                self._adopt(item, module, sync)
-        results = dict(self._results)
-        self._results.clear()
-        self._results.update({key: results.pop(key) for key in order})
-        self._results.update(results)
-
-    def _adopt(self, item: _Key, module: Any, sync: Callable[..., Any]) -> None:
-        """Log a key that this rank has not logged, in a way that changes nothing."""
-        if item.metric_attribute is not None:
-            value = module.get_submodule(item.metric_attribute)
-            # else torchmetrics warns that it was never updated, but other ranks have updated it
-            value._update_count = value._update_count or 1
-        else:
-            neutral = {"max": float("-inf"), "min": float("inf")}
-            number = neutral.get(item.options["reduce_fx"], 0.0)
-            value = torch.full((), number, device=module.device)  # no copy to wait for
-        previous = self._results.batch_size, self._results.dataloader_idx
-        self._results.dataloader_idx = item.dataloader_idx
-        self._results.log(
-            value=value,
-            sync_dist_fn=sync,
-            batch_size=0,
-            metric_attribute=item.metric_attribute,
-            **item.options,
-        )
-        self._results.batch_size, self._results.dataloader_idx = previous
-        metric = self._results[item.key]
-        metric._forward_cache = None  # this step has no value to show
-        metric._cephalo_borrowed = True
-
-
-class ValuesOfRanks:
-    """Exchanges logged values between ranks; the host waits for no device."""
-
-    def __init__(self, groups: Groups, accelerator: Accelerator) -> None:
-        self.control = groups.control
-        self._group = groups.gather
-        self._accelerator = accelerator
-
-    def gather(
-        self, weights: list[float], values: Sequence[Tensor]
-    ) -> tuple[list[list[float]], Tensor]:
-        """Return every rank's weights, and its values in a tensor of shape (ranks, values)."""
-        ranks, device = self.control.world_size, self._accelerator.device
-        own = torch.stack([value.to(device, non_blocking=True) for value in values])
-        if not backend_of(self._group).runs_on_device:
-            numbers = self.control.gather([*weights, *own.tolist()])
-            count = len(weights)
-            read = torch.tensor([row[count:] for row in numbers], dtype=torch.float64)
-            return [row[:count] for row in numbers], read.to(device)
-        # a number that the host reads, it must wait for: the values stay on the device
-        everyones = all_gather_rows(own[None], [1] * ranks, self._group)
-        return self.control.gather(weights), everyones
-
-    def broadcast(self, values: Any, source: int) -> Any:
-        """Return a tree of rank ``source`` with its tensors on this rank's device; collective."""
-        is_source = self.control.rank == source
-        outline = values
-        if is_source:
-            on_meta = partial(torch.empty_like, device="meta")
-            outline = pytree.tree_map_only(Tensor, on_meta, values)
-        leaves, spec = pytree.tree_flatten(self.control.broadcast(outline, source))
-        own = pytree.tree_leaves(values) if is_source else leaves
-        device = self._accelerator.device
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor):
-                there = own[index] if is_source else torch.empty_like(leaf, device=device)
-                leaves[index] = there.to(device, non_blocking=True)
-                broadcast(leaves[index], self._group, source)
-        return pytree.tree_unflatten(leaves, spec)
+        live = _live(self.results)
+        synced = {key: metric for key, metric in live.items() if _is_synced(metric)}
+        shows = any(metric.is_tensor and metric.meta.on_step for metric in synced.values())
+        return _Note(_checksum(live), _checksum(synced), shows, sum(self.counts), self.weight)
 
 
 class StepLogs:
     """Creates the log of each step, and combines it over microbatches and ranks.
 
-    Args:
-        module: The user's module.
-        groups: The process groups of the run.
-        accelerator: This rank's device.
-
-    Attributes:
-        metrics: The module's torchmetrics objects, by their names.
-        ranks: Exchanges values between ranks.
-        are_combining: Whether values of a step are being combined right now; meanwhile the strategy
-            leaves tensors alone that Lightning would reduce.
+    ``lacks_samples`` returns whether hooks see a repeated sample, which counts in no mean. While
+    ``are_combining``, the strategy leaves tensors alone that Lightning would reduce.
     """
 
-    def __init__(self, module: Any, groups: Groups, accelerator: Accelerator) -> None:
-        self.metrics = metrics_of(module)
+    def __init__(
+        self,
+        view: TrainerView,
+        groups: Groups,
+        accelerator: Accelerator,
+        lacks_samples: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.metrics = metrics_of(view.module)
         self.are_combining = False
-        self._module = module
-        self.ranks = ValuesOfRanks(groups, accelerator)
+        self.running: StepLog | None = None  # that of the microbatch that runs
+        self._control, self._group, self._device = groups.control, groups.gather, accelerator.device
+        self._view, self._lacks_samples = view, lacks_samples
 
-    def of_step(self, sample_counts: Sequence[int], *, is_seen: bool = True) -> StepLog:
-        """Return the log of a step."""
-        return StepLog(self._module.trainer._results, sample_counts, is_seen)
+    def watch(self, results: Any) -> None:
+        """Take the values that are logged into a result collection of Lightning."""
+        results.update_metrics = partial(self._take, results)  # on the instance
+
+    def unwatch(self, results: Any) -> None:
+        """End what :meth:`watch` has begun."""
+        results.__dict__.pop("update_metrics", None)
+
+    def of_step(self, counts: Sequence[int], *, is_seen: bool = True) -> StepLog:
+        """Return the log of a step whose values count, unless it is a repeated forward."""
+        return StepLog(self, self._view.results, counts, is_seen)
 
     def finish(
         self,
         log: StepLog,
         outcome: ForwardOutcome,
         weights: Sequence[float],
-        sync: Callable[..., Any],
+        reduce: Callable[..., Any],
     ) -> None:
         """Combine the logged values of a step; collective exactly if the ranks' notes say so."""
+        notes = [_Note(*row[: len(_Note._fields)]) for row in outcome.notes]
+        keys = self._shared_keys(log, notes, reduce)
+        if log.results is None:
+            return
+        samples = sum(note.samples for note in notes)
+        total = outcome.total_weight + sum(note.weight for note in notes)
+        if not total:
+            weights, total = [float(count) for count in log.counts], samples
+        # in units of samples, by which Lightning weights what hooks log, and the steps of an epoch
+        weights = [weight * samples / total for weight in weights]
+        own: dict[str, _Combined] = {}
         self.are_combining = True
         try:
-            total = outcome.total_weight
-            log.finish(weights, outcome.notes, self.ranks, self._module, sync, total)
+            for key, calls in log.calls.items():
+                metric = log.results[key]
+                if metric.is_tensor:
+                    _accumulate(log.results, key, _combined(metric.meta, calls, weights))
+                # an epoch has all values of a key that is logged twice, and a step the last
+                last = {call.microbatch: call for call in calls}.values()
+                own[key] = _combined(metric.meta, last, weights)
+                _show(metric, own[key].value)
+            if keys:
+                self._share(log, own, keys, samples)
         finally:
             self.are_combining = False
+        log.results.batch_size = _whole(sum(weights))  # for what hooks log of this batch
+
+    def _shared_keys(
+        self, log: StepLog, notes: Sequence[_Note], reduce: Callable[..., Any]
+    ) -> list[str]:
+        """Return the keys whose values the ranks exchange, which all of them have."""
+        with_samples = [rank for rank, note in enumerate(notes) if note.samples]
+        if len({notes[rank].synced_keys for rank in with_samples}) > 1:
+            self._refuse_other_keys(log.results, with_samples)
+        live = _live(log.results)
+        tensors = [key for key, metric in live.items() if metric.is_tensor]
+        if len(with_samples) in (0, len(notes)):
+            shows = any(note.shows_synced for note in notes)
+            return [key for key in tensors if _is_synced(live[key])] if shows else []
+        if len({note.keys for note in notes}) == 1:
+            return tensors
+        sent = [(key, metric.is_tensor, _without_function(metric)) for key, metric in live.items()]
+        described = self._control.gather(tuple(sent))[with_samples[0]]
+        if not sum(log.counts) and log.results is not None:
+            for key, is_tensor, meta in described:
+                if key not in live:
+                    self._adopt(log.results, key, is_tensor, meta, reduce)
+            # as if it had logged them: else its first own value would reset them
+            self._view.logger_connector._current_fx = self._view.module._current_fx_name
+            found = dict(log.results)
+            log.results.clear()
+            log.results.update({key: found.pop(key) for key, *_ in described} | found)
+        return [key for key, is_tensor, _ in described if is_tensor]
+
+    def _refuse_other_keys(self, results: Any, with_samples: Sequence[int]) -> None:
+        keys = self._control.gather(
+            tuple(key for key, metric in _live(results).items() if _is_synced(metric))
+        )
+        first = with_samples[0]
+        other = next(rank for rank in with_samples if keys[rank] != keys[first])
+        differ = sorted(set(keys[first]) ^ set(keys[other])) or ["their order"]
+        raise UnsupportedError(
+            f"Ranks {first} and {other} have logged different keys with sync_dist=True, or"
+            f" different metrics: {', '.join(differ)}. Lightning synchronises keys by their order."
+            " Log the same ones on every rank: log a value that some batches lack as a sum, 0 where"
+            " it is missing, or leave out sync_dist=True."
+        )
+
+    def _adopt(
+        self, results: Any, key: str, is_tensor: bool, meta: Any, reduce: Callable[..., Any]
+    ) -> None:
+        """Log a key that this rank has not logged, in a way that changes nothing."""
+        meta.sync = replace(meta.sync, fn=reduce)
+        module = self._view.module
+        metric = results.setdefault(key, result_metric(meta, is_tensor).to(module.device))
+        metric.has_reset, metric._forward_cache = False, None
+        if not is_tensor:
+            metric.value = module.get_submodule(meta.metric_attribute)
+        for counted in (metric, *([] if is_tensor else [metric.value])):
+            # else torchmetrics warns that it was never updated, but other ranks have updated it
+            counted._update_count, counted._computed = counted._update_count or 1, None
+
+    def _share(
+        self, log: StepLog, own: dict[str, _Combined], keys: Sequence[str], samples: float
+    ) -> None:
+        """Show the values over all ranks of keys that synchronise; here all, without samples."""
+        given = [own.get(key, _MISSING) for key in keys]
+        # the host waits for no device: values stay on it, and weights are numbers
+        own_values = torch.stack([g.value.to(self._device, non_blocking=True) for g in given])
+        values = all_gather_rows(own_values[None], [1] * self._control.world_size, self._group)
+        weights = self._control.gather([g.weight for g in given])
+        for key, of_ranks, column in zip(keys, zip(*weights, strict=True), values.T, strict=True):
+            held = [rank for rank, weight in enumerate(of_ranks) if weight >= 0.0]
+            metric = log.results.get(key)
+            if not held or metric is None:
+                continue
+            over_ranks = [of_ranks[rank] for rank in held]
+            value = _reduced(metric.meta, [column[rank] for rank in held], over_ranks)
+            if _is_synced(metric):
+                _show(metric, value)
+            elif not sum(log.counts):
+                _accumulate(log.results, key, _Combined(value, samples))
+                _show(metric, value)
+
+    # -- hooks --------------------------------------------------------------------------------
+
+    def _take(self, results: Any, key: str, value: Any, batch_size: int) -> None:
+        if self.running is not None:
+            self.running.collect(key, value, batch_size)
+            return
+        metric = results[key]
+        meta = metric.meta
+        if self.are_combining or not metric.is_tensor or not meta.is_mean_reduction:
+            _update(results, key, value, batch_size)
+            return
+        if not meta.on_epoch and results.batch_size is None and batch_size == 1:
+            # before the step, for values of steps alone, Lightning does not look at the batch
+            batch_size = evaluation_samples(results.batch)
+        if results.batch is not None and self._lacks_samples():
+            batch_size = 0
+        if meta.sync.should and not batch_size:
+            value = torch.zeros_like(value)  # a mean over nothing may be NaN, and counts nothing
+        self.are_combining = True
+        try:
+            _update(results, key, value, batch_size)
+        finally:
+            self.are_combining = False
+        if meta.on_step and _is_synced(metric):
+            value = value.double()
+            parts = torch.stack([value * batch_size, torch.full_like(value, batch_size)])
+            total, size = meta.sync.fn(parts, group=meta.sync.group, reduce_op="sum")
+            _show(metric, total / size)
 
 
-def _over_ranks(metric: Any, values: Tensor, weights: Sequence[float]) -> Tensor:
-    if not metric.meta.is_mean_reduction:
-        return metric.meta.reduce_fx(values)
-    return _weighted_mean(values, weights)
-
-
-def _values(calls: Sequence[_Logged]) -> Tensor:
-    return torch.stack([call.value.detach().double().reshape(()) for call in calls])
-
-
-def _weighted_mean(values: Tensor, weights: Sequence[float]) -> Tensor:
-    """Return the mean of 1-d values; plain if there is no weight.
-
-    A value without weight may be NaN (a mean over no tokens), which it stays if multiplied by 0.
-    """
-    chosen = [index for index, weight in enumerate(weights) if weight]
-    if not chosen:
-        return values.mean()
-    known = torch.stack([values[index] for index in chosen])
-    share = torch.tensor([weights[index] for index in chosen], dtype=torch.float64)
-    return (known * share.to(values.device, non_blocking=True)).sum() / sum(weights)
-
-
-def _options(meta: Any) -> dict[str, Any]:
-    suffix = f".{meta.dataloader_idx}"
-    suffixed = meta.add_dataloader_idx and meta.dataloader_idx is not None
+def _live(results: Any) -> dict[str, Any]:
+    """Return the keys logged since they were last reset at the end of an epoch."""
     return {
-        # the collection adds the suffix of the running dataloader itself
-        "fx": meta.fx.removesuffix(suffix) if suffixed else meta.fx,
-        "name": meta.name,
-        "prog_bar": meta.prog_bar,
-        "logger": meta.logger,
-        "on_step": meta.on_step,
-        "on_epoch": meta.on_epoch,
-        "reduce_fx": meta.reduce_fx.__name__,
-        "enable_graph": False,
-        "sync_dist": meta.sync.should,
-        "add_dataloader_idx": meta.add_dataloader_idx,
-        "rank_zero_only": meta.sync.rank_zero_only,
+        key: metric
+        for key, metric in (results or {}).items()
+        if not metric.has_reset and not metric.meta.sync.rank_zero_only
     }
+
+
+def _is_synced(metric: Any) -> bool:
+    """Return whether Lightning, or torchmetrics, synchronises a metric at the end of an epoch."""
+    sync = metric.meta.sync
+    return not metric.is_tensor or (sync.should and not sync.rank_zero_only)
+
+
+def _checksum(keys: Collection[str]) -> float:
+    # numbers travel as float64, which holds every checksum of 32 bits exactly
+    return float(zlib.crc32("\n".join(keys).encode()))
+
+
+def _without_function(metric: Any) -> Any:
+    """Return what describes a metric to other ranks."""
+    return replace(metric.meta, _sync=replace(metric.meta.sync, fn=None, _group=None))
+
+
+def _update(results: Any, key: str, value: Any, batch_size: float) -> None:
+    type(results).update_metrics(results, key, value, batch_size)
+
+
+def _accumulate(results: Any, key: str, combined: _Combined) -> None:
+    """Pass Lightning one value for the step, in place of those of the microbatches."""
+    value = combined.value if combined.weight else torch.zeros_like(combined.value)
+    _update(results, key, value.to(results[key].value), _whole(combined.weight))
+
+
+def _show(metric: Any, value: Tensor) -> None:
+    """Set the value of the step, which is shown and logged."""
+    if not metric.meta.on_step:
+        return
+    if not metric.is_tensor:
+        metric._forward_cache = value.to(metric._forward_cache)
+        return
+    metric._forward_cache = value.to(metric.value)
+    if not metric.meta.on_epoch:
+        metric.value = metric._forward_cache
+
+
+def _combined(meta: Any, calls: Iterable[_Logged], weights: Sequence[float]) -> _Combined:
+    """Return the value of a key over microbatches, with its weight."""
+    shares = [
+        weights[call.microbatch] if isinstance(call.batch_size, _Samples) else call.batch_size
+        for call in calls
+    ]
+    values = [call.value.detach().double().reshape(()) for call in calls]
+    weight = sum(shares) if meta.is_mean_reduction else 1.0
+    return _Combined(_reduced(meta, values, shares), weight)
+
+
+def _reduced(meta: Any, values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Return the value of a key over microbatches or ranks."""
+    if meta.is_mean_reduction:
+        return weighted_mean(values, weights)
+    reduced: Tensor = meta.reduce_fx(torch.stack(tuple(values)))
+    return reduced
+
+
+def _whole(number: float) -> float:
+    return int(number) if float(number).is_integer() else number

@@ -8,7 +8,6 @@ of the module's modules, as their class may be anything.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,13 +26,10 @@ _EVERY_RANK = (
 
 
 class ModuleCopies:
-    """Makes the modules of a sharded model copyable.
+    """Makes the modules of a sharded model copyable."""
 
-    ``works_in_step``: whether every rank runs the present step's code, and once; then it may copy.
-    """
-
-    def __init__(self, model: ShardedModel, works_in_step: Callable[[], bool]) -> None:
-        self._model, self._works_in_step = model, works_in_step
+    def __init__(self, model: ShardedModel) -> None:
+        self._model = model
         self._modules = list(model.module.modules())
         for module in self._modules:
             vars(module)[_NAME] = partial(self._copy, module)
@@ -60,11 +56,10 @@ class ModuleCopies:
     def _prepare(self, module: nn.Module, memo: dict[int, Any]) -> None:
         """Note the full parameters of a module in the memory of ``copy.deepcopy``; collective."""
         executor = self._model.executor
-        if executor.inside_microbatch and not self._works_in_step():
+        if executor.inside_microbatch:
             raise UnsupportedError(
                 "copy.deepcopy() of the module inside a step, which runs once per microbatch. Copy"
-                " it in a hook, such as on_train_batch_start(), on every rank. With manual"
-                " optimization a step may copy, but not while ranks are measured: give plan=."
+                " it in a hook, such as on_train_batch_start(), on every rank."
             )
         self._model.meet("copying the module with copy.deepcopy()", _EVERY_RANK)
         for hook in executor.hooks.objects:

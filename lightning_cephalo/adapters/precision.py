@@ -8,11 +8,17 @@ gradients. A gradient scaler needs one change: ranks must agree whether a step o
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins import precision as lightning
+from lightning.pytorch.plugins.precision import (
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+)
 from torch.optim import Optimizer
 
 from lightning_cephalo.adapters.optimizer import clip_by_norm, clip_by_value
@@ -30,20 +36,17 @@ class RanksGradScaler(torch.amp.GradScaler):
 
     def _unscale_grads_(
         self,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizer,
         inv_scale: torch.Tensor,
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        gradients = [
-            local_part(parameter.grad)
-            for parameter in parameters_of(optimizer)
-            if parameter.grad is not None
-        ]
         found = found_inf.clone()
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for gradient in gradients:
-            by_dtype.setdefault(gradient.dtype, []).append(gradient)
+        for parameter in parameters_of(optimizer):
+            if parameter.grad is not None:
+                gradient = local_part(parameter.grad)
+                by_dtype.setdefault(gradient.dtype, []).append(gradient)
         for chosen in by_dtype.values():
             torch._amp_foreach_non_finite_check_and_unscale_(
                 chosen, found, inv_scale.to(found.device)
@@ -52,74 +55,29 @@ class RanksGradScaler(torch.amp.GradScaler):
         return {found.device: found}
 
 
-class _OverRows(lightning.Precision):
-    """Clips gradients without DTensors.
-
-    Attributes:
-        before_norm: Called before ranks communicate for a norm; returns whether to clip at all.
-        shown: Returns what hooks see of a batch.
-    """
-
-    before_norm: Callable[[], bool] = staticmethod(lambda: True)
-    shown: Callable[[Any], Any] = staticmethod(lambda batch: batch)
-
-    def convert_input(self, data: Any) -> Any:
-        # the first that Lightning does with a batch
-        return super().convert_input(self.shown(data))
-
-    def clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
-        clip_by_value(self.main_params(optimizer), clip_val)
-
-    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        if self.before_norm():
-            clip_by_norm(self.main_params(optimizer), clip_val)
-
-
-# named like Lightning's classes: checkpoints hold a plugin's state under the name of its class
-class Precision(_OverRows, lightning.Precision):
-    """Lightning's plugin, with clipping over rows."""
-
-
-class MixedPrecision(_OverRows, lightning.MixedPrecision):
-    """Lightning's plugin, with clipping over rows."""
-
-
-class HalfPrecision(_OverRows, lightning.HalfPrecision):
-    """Lightning's plugin, with clipping over rows."""
-
-
-class DoublePrecision(_OverRows, lightning.DoublePrecision):
-    """Lightning's plugin, with clipping over rows."""
-
-
-_PLUGINS: dict[type[lightning.Precision], type[lightning.Precision]] = {
-    getattr(lightning, own.__name__): own
-    for own in (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
-}
+def is_known(plugin: Precision) -> bool:
+    """Return whether the plugin is Lightning's own, so that its steps are known."""
+    return type(plugin) in (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 
 
 def adapt(
-    plugin: lightning.Precision | None,
-    before_norm: Callable[[], bool],
-    shown: Callable[[Any], Any],
-) -> lightning.Precision | None:
-    """Return a plugin that clips over rows, if the given one is of Lightning's; else that one."""
-    own = None if plugin is None else _PLUGINS.get(type(plugin))
-    if own is not None:
-        attributes = vars(plugin)
-        plugin = own.__new__(own)
-        plugin.__dict__ = attributes
-    if isinstance(plugin, _OverRows):
-        plugin.before_norm, plugin.shown = before_norm, shown
-    elif plugin is not None:
-        kind: Any = plugin
-        kind.convert_input = _Shown(type(plugin).convert_input, plugin, shown)
-    scaler = getattr(plugin, "scaler", None)
-    if not isinstance(plugin, lightning.MixedPrecision) or scaler is None:
-        return plugin
-    if not isinstance(scaler, RanksGradScaler):
-        plugin.scaler = RanksGradScaler(
-            plugin.device,
+    plugin: Precision, before_norm: Callable[[], bool], shown: Callable[[Any], Any]
+) -> Precision:
+    """Let a plugin clip over rows, if it is Lightning's, and hooks see their view of a batch.
+
+    Args:
+        before_norm: Called before ranks communicate for a norm; returns whether to clip at all.
+        shown: Returns what hooks see of a batch.
+    """
+    kind, own = type(plugin), vars(plugin)  # methods of this instance, which can be pickled
+    own["convert_input"] = partial(_convert, kind.convert_input, plugin, shown)
+    if is_known(plugin):
+        own["clip_grad_by_value"] = partial(_clip_by_value, plugin)
+        own["clip_grad_by_norm"] = partial(_clip_by_norm, plugin, before_norm)
+    scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
+    if scaler is not None and not isinstance(scaler, RanksGradScaler):
+        own["scaler"] = RanksGradScaler(
+            own["device"],
             init_scale=scaler.get_scale(),
             growth_factor=scaler.get_growth_factor(),
             backoff_factor=scaler.get_backoff_factor(),
@@ -129,32 +87,32 @@ def adapt(
     return plugin
 
 
-class _Shown:
-    """The ``convert_input`` of a plugin of the user's own class, for what hooks see of a batch."""
-
-    def __init__(
-        self, convert: Callable[..., Any], plugin: lightning.Precision, shown: Callable[[Any], Any]
-    ) -> None:
-        self._convert, self._plugin, self._shown = convert, plugin, shown
-
-    def __call__(self, data: Any) -> Any:
-        return self._convert(self._plugin, self._shown(data))
+def _convert(
+    convert: Callable[..., Any], plugin: Precision, shown: Callable[[Any], Any], data: Any
+) -> Any:
+    return convert(plugin, shown(data))  # the first that Lightning does with a batch
 
 
-def is_adapted(plugin: lightning.Precision) -> bool:
-    """Return whether the plugin is Lightning's own, so that its steps are known."""
-    return type(plugin) in (*_PLUGINS, *_PLUGINS.values())
+def _clip_by_value(plugin: Precision, optimizer: Optimizer, clip_val: float) -> None:
+    clip_by_value(plugin.main_params(optimizer), clip_val)
 
 
-def compute_dtype(plugin: lightning.Precision) -> torch.dtype | None:
+def _clip_by_norm(
+    plugin: Precision, before_norm: Callable[[], bool], optimizer: Optimizer, clip_val: float
+) -> None:
+    if before_norm():
+        clip_by_norm(plugin.main_params(optimizer), clip_val)
+
+
+def compute_dtype(plugin: Precision) -> torch.dtype | None:
     """Return the dtype in which parameters are gathered; None for their own.
 
     The master copy that the optimizer updates stays in full precision.
     """
-    return plugin._desired_input_dtype if isinstance(plugin, lightning.HalfPrecision) else None
+    return plugin._desired_input_dtype if isinstance(plugin, HalfPrecision) else None
 
 
-def loss_scaler(plugin: lightning.Precision) -> Callable[[torch.Tensor], torch.Tensor] | None:
+def loss_scaler(plugin: Precision) -> Callable[[torch.Tensor], torch.Tensor] | None:
     """Return the gradient scaler's function that multiplies a loss; None without a scaler.
 
     The factor stays on the device: reading it would make the host wait in every step.

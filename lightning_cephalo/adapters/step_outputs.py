@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lightning_cephalo.adapters.logging import ValuesOfRanks
+from lightning_cephalo.ranks.control import ControlGroup
 
 
 def outputs_everywhere(
-    result: Any, samples: int, losses: Sequence[int], ranks: ValuesOfRanks
+    result: Any, samples: int, losses: Sequence[int], control: ControlGroup, device: torch.device
 ) -> Any:
     """Return a step's outputs; on a rank without losses those of the first rank with some.
 
@@ -24,15 +25,15 @@ def outputs_everywhere(
     """
     if all(losses):
         return result
-    own, first = ranks.control.rank, next(rank for rank, count in enumerate(losses) if count)
+    own, first = control.rank, next(rank for rank, count in enumerate(losses) if count)
 
-    def of_one_sample(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return (value[:1] if value.ndim and len(value) == samples else value).detach()
+    def of_one_sample(value: Tensor) -> Tensor:
+        return (value[:1] if value.ndim and len(value) == samples else value).detach().cpu()
 
-    sent = pytree.tree_map(of_one_sample, result) if own == first else None
+    sent = pytree.tree_map_only(Tensor, of_one_sample, result) if own == first else None
     if isinstance(sent, dict) and "weight" in sent:
         sent["weight"] = sent["weight"] * 0
-    sent = ranks.broadcast(sent, first)
-    return result if losses[own] else sent
+    sent = control.broadcast(sent, first)
+    if losses[own]:
+        return result
+    return pytree.tree_map_only(Tensor, lambda value: value.to(device), sent)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 
 if TYPE_CHECKING:
@@ -196,3 +197,8 @@ class TrainerView:
     def accelerator_connector(self) -> Any:
         """What puts samplers into loaders."""
         return self.of._accelerator_connector
+
+
+def result_metric(meta: Any, is_tensor: bool) -> Any:
+    """Return a metric of a result collection, which has the value of nothing."""
+    return _ResultMetric(meta, is_tensor)

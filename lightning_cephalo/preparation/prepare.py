@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -47,14 +46,12 @@ def measure_or_load(
     job: Job,
     model: ShardedModel,
     view: TrainerView,
-    pause: Callable[[], None],
     manual: PhasedSteps | None = None,
 ) -> Problem:
     """Return the measured or cached problem, with the choices of the plan; collective.
 
     Args:
         model: The sharded model; afterwards it holds no full parameters.
-        pause: Called between measurements, on all ranks; it may communicate, and raise everywhere.
         manual: Runs steps that call their backwards themselves; None: the executor runs both.
 
     Raises:
@@ -79,7 +76,6 @@ def measure_or_load(
                 step=ProfiledStep(
                     partial(step_on, module), view.precision.train_step_context, manual
                 ),
-                pause=pause,
                 options=ProfileOptions(
                     global_batch_size=job.global_batch_size,
                     budget_s=options.planner.budget_s,
@@ -93,7 +89,6 @@ def measure_or_load(
         _keep(problem, found, options.verbose, control)
     moves = offload is not False or _gives_moved_state(job)
     if moves and not has_state_rates(problem):
-        pause()
         scales = loss_scaler(view.precision) is not None
         rates = measure_state_rates(model, device.capacity_bytes, with_host_updates=not scales)
         problem = with_state_rates(problem, rates)

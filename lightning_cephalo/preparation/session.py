@@ -137,14 +137,17 @@ class Session:
         install(self.model.executor)
         self.model.executor.recompute = options.recompute.default
         self.model.executor.overlay.buffers.sum_up(options.summed_buffers)
-        self._at_end.callback(ModuleCopies(self.model, self._ranks_run_one_step).remove)
+        self._at_end.callback(ModuleCopies(self.model).remove)
         if job.trains:
             self._at_end.callback(switch_off_caches(module))
         self.plan = _plan_before(job, self.model.fractions)
-        self.logs = StepLogs(module, groups, accelerator)
+        self.logs = StepLogs(
+            TrainerView(module.trainer), groups, accelerator, lambda: self.batches.are_lacking
+        )
         if groups.control.world_size > 1:
             executor = self.model.executor
-            end = synchronise_lists(groups.control, lambda: executor.inside_microbatch)
+            metrics = [metric for _, metric in self.logs.metrics]
+            end = synchronise_lists(metrics, groups.control, lambda: executor.inside_microbatch)
             self._at_end.callback(end)
         measured = (1,) if options.planner.single_microbatch else None
         self.user_collectives = UserCollectives(groups.control, measured)
@@ -171,12 +174,6 @@ class Session:
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         """Make None of a copy: users copy callbacks, and with them trainer and strategy."""
         return not_connected, ()
-
-    def _ranks_run_one_step(self) -> bool:
-        if self.manual is None:
-            return False
-        # some only communicate while one is measured
-        return self.control.world_size == 1 or not self.manual.is_measured
 
     @property
     def moved(self) -> MovedState | None:

@@ -49,18 +49,15 @@ class Training:
         """Make None of a copy, as of a session."""
         return not_connected, ()
 
-    def follow_plan(self, optimizers: Sequence[Optimizer], pause: Callable[[], None]) -> None:
-        """Measure the ranks, make a plan and follow it, or follow that which is given; collective.
-
-        ``pause`` is called between measurements; it may raise on all ranks.
-        """
+    def follow_plan(self, optimizers: Sequence[Optimizer]) -> None:
+        """Measure the ranks, make a plan and follow it, or follow that given; collective."""
         session, view = self.session, self.view
         job, plan, problem = session.job, session.job.plan, None
         replans = may_replan(job)
         if plan is not None:
             session.check(plan)  # before the ranks are measured for nothing
         if plan is None or replans:
-            problem = measure_or_load(job, session.model, view, pause, session.manual)
+            problem = measure_or_load(job, session.model, view, session.manual)
         if plan is None:
             assert problem is not None
             plan = make_plan(job, problem, session.control)

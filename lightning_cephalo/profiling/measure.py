@@ -49,7 +49,6 @@ def measure(
     device: Device,
     read_batch: Callable[[int], Any],
     step: ProfiledStep,
-    pause: Callable[[], None],
     options: ProfileOptions,
 ) -> Problem:
     """Run the user's step on growing microbatches of real samples; collective.
@@ -59,7 +58,6 @@ def measure(
 
     Args:
         read_batch: Returns a batch of the first samples, of a given number.
-        pause: Called between measurements, on all ranks; it may communicate, and raise everywhere.
 
     Raises:
         ProfilingError: On every rank, if any rank fails, dies, gets a loss that is not finite, or
@@ -70,13 +68,9 @@ def measure(
     progress = Progress(options.verbose and control.rank == 0)
     batches = _Batches(view, accelerator, read_batch)
 
-    def begin(what: str) -> None:
-        pause()
-        progress.say(f"profiling: {what}")
-
     def report(sizes: Sequence[int]) -> None:
         by_rank = ", ".join(str(size) if size else "-" for size in sizes)
-        begin(f"microbatches of {by_rank} samples (by rank)")
+        progress.say(f"profiling: microbatches of {by_rank} samples (by rank)")
 
     with (
         lost_rank_explained(control.rank, "profiling"),
@@ -87,12 +81,12 @@ def measure(
     ):
         prober = Prober(model, clock, batches.of, step)
         measured, retaining = measure_times(prober, options, device.name, report), None
-        begin("memory")
+        progress.say("profiling: memory")
         measure_memory(prober, measured, options)
         if options.choose_recompute:
-            begin("without recomputation")
+            progress.say("profiling: without recomputation")
             retaining = measure_without_recompute(prober, measured, options)
-        begin("network")
+        progress.say("profiling: network")
         # a backend allocates when it first communicates, and cannot use memory that torch caches
         accelerator.empty_cache()
         clip = clipping(view.clip_value, view.clips_by_value)

@@ -35,7 +35,7 @@ from lightning_cephalo.common.errors import (
     UnitUseError,
     UnsupportedError,
 )
-from lightning_cephalo.plan import PlanError
+from lightning_cephalo.plan import Plan, PlanError
 
 
 @dataclass(frozen=True)
@@ -114,73 +114,21 @@ def test_more_ranks_than_samples(tmp_path: Path) -> None:
     assert_everywhere(failures(fit), PlanError, "more ranks than samples", "batch_size")
 
 
-def plan_file(folder: Path, name: str, text: str) -> str:
-    (folder / name).write_text(text)
-    return str(folder / name)
-
-
-GOOD = """
-ranks:
-- {microbatch_sizes: [4, 2], state_fraction: 0.5}
-- {microbatch_sizes: [2], state_fraction: 0.5}
-"""
-PLAN_ERRORS: dict[str, Any] = {
-    "batches": (lambda _: plan_of(((2, 2), 0.5), ((2,), 0.5)), "global batch of 8", "sum to 6"),
-    "ranks": (lambda _: PLANS["three"], "for 3 ranks, but this run has 2", "Start 3"),
-    "missing": (lambda folder: str(folder / "nowhere.yaml"), "no such file", "Check the path"),
-    "suffix": (lambda folder: plan_file(folder, "plan.txt", GOOD), ".txt", "Rename"),
-    "not yaml": (lambda folder: plan_file(folder, "plan.yaml", "ranks: [}"), "not YAML", "save()"),
-    "not json": (lambda folder: plan_file(folder, "plan.json", "{"), "not JSON", "save()"),
-    "a list": (lambda folder: plan_file(folder, "plan.yaml", "- 1"), "plan.yaml", "mapping"),
-    "empty": (lambda folder: plan_file(folder, "plan.yaml", ""), "plan.yaml", "mapping"),
-    "unknown keys": (
-        lambda folder: plan_file(folder, "plan.yaml", GOOD.replace("microbatch_", "batch_")),
-        "batch_sizes",
-        "microbatch_sizes",
-    ),
-    "fractions": (
-        lambda folder: plan_file(folder, "plan.yaml", GOOD.replace("0.5", "0.4")),
-        "sum to 1",
-        "Divide each",
-    ),
-    "offload without recomputation": (
-        lambda folder: plan_file(
-            folder, "plan.yaml", GOOD.replace("0.5}", "0.5, recompute: false, offload: true}")
-        ),
-        "offload: true goes with recompute: true only",
-        "Leave one of the two out",
-    ),
-    "a directory": (lambda f: str(f.rename(f.with_suffix(".yaml"))), "cannot be read"),
-}
-
-
-@pytest.mark.parametrize("case", PLAN_ERRORS)
-def test_a_plan_that_does_not_fit(case: str, tmp_path: Path) -> None:
-    make, *parts = PLAN_ERRORS[case]
-    folder = tmp_path / "plans"
-    folder.mkdir()
-    plan = make(folder)
-
+@pytest.mark.parametrize(
+    ("plan", "parts"),
+    [
+        (plan_of(((2, 2), 0.5), ((2,), 0.5)), ("global batch of 8", "sum to 6")),
+        (PLANS["three"], ("for 3 ranks, but this run has 2", "Start 3")),
+    ],
+    ids=["batches", "ranks"],
+)
+def test_a_plan_that_does_not_fit(plan: Plan, parts: tuple[str, ...], tmp_path: Path) -> None:
     def fit() -> None:
         strategy = CephaloStrategy(plan=plan, global_batch_size=8, planner=Planner(verbose=False))
-        trainer = Trainer(
-            strategy=strategy,
-            accelerator="cpu",
-            devices=2,
-            max_epochs=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, **QUIET)
         trainer.fit(Recorder(tmp_path), loader("3:1"))
 
     assert_everywhere(failures(fit), PlanError, *parts)
-
-
-def test_fractions_that_do_not_sum_to_one_are_refused_where_they_are_written() -> None:
-    with pytest.raises(PlanError, match="sum to 1"):
-        plan_of(((2,), 0.5), ((2,), 0.4))
 
 
 # -- the user's code fails on one rank ---------------------------------------------------------
@@ -227,9 +175,6 @@ class Breaks(Recorder):
     def on_train_end(self) -> None:
         self.break_at("on_train_end", 0)
 
-    def on_fit_start(self) -> None:
-        self.break_at("on_fit_start", 0)
-
     def setup(self, stage: str) -> None:
         self.break_at("setup", 0)
 
@@ -238,7 +183,6 @@ class Breaks(Recorder):
         return super().configure_optimizers()
 
     def train_dataloader(self) -> Any:
-        self.break_at("train_dataloader", 0)
         return loader("3:1")
 
     def val_dataloader(self) -> Any:
@@ -250,26 +194,17 @@ class Breaks(Recorder):
     ("where", "step", "rank"),
     [
         ("training_step", 0, 0),
-        ("training_step", 0, 1),
-        ("training_step", 1, 0),
         ("training_step", 1, 1),
-        ("the end of training_step", 0, 1),
         ("the end of training_step", 2, 0),
-        ("validation_step", 0, 0),
         ("validation_step", 1, 1),
-        ("on_before_batch_transfer", 0, 0),
         ("on_before_batch_transfer", 0, 1),
         ("on_train_batch_start", 1, 1),
         ("on_train_batch_end", 0, 0),
-        ("on_train_batch_end", 1, 1),
         ("on_after_backward", 1, 0),
         ("on_train_epoch_end", 0, 1),
         ("on_train_end", 0, 0),
-        ("on_fit_start", 0, 1),
-        ("setup", 0, 0),
         ("setup", 0, 1),
         ("configure_optimizers", 0, 0),
-        ("train_dataloader", 0, 1),
         ("val_dataloader", 0, 0),
     ],
 )

@@ -35,6 +35,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from warm_ranks import by_plan, in_ranks
 
+from lightning_cephalo.common.errors import UnsupportedError
+
 # said for every key that is logged per epoch without sync_dist, which is what is tested
 pytestmark = pytest.mark.filterwarnings("ignore:It is recommended to use .self.log")
 
@@ -181,44 +183,38 @@ def test_sums_weighed_means_and_integers_are_over_all_samples(plan: str, tmp_pat
 
 
 class Conditional(Logger):
-    """Keys that only some microbatches, ranks and steps log, in different orders."""
+    """Logs what only some batches have, for this rank alone or for all of them."""
+
+    sync_dist = False
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = super().training_step(batch, batch_idx)
         indices = self.indices(batch)
-        options: dict[str, Any] = {"on_step": True, "on_epoch": True, "sync_dist": True}
-        if 7 in indices:
-            self.log("with 7", 7.0, **options)
-        if 0 in indices:
-            self.log("with 0", 1.0, **options)
-        if 8 in indices:
-            self.log("epoch with 8", 8.0, on_step=False, on_epoch=True, sync_dist=True)
-        names = ["first", "second"]
-        for name in names if self.global_rank == 0 else reversed(names):
-            value = 1.0 if name == "first" else 2.0
-            self.log(name, value, on_step=False, on_epoch=True, sync_dist=True)
-        if 15 in indices:
-            self.log("unsynchronised", 15.0, on_epoch=True)
-        return loss
+        self.log("of all", 2.0, on_epoch=True, sync_dist=True)
+        if 1 in indices:
+            self.log("with 1", 1.0, on_step=True, on_epoch=True, sync_dist=self.sync_dist)
+        return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("plan", ["idle first", "three"])
-def test_keys_that_only_some_ranks_log_keep_their_own_values(plan: str, tmp_path: Path) -> None:
-    ranks = run("fit", plan, Conditional(tmp_path), loader(plan), max_epochs=2)
-    for rank in ranks:
-        (end,) = rank.notes["end"]
-        for key, value in {
-            "with 7_epoch": 7.0,
-            "with 0_epoch": 1.0,
-            "epoch with 8": 8.0,
-            "first": 1.0,
-            "second": 2.0,
-            "unsynchronised_epoch": 15.0,
-        }.items():
-            assert end[key] == pytest.approx(value), key
-        for step in rank.notes["step"]:
-            assert step["with 7_step"] == 7.0
-            assert step["with 0_step"] == 1.0
+def test_keys_that_only_some_ranks_log_for_themselves_keep_their_values(tmp_path: Path) -> None:
+    ranks = run("fit", "three", Conditional(tmp_path), loader("three"), max_epochs=2)
+    ends = [rank.notes["end"][0] for rank in ranks]
+    assert [end.get("with 1_epoch") for end in ends] == [1.0, None, None]
+    assert [end["of all"] for end in ends] == pytest.approx([2.0] * 3)
+
+
+def _refusal(folder: Path) -> str:
+    module = Conditional(folder)
+    module.sync_dist = True
+    with pytest.raises(UnsupportedError) as refused:
+        make_trainer("3:1", {"start_method": "popen"}, max_epochs=1).fit(module, loader("3:1"))
+    return str(refused.value)
+
+
+def test_synchronised_keys_that_only_some_ranks_log_are_refused_on_all(tmp_path: Path) -> None:
+    first, second = in_ranks(2, _refusal, tmp_path)
+    assert first == second
+    assert "Ranks 0 and 1 have logged different keys" in first
+    assert "training_step.with 1. " in first
 
 
 class Boxes(torchmetrics.Metric):

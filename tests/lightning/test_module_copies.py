@@ -245,39 +245,6 @@ def test_a_copy_inside_a_step_is_refused_by_name():
         in_ranks(2, fit)
 
 
-class CopiesInStep(Net):
-    """Copies itself before and behind an update, as one does to learn from its own past."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization, self.kept = False, []
-
-    def training_step(self, batch, batch_idx):
-        self.kept.append(values_of(copy.deepcopy(self)))
-        loss = super().training_step(batch, batch_idx)
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-        self.kept.append(values_of(copy.deepcopy(self.blocks)))
-        return loss
-
-
-def fit_copying_in_step(plan):
-    model = CopiesInStep()
-    trainer(plan, max_steps=2, limit_val_batches=0).fit(model, loader(), loader(8))
-    return model.kept, values_of(model)
-
-
-def test_a_copy_inside_of_a_step_with_manual_optimization_is_that_of_one_device():
-    wanted_kept, wanted = on_one_device(fit_copying_in_step)
-    kept, values = FITS["inside of a step"][0]
-    assert len(kept) == len(wanted_kept) == 4
-    for found, expected in zip(kept, wanted_kept, strict=True):
-        assert_same_tensors(found, expected, TOLERANCE)
-    assert_same_tensors(values, wanted, TOLERANCE)
-
-
 class KeepsTheBest(Callback):
     """Keeps a state dict, as users do who have no checkpoints, and goes back to it."""
 
@@ -318,7 +285,6 @@ FITS = Cases(
         "torch's average": ("3:1", fit_with_torchs_average),
         "a part": ("3:1", fit_with_target),
         "everywhere": ("3:1", fit_copying),
-        "inside of a step": ("whole", fit_copying_in_step),
         "state dict": ("3:1", fit_keeping),
     }
 )

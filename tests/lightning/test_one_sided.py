@@ -259,7 +259,7 @@ class CallsOnOneRank(Callback):
 DOING = {
     "a barrier": "waiting in a barrier, in on_train_batch_end()",
     "a checkpoint": "saving a checkpoint, in on_train_batch_end()",
-    "should_stop": "stopping, as trainer.should_stop is set",
+    "should_stop": "beginning a validation",
 }
 
 
@@ -316,12 +316,12 @@ def _leave(plan: str | None, how: str, ranks: tuple[int, ...]) -> list[float]:
 
 
 LEAVING = {
-    "on_train_batch_start": "is ending the epoch early, before batch 2",
-    "on_train_batch_end": "is ending the epoch early, behind batch 1",
-    "-1": "is ending the epoch early, before batch 2",
-    "on_validation_batch_start": "is ending the validation early, before batch 0",
-    "on_train_epoch_end": "is ending training early, in epoch 0",
-    "on_validation_start": "is beginning epoch 1",
+    "on_train_batch_start": "is ending an epoch behind batch 2",
+    "on_train_batch_end": "is ending an epoch behind batch 1",
+    "-1": "is ending an epoch behind batch 2",
+    "on_validation_batch_start": "is ending an evaluation",
+    "on_train_epoch_end": "is ending training",
+    "on_validation_start": "is beginning an epoch",
 }
 
 
@@ -334,8 +334,8 @@ def test_a_rank_that_leaves_an_epoch_alone_names_itself_and_the_remedy(how):
         _leave("three", how, (rank,))
 
     for failure in failures(fit, world_size=3):
-        assert f"ank {rank} {LEAVING[how]}" in failure.message
-        assert "A StopIteration in a hook, or a -1 that on_train_batch_start()" in failure.message
+        assert f"ank {rank} {LEAVING[how]}" in failure.message, failure.message
+        assert "A StopIteration in a hook, a -1 that on_train_batch_start()" in failure.message
         assert "reduce_boolean_decision(leave, all=False)" in failure.message
 
 
