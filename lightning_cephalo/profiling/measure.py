@@ -23,7 +23,7 @@ from lightning_cephalo.profiling.memory_model import (
 )
 from lightning_cephalo.profiling.network import measure_network
 from lightning_cephalo.profiling.optimizer_time import clipping, optimizer_time
-from lightning_cephalo.profiling.probe import Prober, ProfiledStep, lost_rank_explained
+from lightning_cephalo.profiling.probe import Prober, ProfiledStep
 from lightning_cephalo.profiling.progress import Progress
 from lightning_cephalo.profiling.rank_curves import (
     merge_equal_ranks,
@@ -60,8 +60,8 @@ def measure(
         read_batch: Returns a batch of the first samples, of a given number.
 
     Raises:
-        ProfilingError: On every rank, if any rank fails, dies, gets a loss that is not finite, or
-            if none has memory for the smallest microbatch.
+        ProfilingError: On every rank, if any rank fails, or if none has memory for the smallest
+            microbatch.
     """
     control, accelerator = model.control, model.accelerator
     started_s, clock = accelerator.now_s(), accelerator.clock
@@ -73,7 +73,6 @@ def measure(
         progress.say(f"profiling: microbatches of {by_rank} samples (by rank)")
 
     with (
-        lost_rank_explained(control.rank, "profiling"),
         progress,
         isolated(view, accelerator),
         state_on_host(view.optimizers, accelerator),

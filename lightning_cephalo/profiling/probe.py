@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import math
 import traceback
-from collections.abc import Callable, Container, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Container
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,7 +25,6 @@ from lightning_cephalo.features.manual_step import PhasedSteps
 from lightning_cephalo.plan.program import COMPUTE, Instruction, Operation
 from lightning_cephalo.profiling.isolation import forget_gradients
 from lightning_cephalo.profiling.memory_model import Held, StepMeter, batch_bytes
-from lightning_cephalo.ranks.crash_report import is_lost_connection
 from lightning_cephalo.sharding.discovery import UnitKind
 
 _TIMED = frozenset({*COMPUTE, Operation.MEET})
@@ -135,48 +134,43 @@ class Prober:
     def _runs(self, attempt: Callable[[], None], turn: Turn) -> bool:
         """Run a step until all ranks have the memory; return whether this rank had a turn."""
         while self.control.any(bool(turn.size)):
-            if self._run(attempt, turn):
-                return bool(turn.size)
-        return False
-
-    def _run(self, attempt: Callable[[], None], turn: Turn) -> bool:
-        """Run a step; return whether all ranks had the memory."""
-        failure: Exception | None = None
-        with lost_rank_explained(
-            self.control.rank, f"profiling a microbatch of {samples(turn.samples)}"
-        ):
-            try:
-                attempt()
-            except RemoteRankError:
-                pass  # the failing rank reports its error
-            except Exception as raised:
-                # the others wait for this rank in the middle of the step, and it cannot go on
-                if self._is_inside and not self.model.executor.failure.gave_up:
-                    raise
-                failure = raised
-            finally:
-                forget_gradients(self.model.module)
+            failure = self._failure_of(attempt)
             message = None if failure is None else printable(f"{type(failure).__name__}: {failure}")
             refused = failure is not None and is_out_of_memory(failure)
             rows = self.control.gather((turn.samples, refused, message))
-        for rank, (size, out_of_memory, text) in enumerate(rows):
-            if text is not None and not out_of_memory:
-                raise ProfilingError(
-                    f"Rank {rank} failed while profiling a microbatch of {samples(size)}: {text}\n"
-                    "Profiling calls training_step after the setup() hook and before training"
-                    " starts. CephaloStrategy(plan=...) trains without profiling."
-                ) from failure
-        if failure is not None:
-            # its traceback holds the frames of the step, and the frames hold the activations
-            traceback.clear_frames(failure.__traceback__)
-            del failure
-        if refused:
-            turn.drop()
-        if not any(out_of_memory for _, out_of_memory, _ in rows):
-            return True
-        gc.collect()
-        self.model.accelerator.empty_cache()
+            for rank, (size, out_of_memory, text) in enumerate(rows):
+                if text is not None and not out_of_memory:
+                    raise ProfilingError(
+                        f"Rank {rank} failed while profiling a microbatch of {samples(size)}:"
+                        f" {text}\nProfiling calls training_step after the setup() hook and before"
+                        " training starts. CephaloStrategy(plan=...) trains without profiling."
+                    ) from failure
+            if failure is not None:
+                # its traceback holds the frames of the step, and the frames hold the activations
+                traceback.clear_frames(failure.__traceback__)
+                del failure
+            if refused:
+                turn.drop()
+            if not any(out_of_memory for _, out_of_memory, _ in rows):
+                return bool(turn.size)
+            gc.collect()
+            self.model.accelerator.empty_cache()
         return False
+
+    def _failure_of(self, attempt: Callable[[], None]) -> Exception | None:
+        """Run a step, and return the error of this rank; those of others come afterwards."""
+        try:
+            attempt()
+        except RemoteRankError:
+            pass  # the failing rank reports its error
+        except Exception as raised:
+            # the others wait for this rank in the middle of the step, and it cannot go on
+            if self._is_inside and not self.model.executor.failure.gave_up:
+                raise
+            return raised
+        finally:
+            forget_gradients(self.model.module)
+        return None
 
     def _forward_backward(
         self,
@@ -198,7 +192,7 @@ class Prober:
 
     def _calls(self, size: int, count: int) -> tuple[list[MicrobatchCall], BaseException | None]:
         """Return the microbatches to run, or why this rank cannot run them."""
-        weight_of: Any = partial(_finite_loss_and_weight, samples=size)
+        weight_of: Any = partial(_loss_and_weight, samples=size)
         try:
             batches = [self._batch_of(size) for _ in range(count if size else 0)]
         except Exception as failure:
@@ -247,30 +241,16 @@ class _PhaseClock(Observer):
         self.times = Times(forward_s, backward_s, tail_s)
 
 
-def _finite_loss_and_weight(result: Any, samples: int) -> tuple[torch.Tensor, float]:
-    loss, weight = loss_and_weight(result, samples)
-    weight = checked_weight(float(weight))
-    if weight and not bool(torch.isfinite(loss)):  # the mean over no tokens may be 0/0
-        raise FloatingPointError(
-            f"the loss is {loss.item()} before a single step was made. Check the data, the"
-            " initialisation, and the precision."
+def _loss_and_weight(result: Any, samples: int) -> tuple[torch.Tensor, float]:
+    found = loss_and_weight(result, samples)
+    if found is None:
+        raise TypeError(
+            "training_step returned None for a batch that is profiled, so that its backward cannot"
+            " be timed; expected a loss."
         )
-    # a sample without weight takes as long as others; its gradients may be NaN, and are dropped
-    return loss, weight or float(samples)
+    # a sample without weight takes as long as others
+    return found[0], checked_weight(float(found[1])) or float(samples)
 
 
 def samples(size: int) -> str:
     return "1 sample" if size == 1 else f"{size} samples"
-
-
-@contextmanager
-def lost_rank_explained(rank: int, doing: str) -> Iterator[None]:
-    """Replace the error of a lost connection by one that explains it."""
-    try:
-        yield
-    except RuntimeError as failure:
-        if isinstance(failure, ProfilingError) or not is_lost_connection(failure):
-            raise
-        raise ProfilingError(
-            f"Rank {rank} lost the connection to another rank while {doing}: {failure}"
-        ) from failure

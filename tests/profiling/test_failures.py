@@ -12,7 +12,6 @@ import torch.distributed as dist
 from profiled import GPT, SOON_S, RankFailure, fit, in_ranks, loader, profile
 
 from lightning_cephalo.common.errors import ProfilingError
-from lightning_cephalo.profiling.probe import lost_rank_explained
 from lightning_cephalo.sharding.unit import Unit
 
 
@@ -36,8 +35,6 @@ class Failing(GPT):
         if dist.get_rank() != 1 or len(batch[0]) < self.size:
             return loss
         match self.what:
-            case "nan":
-                return loss * float("nan")
             case "raise":
                 raise KeyError("no such column")
             case "die":
@@ -65,7 +62,6 @@ def all_refused():
 
     def each():
         return {
-            "nan": refusal(Failing("nan")),
             "raise": refusal(Failing("raise")),
             "data": refusal(GPT(), broken_data()),
             "one unit": refusal(GPT(**SMALL), capacity_bytes=(10**9, 800_000)),
@@ -75,12 +71,10 @@ def all_refused():
     return in_ranks(2, each)
 
 
-@pytest.mark.parametrize(
-    ("what", "said"), [("nan", "the loss is nan"), ("raise", "KeyError: 'no such column'")]
-)
-def test_a_failing_step_is_named_with_rank_and_size_on_every_rank(what, said):
-    for message, seconds in (found[what] for found in all_refused()):
-        assert "Rank 1" in message and "2 samples" in message and said in message
+def test_a_failing_step_is_named_with_rank_and_size_on_every_rank():
+    for message, seconds in (found["raise"] for found in all_refused()):
+        assert "Rank 1" in message and "2 samples" in message
+        assert "KeyError: 'no such column'" in message
         assert seconds < SOON_S
 
 
@@ -95,15 +89,6 @@ def _refuse_larger_than(limit, samples):
     return torch.utils.data.default_collate(samples)
 
 
-def test_an_error_of_the_users_connection_is_not_taken_for_a_lost_rank():
-    with (
-        pytest.raises(RuntimeError, match="no database") as raised,
-        lost_rank_explained(0, "profiling"),
-    ):
-        raise RuntimeError("no database connection: it timed out")
-    assert not isinstance(raised.value, ProfilingError)
-
-
 def test_a_rank_that_dies_is_missed_by_the_others_within_seconds():
     started = time.monotonic()
     with pytest.raises(RankFailure) as caught:
@@ -111,7 +96,6 @@ def test_a_rank_that_dies_is_missed_by_the_others_within_seconds():
     assert time.monotonic() - started < SOON_S
     assert "rank 1:\ndied without a result" in str(caught.value)
     assert "Rank 1 (process" in str(caught.value) and "is gone" in str(caught.value)
-    assert "Rank 0 lost the connection to another rank while profiling" in str(caught.value)
 
 
 class NoRoomForGradients(GPT):
@@ -132,7 +116,6 @@ def test_a_rank_without_memory_for_a_reduce_ends_and_no_rank_waits_for_it():
         in_ranks(2, lambda: fit(NoRoomForGradients(), loader()))
     assert time.monotonic() - started < SOON_S
     assert "OutOfMemoryInStepError: Rank 1" in str(caught.value)
-    assert "Rank 0 lost the connection to another rank while profiling" in str(caught.value)
 
 
 SMALL = {"width": 64, "depth": 3, "context": 32}
