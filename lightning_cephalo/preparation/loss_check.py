@@ -26,6 +26,7 @@ from lightning_cephalo.features.over_batch import was_called
 from lightning_cephalo.preparation.session import Session
 from lightning_cephalo.profiling.isolation import forget_gradients, isolated
 from lightning_cephalo.profiling.progress import Progress
+from lightning_cephalo.ranks.crash_report import is_lost_connection
 
 # Relative: of sums in another order, by the dtype of computing; and of the same sums again.
 _ROUNDING, _ROUNDING_IN_HALF, _NOISE = 1e-4, 3e-2, 1e-5
@@ -99,6 +100,8 @@ def compare_losses(
         with _evaluating(session, view) as put_back:
             found = _compared(session, step, runs, put_back)
     except Exception as error:  # on every rank; the error itself would keep activations
+        if is_lost_connection(error):
+            raise
         failure = f"{type(error).__name__}: {error}"
         how = "steps without updates" if is_manual else "steps without gradients"
         Progress(session.job.options.verbose and control.rank == 0).warn(
