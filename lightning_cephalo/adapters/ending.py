@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from lightning_cephalo.ranks.loss_watch import LossWatch
 
 _LEAVE_TOGETHER = (
-    "A StopIteration in a hook, a -1 that on_train_batch_start() returns, or trainer.should_stop"
+    "A StopIteration in a hook, a -1 that on_train_batch_start() returns, or should_stop = True"
     " ends an epoch. Use them on every rank at the same batch, by the answer of"
-    " trainer.strategy.reduce_boolean_decision(leave, all=False)."
+    " strategy.reduce_boolean_decision(leave, all=False)."
 )
 
 

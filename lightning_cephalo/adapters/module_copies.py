@@ -17,11 +17,9 @@ from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.sharding.placement import full_parameter
 
-_NAME = "__deepcopy__"
 _EVERY_RANK = (
-    "A copy gathers the parameters, so every rank must make it at the same place: not behind"
-    " `if trainer.is_global_zero` or @rank_zero_only. To write weights, call"
-    " trainer.save_checkpoint() on every rank."
+    "A copy gathers the parameters, so every rank must make it at the same place, and not rank 0"
+    " alone. To write weights, call save_checkpoint() on every rank."
 )
 
 
@@ -32,37 +30,35 @@ class ModuleCopies:
         self._model = model
         self._modules = list(model.module.modules())
         for module in self._modules:
-            vars(module)[_NAME] = partial(self._copy, module)
+            vars(module)["__deepcopy__"] = partial(self._copy, module)
 
     def remove(self) -> None:
         """Restore the modules."""
         for module in self._modules:
-            vars(module).pop(_NAME, None)
+            vars(module).pop("__deepcopy__", None)
         self._modules = []
 
     def _copy(self, module: nn.Module, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:  # else a module that contains this one is being copied
-            self._prepare(module, memo)
             memo[id(self)] = self
-        attributes = vars(module)
-        own = attributes.pop(_NAME)
+            self._prepare(module, memo)
+        own = vars(module).pop("__deepcopy__")
         try:
             copied = copy.deepcopy(module, memo)  # as its class does it
         finally:
-            attributes[_NAME] = own
+            vars(module)["__deepcopy__"] = own
         self._model.executor.hooks.remove_from_copy(copied)
         return copied
 
     def _prepare(self, module: nn.Module, memo: dict[int, Any]) -> None:
         """Note the full parameters of a module in the memory of ``copy.deepcopy``; collective."""
-        executor = self._model.executor
-        if executor.inside_microbatch:
+        if self._model.executor.inside_microbatch:
             raise UnsupportedError(
                 "copy.deepcopy() of the module inside a step, which runs once per microbatch. Copy"
                 " it in a hook, such as on_train_batch_start(), on every rank."
             )
         self._model.meet("copying the module with copy.deepcopy()", _EVERY_RANK)
-        for hook in executor.hooks.objects:
+        for hook in self._model.executor.hooks.objects:
             memo[id(hook)] = hook  # not copied; what refers to them is removed from the copy
         wanted = {id(parameter) for parameter in module.parameters()}
         for unit in self._model.units:
