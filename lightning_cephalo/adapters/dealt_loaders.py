@@ -38,11 +38,8 @@ def dealt_in(loader: Any) -> Dealt:
     return Dealt(loader, None if sampler is None else sampler.passes)
 
 
-class Mark(NamedTuple):
-    """Where the loaders stand: their passes, and how many have begun."""
-
-    dealt: tuple[Passes, ...]
-    begun: tuple[int, ...]
+Mark = tuple[tuple[Passes, int], ...]
+"""Where the loaders stand: their passes, and how many have begun."""
 
 
 class DealtLoaders:
@@ -76,11 +73,11 @@ class DealtLoaders:
 
     def mark(self) -> Mark:
         """Return where the loaders stand."""
-        return Mark(tuple(self.dealt), tuple(each.begun for each in self.dealt))
+        return tuple((each, each.begun) for each in self.dealt)
 
     def are_behind(self, mark: Mark, batch: int) -> bool:
         """Whether ``batch`` is of a later pass than a mark; loaders of others have none."""
-        if batch and any(mark.begun):
+        if batch and any(begun for _, begun in mark):
             return False
         return not self.dealt or self.mark() != mark
 

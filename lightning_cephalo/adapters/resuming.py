@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_cephalo.adapters.dealt_loaders import Dealt, DealtLoaders, dealt_in
 from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.data.containers import known_length
-from lightning_cephalo.data.passes import Continue, Passes, Position, is_stateful
+from lightning_cephalo.data.passes import Continue, Position, is_stateful
 from lightning_cephalo.data.reading import original_of
 
 KEY = "cephalo_data_order"
@@ -53,7 +53,6 @@ class Resumption:
         self._positions: list[Any] = saved.get("loaders", [])
         self._loaders = 0
         self._has_begun = False
-        self._continued: list[Passes] = []
         self._quiet = ExitStack()
         self._way = Continue.INSIDE
         # before the first step no epoch has ended
@@ -76,13 +75,10 @@ class Resumption:
 
         Call it for every training dataloader, in their order.
         """
-        dealt = dealt_in(loader)
         if self._has_begun:  # reload_dataloaders_every_n_epochs
-            if dealt.passes is not None and self._continued:
-                dealt.passes.count_as(self._continued[0])
             return
         index, self._loaders = self._loaders, self._loaders + 1
-        why = self._continue(dealt, index)
+        why = self._continue(dealt_in(loader), index)
         if self._is_inside and why:
             own = original_of(loader)
             name = f"{type(own).__name__} of {type(getattr(own, 'dataset', own)).__name__}"
@@ -112,7 +108,6 @@ class Resumption:
             passes.continue_at(position, self._way, undoes_draws=stay)
         except (TypeError, ValueError, RuntimeError) as error:
             return f"the states of its samplers do not fit ({error})"
-        self._continued.append(passes)
         return ""
 
     def announce(self) -> None:

@@ -22,13 +22,16 @@ from itertools import chain
 from typing import Any
 
 from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_cephalo.common.errors import BatchSplitError, UnsupportedError
 from lightning_cephalo.data import reading
 from lightning_cephalo.data.batch_layout import BatchLayout, not_splittable
 from lightning_cephalo.data.dealing import Dealing, RankCollate
+from lightning_cephalo.data.fingerprints import fingerprint
 from lightning_cephalo.data.randomness import (
+    SeparateRandomness,
     generators_of,
     preserved_randomness,
     read_states,
@@ -89,14 +92,30 @@ def own_part(loader: Any, dealing: Dealing) -> OwnPart:
 def _deal_stream(loader: Any, dealing: Dealing) -> DealtStream:
     source, items, changes = loader, 0, _equal_seeds(loader)
     if not reading.yields_ready_batches(loader):
-        if not dealing.trains and len(dealing.sizes) > 1:
-            dealing = replace(dealing, layout=_evaluation_layout(loader, dealing))
+        if len(dealing.sizes) > 1:
+            _warn_unless_it_begins_anew(loader, dealing.seed)
+            if not dealing.trains:
+                dealing = replace(dealing, layout=_evaluation_layout(loader, dealing))
         if dealing.layout.splitter is not _left_whole:
             items = sum(dealing.sizes)
             source = reading.with_batch_size(loader, items)
     if changes:
         source = reading.with_changes(source, **changes)
     return DealtStream(source, dealing, loader, items)
+
+
+def _warn_unless_it_begins_anew(loader: DataLoader[Any], seed: int) -> None:
+    def first() -> int:
+        with reading.untouched(loader), SeparateRandomness((seed % 2**64, 0)).active():
+            return fingerprint(next(iter(loader.dataset), None))
+
+    if first() != first():
+        rank_zero_warn(
+            f"The stream {type(loader.dataset).__name__} begins with another sample each time that"
+            " it is read, and its first samples are also read beforehand. One that goes on where"
+            " its last reader has stopped, as an open file does, loses these. So begin anew in"
+            " __iter__, and seed what is random, or draw from the global generators."
+        )
 
 
 def _evaluation_layout(loader: Any, dealing: Dealing) -> BatchLayout:

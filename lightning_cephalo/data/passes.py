@@ -95,7 +95,7 @@ class Passes:
     ) -> None:
         self.seed, self.epoch, self.items = dealing.seed, dealing.epoch, items
         self.begun = 0  # passes, in all epochs
-        self.epochs_ahead = 0  # that Lightning counts more than were trained
+        self._epochs_ahead = 0  # that Lightning counts more than were trained
         self._whole = sum(dealing.sizes) if items else 0
         self._source, self._others = source, others
         self._is_stateful = is_stateful
@@ -111,8 +111,8 @@ class Passes:
         """Makes the next pass that of ``epoch``; also sets it in the user's samplers."""
         if self._must_learn_epochs:  # the first epoch that Lightning sets is the continued one
             self._must_learn_epochs = False
-            self.epochs_ahead = epoch - self.epoch
-        self._set_epoch(epoch - self.epochs_ahead)
+            self._epochs_ahead = epoch - self.epoch
+        self._set_epoch(epoch - self._epochs_ahead)
 
     def _set_epoch(self, epoch: int) -> None:
         if epoch != self.epoch:
@@ -123,11 +123,6 @@ class Passes:
         for sampler in samplers_within(self._source):
             if callable(getattr(sampler, "set_epoch", None)):
                 sampler.set_epoch(epoch)
-
-    def count_as(self, other: Passes) -> None:
-        """Counts epochs as the passes of another loader of the same training do."""
-        self.epochs_ahead = other.epochs_ahead
-        self.epoch -= other.epochs_ahead
 
     def begin(self) -> Pass:
         """Begins a pass."""

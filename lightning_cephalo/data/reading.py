@@ -188,7 +188,14 @@ def sample_batches(
     count = max(sizes)
     with untouched(loader):
         if yields_ready_batches(loader):
-            return _parts_of_ready_batch(loader, sizes, layout or BatchLayout())
+            layout = layout or BatchLayout()
+            batch, rows = _first_batch(loader, layout)
+            if rows < count:
+                raise ValueError(
+                    f"Expects batches of at least {count} samples to profile with, but the first"
+                    f" that {type(loader).__name__} yields has {rows}."
+                )
+            return [layout.take(batch, 0, size) for size in sizes]
         is_read = isinstance(loader.dataset, IterableDataset)
         found = list(islice(iter(loader.dataset), count)) if is_read else _keys(loader, count)
         if not found:
@@ -219,16 +226,6 @@ def first_items(source: Any, count: int) -> list[Any]:
         return []
     with untouched(source):
         return list(islice(iter(source), count))
-
-
-def _parts_of_ready_batch(loader: Any, sizes: Sequence[int], layout: BatchLayout) -> list[Any]:
-    batch, rows = _first_batch(loader, layout)
-    if rows < max(sizes):
-        raise ValueError(
-            f"Expects batches of at least {max(sizes)} samples to profile with, but the first that "
-            f"{type(loader).__name__} yields has {rows}."
-        )
-    return [layout.take(batch, 0, size) for size in sizes]
 
 
 def learn_layout(loader: Any, *, splitter: Splitter | None = None) -> BatchLayout:

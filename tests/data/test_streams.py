@@ -315,6 +315,28 @@ def test_a_stream_whose_content_cannot_be_seen_is_refused():
         assert "Hidden yields batches without visible content" in said
 
 
+class Reads(IterableDataset):
+    """Its iterator is itself, which goes on where the last reader has stopped."""
+
+    def __init__(self):
+        self.next = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.next += 1
+        return torch.tensor(self.next)
+
+
+def test_a_stream_that_does_not_begin_anew_is_named_before_it_is_used():
+    for trains in (True, False):
+        with pytest.warns(UserWarning, match="Reads begins with another sample each time"):
+            dealt(DataLoader(Reads(), batch_size=4), (3, 1), trains=trains)
+    one = dealt(DataLoader(Reads(), batch_size=4), (4,))
+    assert next(iter(one)).tolist() == [1, 2, 3, 4]  # nothing was read, and nothing is said
+
+
 def test_a_generator_is_refused_because_its_first_batches_would_be_lost():
     with pytest.raises(UnsupportedError, match="is a generator, which can be read once"):
         dealt((torch.ones(2) for _ in range(3)), (2, 1))
