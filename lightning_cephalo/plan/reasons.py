@@ -104,10 +104,11 @@ def _launching(problem: Problem, plan: Plan) -> list[str]:
     ]
     if not flat:
         return []
+    # the run without waits at units that is timed has the waits for other ranks in it
+    shorter = " Steps may be shorter than predicted." if plan.world_size > 1 else ""
     return [
         f"{_named(flat)} {_verb(flat, 'takes', 'take')} as long for half of a microbatch: its time"
-        " is that of starting operations, not of computing them. Steps may be shorter than"
-        " predicted."
+        f" is that of starting operations, not of computing them.{shorter}"
     ]
 
 

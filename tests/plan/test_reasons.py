@@ -117,6 +117,8 @@ def test_ranks_whose_operations_take_as_long_to_start_as_to_compute_are_named() 
     said = [one for one in told(asked) if "starting operations" in one]
     assert said and said[0].startswith("Rank 0 takes as long for half of a microbatch")
     assert said[0].endswith("Steps may be shorter than predicted.")
+    alone = [one for one in told(problem(flat)) if "starting operations" in one]
+    assert alone and alone[0].endswith("not of computing them.")
     one = Plan((RankPlan((1,) * 8, 0.5), RankPlan((8,), 0.5)))
     assert not any("starting operations" in text for text in reasons(asked, one))
 
