@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch.utils.data import Dataset
+
 from lightning_cephalo.data.batch_layout import BatchLayout, NoSamples
 from lightning_cephalo.data.containers import own_copy
 from lightning_cephalo.data.randomness import preserved_randomness
@@ -90,6 +92,28 @@ class RankCollate:
             " DataLoader(drop_last=True) if it is the last step, a plan that gives every rank"
             " samples, or a dataset without samples that collate_fn drops."
         ) from failure
+
+
+class EmptyFetch(Dataset[Any]):
+    """A dataset whose ``__getitems__`` returns no samples for no keys, where many others fail."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.wrapped = dataset
+
+    def __getattr__(self, name: str) -> Any:
+        # pickle asks before __init__ has set `wrapped`
+        if name.startswith("__") or name == "wrapped":
+            raise AttributeError(name)
+        return getattr(self.wrapped, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.wrapped[key]
+
+    def __getitems__(self, keys: list[Any]) -> Any:
+        return self.wrapped.__getitems__(keys) if keys else []
+
+    def __len__(self) -> int:
+        return len(self.wrapped)
 
 
 def fetch(dataset: Any, keys: Sequence[Any]) -> Any:

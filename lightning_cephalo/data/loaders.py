@@ -28,12 +28,11 @@ from torch.utils.data import DataLoader, DistributedSampler
 from lightning_cephalo.common.errors import BatchSplitError, UnsupportedError
 from lightning_cephalo.data import reading
 from lightning_cephalo.data.batch_layout import BatchLayout, not_splittable
-from lightning_cephalo.data.dealing import Dealing, RankCollate
+from lightning_cephalo.data.dealing import Dealing, EmptyFetch, RankCollate
 from lightning_cephalo.data.fingerprints import fingerprint
 from lightning_cephalo.data.randomness import (
     SeparateRandomness,
     generators_of,
-    preserved_randomness,
     read_states,
     samplers_within,
     write_states,
@@ -159,31 +158,12 @@ def _deal_map_style(loader: DataLoader[Any], dealing: Dealing) -> DataLoader[Any
     if wrapper is not lists:
         changes["batch_sampler"] = type(wrapper)(mine)
     if ranks > 1:  # a single rank is never without samples
-        _refuse_fetch_that_needs_keys(loader.dataset)
         changes["collate_fn"] = RankCollate(loader.collate_fn, loader.dataset)
+        if hasattr(loader.dataset, "__getitems__"):
+            changes["dataset"] = EmptyFetch(loader.dataset)
     # Not earlier: Lightning's wrapper copies attributes, and would pickle the loader.
     mine.original = loader
     return reading.with_changes(loader, **changes)
-
-
-def _refuse_fetch_that_needs_keys(dataset: Any) -> None:
-    """Raises if no keys cannot be fetched, as a rank does in a step without samples for it."""
-    fetch = getattr(dataset, "__getitems__", None)
-    if not fetch:
-        return
-    found: Any = None
-    with preserved_randomness():
-        try:
-            found = fetch([])
-            is_empty = not len(found)
-        except Exception as error:  # any error of the user's method means no
-            found, is_empty = error, False
-    if not is_empty:
-        raise UnsupportedError(
-            f"{type(dataset).__name__}.__getitems__([]) gives {found!r}, expected none. A rank asks"
-            " for no samples in a step that has fewer than ranks. Begin __getitems__(keys)"
-            " with: if not keys: return []."
-        )
 
 
 def _reject_distributed_sampler(loader: Any, world_size: int) -> None:
