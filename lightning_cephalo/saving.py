@@ -48,14 +48,14 @@ class SavingStrategy(ConnectedStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         if self._recovering.is_dumping:
             self.session.model.executor.reshard()
-            return rows_of_model(self._module.trainer, self._module)
+            return rows_of_model(self._view, self._module)
         if self._resumption is not None:
             self._resumption.end()
         self._ending.refuse_alone("a checkpoint")
         self._ending.meet(
             "saving a checkpoint",
-            "Every rank holds a part of it: call trainer.save_checkpoint() on every rank, without"
-            " 'if trainer.is_global_zero'. Rank 0 writes the file.",
+            "Every rank holds a part of it: call save_checkpoint() on every rank, not on rank 0"
+            " alone. Rank 0 writes the file.",
         )
         if self._session is not None:
             self._session.model.executor.reshard()
@@ -115,7 +115,7 @@ class SavingStrategy(ConnectedStrategy):
     @override
     def load_optimizer_state_dict(self, checkpoint_: Mapping[str, Any]) -> None:
         self._recovering.resume_loops()
-        if self._session is not None:  # behind a run of spawned ranks the module has no trainer
+        if self._session is not None:  # behind a run of spawned ranks the module belongs to none
             self._resumption = Resumption(self._view, checkpoint_)
         states = list(checkpoint_["optimizer_states"])
         for optimizer, state in zip(self.optimizers, states, strict=False):

@@ -237,7 +237,7 @@ class CephaloStrategy(SavingStrategy):
         control = self._connect().control
         self._refuse(When.CONNECTED)
         self._samplers.take(self._view)
-        self._recovering.look_up(self._module.trainer, control)
+        self._recovering.look_up(self._view, control)
 
     @override
     @contextmanager

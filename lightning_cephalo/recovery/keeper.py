@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
@@ -43,9 +43,6 @@ from lightning_cephalo.recovery.trees import tensors_of
 from lightning_cephalo.recovery.uploading import Uploading
 from lightning_cephalo.sharding.placement import local_part
 
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
-
 _ENDING_S = 10.0
 
 
@@ -54,7 +51,7 @@ class Keeper:
 
     def __init__(
         self,
-        trainer: Trainer,
+        view: TrainerView,
         control: ControlGroup,
         accelerator: Accelerator,
         store: Store,
@@ -67,7 +64,7 @@ class Keeper:
     ) -> None:
         self.is_dumping = False
         self._uploading = uploading
-        self._trainer, self._control, self._accelerator = trainer, control, accelerator
+        self._view, self._control, self._accelerator = view, control, accelerator
         self._store, self._inventory = store, inventory
         recovery = wish.recovery
         self._every_given = None if recovery is None else recovery.every
@@ -95,13 +92,13 @@ class Keeper:
         self._overlaps, self._probe = True, Probe(())
         self._cost = Cost(time.monotonic())
         # between two updates, gradients may add up, which are not kept
-        self._steps_before, self._has_updated = trainer.global_step, False
+        self._steps_before, self._has_updated = view.step, False
         # batches of the step that was kept last
         self._batches = -1
 
     @property
     def _loop(self) -> Any:
-        return self._trainer.fit_loop.epoch_loop
+        return self._view.epoch_loop
 
     # -- while training runs ----------------------------------------------------------------------
 
@@ -127,13 +124,13 @@ class Keeper:
         # a hook that writes to parameters at each batch's beginning shows at the first one
         self._probe = Probe(tensors)
         vars(self._loop)["on_advance_end"] = self._after_batch
-        vars(self._trainer.fit_loop)["on_advance_end"] = self._after_epoch
+        vars(self._view.fit_loop)["on_advance_end"] = self._after_epoch
 
     def end(self) -> bool:
         """Keep no more steps; return whether this rank does nothing to the storage any more."""
         self.settle()
         has_stopped = self._uploading is None or self._uploading.cancel(_ENDING_S)
-        for loop in (self._loop, self._trainer.fit_loop):
+        for loop in (self._loop, self._view.fit_loop):
             vars(loop).pop("on_advance_end", None)
         with suppress(Exception):  # the run ends: what is whole is found by the next start
             self._copying.finish(_ENDING_S)
@@ -191,7 +188,7 @@ class Keeper:
             self._store.remove(ranks, self._copying.kept_for(ranks))
 
     def _after_batch(self, data_fetcher: Any) -> None:
-        loop, steps = self._loop, self._trainer.global_step
+        loop, steps = self._loop, self._view.step
         self._has_updated, self._steps_before = steps > self._steps_before, steps
         try:
             type(loop).on_advance_end(loop, data_fetcher)
@@ -217,11 +214,11 @@ class Keeper:
         """Keep a step behind its validation, before Lightning goes on."""
         loop = self._loop
         is_within = self._has_updated and not loop._num_ready_batches_reached()
-        if is_within and not self._trainer.sanity_checking:
+        if is_within and not self._view.of.sanity_checking:
             self._keep(Kind.INSIDE)
 
     def _after_epoch(self) -> None:
-        loop = self._trainer.fit_loop
+        loop = self._view.fit_loop
         try:
             type(loop).on_advance_end(loop)
         except SIGTERMException:  # of all ranks together
@@ -389,14 +386,14 @@ class Keeper:
         return taken_apart(snapshot, self._control.rank, updated)
 
     def _snapshot(self, kind: Kind) -> Snapshot:
-        trainer = self._trainer
-        states = [optimizer.state for optimizer in trainer.optimizers]
+        view = self._view
+        states = [optimizer.state for optimizer in view.optimizers]
         parts = map(local_part, tensors_of([dict(state) for state in states]))
         held = Probe([part for part in parts if not part.is_inference()])
         self.is_dumping = True
         try:
             # Private: the public method also writes a file.
-            checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+            checkpoint = view.checkpoint_connector.dump_checkpoint(weights_only=False)
         finally:
             self.is_dumping = False
         if held.is_written:
@@ -404,25 +401,25 @@ class Keeper:
                 "on_save_checkpoint() writes to checkpoint['optimizer_states'], whose tensors are"
                 " the training's own, so that training is changed. Let it write to copies."
             )
-        order = saved_order(TrainerView(trainer))
+        order = saved_order(view)
         if order is not None:
             checkpoint[KEY] = order
         facts = Facts(
             kind,
-            trainer.global_step,
+            view.step,
             self._loop.batch_progress.total.processed,
             self._global_batch_size,
             self._fits,
-            bool(trainer.should_stop),
+            bool(view.of.should_stop),
         )
         return Snapshot(
-            checkpoint, dict(trainer.callback_metrics), read_generators(self._accelerator), facts
+            checkpoint, dict(view.of.callback_metrics), read_generators(self._accelerator), facts
         )
 
     def _check_room(self, held_bytes: int) -> None:
         """Compare the room with what all ranks of the host will keep; collective."""
         # most optimizers make two tensors of state for each parameter, at their first step
-        has_state = any(optimizer.state for optimizer in self._trainer.optimizers)
+        has_state = any(optimizer.state for optimizer in self._view.optimizers)
         grown = held_bytes * (1 if has_state else 3)
         slots = slots_of_rank(self._uploading is not None)
         store, own = self._store, self._control.rank

@@ -6,25 +6,25 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.loops.loop import _Loop
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.generators import write_generators
+from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.common.errors import KeptForAnotherError, RecoveryError
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.recovery.copying import SLOTS, slots_of_rank
 from lightning_cephalo.recovery.keeper import Keeper
 from lightning_cephalo.recovery.lookup import Inventory, assembled
-from lightning_cephalo.recovery.options import AGENT, Wish, attempt
+from lightning_cephalo.recovery.options import AGENT, Recovery, Wish, attempt
 from lightning_cephalo.recovery.pieces import Assembly
 from lightning_cephalo.recovery.reading_back import ReadingBack
 from lightning_cephalo.recovery.snapshot import (
@@ -42,7 +42,7 @@ from lightning_cephalo.recovery.waiting import wait_for_hosts
 from lightning_cephalo.sharding.placement import as_dtensor, local_part
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import LightningModule
 
 # fits that have ended in this process: a restarted script calls fit() in the same order
 _FITS = "LIGHTNING_CEPHALO_FITS"
@@ -69,6 +69,19 @@ class _Found:
     random: tuple[Any, ...] | None
 
 
+@dataclass
+class _Place:
+    """Where the steps of a training are kept."""
+
+    view: TrainerView
+    control: ControlGroup
+    recovery: Recovery
+    store: Store
+    inventory: Inventory
+    storage: Storage | None = None
+    sent: Sequence[Committed] = ()
+
+
 class Recovering:
     """Keeps steps in the hosts' memory, and lets a restarted training go on from the newest."""
 
@@ -77,15 +90,10 @@ class Recovering:
         self._forget()
 
     def _forget(self) -> None:
-        self._trainer: Trainer | None = None
-        self._control: ControlGroup | None = None
-        self._store: Store | None = None
-        self._inventory: Inventory | None = None
+        self._place: _Place | None = None  # None: nothing is kept
         self._found: _Found | None = None
         self._lost = ""
         self._keeper: Keeper | None = None
-        self._storage: Storage | None = None
-        self._sent: Sequence[Committed] = ()
         self._has_loaded_file = self._has_resumed = False
 
     @property
@@ -95,96 +103,84 @@ class Recovering:
 
     # -- before training --------------------------------------------------------------------------
 
-    def look_up(self, trainer: Trainer, control: ControlGroup) -> None:
+    def look_up(self, view: TrainerView, control: ControlGroup) -> None:
         """Look for kept steps, and let Lightning resume from the newest; collective.
 
         Raises:
             RecoveryError: On every rank, if the user wants steps kept and they cannot be.
         """
         self._forget()
-        if trainer.state.fn != TrainerFn.FITTING or self._wish.recovery is None:
+        recovery = self._wish.recovery
+        if not view.is_fitting or recovery is None or only_searches(view):
             return
-        if only_searches(trainer):
-            return
-        self._trainer, self._control = trainer, control
-        self._store = self._try("finding where steps are kept", self._open, _NOT_KEPT)
-        if self._store is None:
+        store = self._try(control, "finding where steps are kept", self._open, _NOT_KEPT)
+        if store is None:
             return
         begin_s = time.monotonic()
-        self._inventory = Inventory.take(self._store, control)
-        if self._outlasts_fit and _fits():
-            self._drop()  # of the fit before, which has ended
+        place = _Place(view, control, recovery, store, Inventory.take(store, control))
+        self._place = place
+        if self._outlasts_fit(recovery) and _fits():
+            self._drop(place)  # of the fit before, which has ended
             return
-        if self._wish.recovery.storage is not None:
-            self._look_into_storage(self._wish.recovery.storage)
-        steps = self._inventory.whole()
+        if recovery.storage is not None:
+            _look_into_storage(place, recovery.storage)
+        steps = place.inventory.whole()
         if not steps:
-            self._say_nothing_found()
+            self._say_nothing_found(place)
             return
-        self._found = self._newest_of(steps)
+        self._found = self._newest_of(place, steps)
         if self._found is None:
-            self._drop()
+            self._drop(place)
             return
         # Private: `fit` without ckpt_path loads nothing, and resumes from what lies here.
-        trainer._checkpoint_connector._loaded_checkpoint = self._found.checkpoint
+        view.checkpoint_connector._loaded_checkpoint = self._found.checkpoint
         steps_done, ranks = self._found.facts.steps, len(self._found.pieces)
         rank_zero_info(
             f"Training goes on from step {steps_done}, which {ranks} ranks have kept in"
-            f" {self._store.folder} (found in {time.monotonic() - begin_s:.2f} s)."
+            f" {store.folder} (found in {time.monotonic() - begin_s:.2f} s)."
         )
 
-    def _look_into_storage(self, url: str | os.PathLike[str]) -> None:
-        assert self._store is not None and self._control is not None
-        assert self._inventory is not None
-        opened = partial(Storage, os.fspath(url))
-        self._storage = self._control.together("opening the storage", opened)
-        reading = ReadingBack(self._storage, self._store, self._control)
-        self._inventory = reading.look(self._inventory)
-        self._sent = reading.steps
-
-    def _newest_of(self, steps: Sequence[tuple[Piece, ...]]) -> _Found | None:
+    def _newest_of(self, place: _Place, steps: Sequence[tuple[Piece, ...]]) -> _Found | None:
         """Return the newest step that can be read; None if there is none, and a warning will do."""
-        assert self._control is not None
         fault: Exception | None = None
         for pieces in steps[:-1]:
             try:
-                read = partial(self._read, pieces)
-                found: _Found = self._control.together("reading kept steps", read)
+                read = partial(_read, place, pieces)
+                found: _Found = place.control.together("reading kept steps", read)
             except Exception as error:  # damaged files may raise anything
                 fault = fault or error
                 continue
             break
         else:
-            read = partial(self._read, steps[-1])
-            found = self._try("reading kept steps", read, _DROPPED)
+            read = partial(_read, place, steps[-1])
+            found = self._try(place.control, "reading kept steps", read, _DROPPED)
         if found is not None and fault is not None:
-            self._warn(f"Training goes on from an older kept step: {fault}")
+            _warn(place.control, f"Training goes on from an older kept step: {fault}")
         return found
 
-    def _warn(self, message: str) -> None:
-        if self._control is not None and self._control.rank == 0:
-            warnings.warn(message, stacklevel=4)
-
-    def _try(self, doing: str, function: Callable[[], Any], result: str) -> Any:
+    def _try(
+        self, control: ControlGroup, doing: str, function: Callable[[], Any], result: str
+    ) -> Any:
         """Call a function on all ranks; where recovery is automatic, warn if any cannot."""
-        assert self._control is not None
         try:
-            return self._control.together(doing, function)
+            return control.together(doing, function)
         except Exception as error:  # damaged files may raise anything
             if not self._wish.is_automatic:
                 raise
-            self._warn(f"{result}: {error}")
+            _warn(control, f"{result}: {error}")
             return None
 
-    def _drop(self) -> None:
+    def _drop(self, place: _Place) -> None:
         """Remove what is kept and cannot be gone on from, and begin as without it; collective."""
-        assert self._control is not None and self._store is not None
-        self._control.barrier()
-        self._store.remove()
-        self._control.barrier()
-        self._store = self._try("finding where steps are kept", self._open, _NOT_KEPT)
-        if self._store is not None:
-            self._inventory = Inventory.take(self._store, self._control)
+        control = place.control
+        control.barrier()
+        place.store.remove()
+        control.barrier()
+        store = self._try(control, "finding where steps are kept", self._open, _NOT_KEPT)
+        self._place = None
+        if store is not None:
+            inventory = Inventory.take(store, control)
+            self._place = replace(place, store=store, inventory=inventory)
 
     def _open(self) -> Store | None:
         recovery, job = self._wish.recovery, self._wish.job()
@@ -196,99 +192,70 @@ class Recovering:
             warnings.warn(said, stacklevel=2)
         return store
 
-    def _say_nothing_found(self) -> None:
-        assert self._inventory is not None and self._store is not None
-        self._lost = self._inventory.missing()
+    def _say_nothing_found(self, place: _Place) -> None:
+        self._lost = place.inventory.missing()
         # what a fit that has ended had kept is not looked for
         if attempt() and not _fits() and not self._lost:
-            places = str(self._store.folder)
-            if self._storage is not None:
-                places += f" and {self._storage.url}"
-            self._warn(
+            places = str(place.store.folder)
+            if place.storage is not None:
+                places += f" and {place.storage.url}"
+            _warn(
+                place.control,
                 f"The ranks were restarted (attempt {attempt()}), but {places} keeps no"
                 " step: training begins where a first start does, at ckpt_path if fit() has one,"
-                " else at step 0. That is right if it had not begun before."
+                " else at step 0. That is right if it had not begun before.",
             )
-
-    def _read(self, pieces: tuple[Piece, ...]) -> _Found:
-        assert self._store is not None and self._control is not None
-        assert self._inventory is not None
-        control = self._control
-        if self._trainer is not None and searches_before_training(self._trainer):
-            raise KeptForAnotherError(_NO_SEARCH)
-        assembly = assembled(pieces, self._inventory, self._store, control)
-        kept: Snapshot = assembly.states[0].tree
-        facts = kept.facts
-        if any(state.tree.facts != facts for state in assembly.states):
-            raise RecoveryError(
-                f"{self._store.folder} keeps pieces of different steps, which do not fit together."
-                " Remove the folder; training then begins at ckpt_path, or anew."
-            )
-        if facts.fits != _fits():
-            raise KeptForAnotherError(
-                f"{self._store.folder} keeps steps of fit() number {facts.fits + 1} of the script,"
-                f" and this is number {_fits() + 1}. A script that is restarted can have one fit()"
-                " that keeps steps: give the others CephaloStrategy(recover=False)."
-            )
-        metrics = assembly.resolved(kept.metrics)
-        states = [
-            assembly.resolved(state.tree.random, r) for r, state in enumerate(assembly.states)
-        ]
-        own = states[control.rank] if len(pieces) == control.world_size else None
-        return _Found(pieces, facts, _checkpoint(assembly, kept.checkpoint), metrics, own)
 
     def of_file(self, path: Any) -> dict[str, Any] | None:
         """Return what takes the place of the checkpoint that ``fit`` loads; None: the file."""
-        if self._trainer is not None and path != self._trainer.ckpt_path:
+        place = self._place
+        if place is not None and path != place.view.of.ckpt_path:
             return None  # another file than fit's, such as a teacher's
         found = self._found
         if found is None or self._has_loaded_file:
             self._has_loaded_file = True
-            if self._lost:
-                self._warn(f"Training begins at {path}: {self._lost}.")
+            if self._lost and place is not None:
+                _warn(place.control, f"Training begins at {path}: {self._lost}.")
             return None
         self._has_loaded_file = True
         return found.checkpoint
 
     def check_model(self, module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
         """Raise KeptForAnotherError if the kept step that is loaded is of another model."""
-        if self._found is None or checkpoint is not self._found.checkpoint:
+        place, found = self._place, self._found
+        if place is None or found is None or checkpoint is not found.checkpoint:
             return
-        assert self._store is not None
         kept, wanted = set(checkpoint["state_dict"]), set(module.state_dict(keep_vars=True))
         if kept != wanted and len(kept ^ wanted) == len(kept | wanted):
             raise KeptForAnotherError(
-                f"{self._store.folder} keeps steps of another model: none of its tensors has the"
+                f"{place.store.folder} keeps steps of another model: none of its tensors has the"
                 " name of one of this model's. Give the job another name, Recovery(job=...), or"
                 " remove the folder."
             )
 
     def check_begin(self) -> None:
         """Raise RecoveryError if steps were kept, none is whole, and no checkpoint is loaded."""
-        if self._lost and not self._has_loaded_file:
-            assert self._store is not None
+        if self._lost and not self._has_loaded_file and self._place is not None:
             raise RecoveryError(
-                f"Training cannot go on: {self._lost} ({self._store.folder}). Give"
+                f"Training cannot go on: {self._lost} ({self._place.store.folder}). Give"
                 " fit(ckpt_path=...) a checkpoint, such as 'last', to begin there; to begin anew,"
                 " remove the folder."
             )
 
     def kept_bytes(self, module: nn.Module) -> float:
         """Return the bytes of host memory that a rank of an unsharded model keeps, on average."""
-        if self._store is None or self._control is None or not self._store.is_in_memory:
+        place = self._place
+        if place is None or not place.store.is_in_memory:
             return 0.0
         elements = sum(parameter.numel() for parameter in module.parameters())
-        copies = 0 if self._wish.recovery is None else self._wish.recovery.copies
-        steps = slots_of_rank(self._storage is not None) + SLOTS * copies
-        return steps * _KEPT_BYTES * elements / self._control.world_size
+        steps = slots_of_rank(place.storage is not None) + SLOTS * place.recovery.copies
+        return steps * _KEPT_BYTES * elements / place.control.world_size
 
     @property
     def global_batch_size(self) -> int | None:
         """Samples of a step at the first start, if other ranks than now have kept the step."""
-        found = self._found
-        if found is None or self._control is None:
-            return None
-        if len(found.pieces) == self._control.world_size:
+        place, found = self._place, self._found
+        if place is None or found is None or len(found.pieces) == place.control.world_size:
             return None
         return found.facts.global_batch_size
 
@@ -298,9 +265,9 @@ class Recovering:
         Raises:
             SIGTERMException: On every rank, if ``is_noticed`` tells any that its agent ends it.
         """
-        recovery = self._wish.recovery
-        if recovery is not None and self._control is not None and self._store is not None:
-            wait_for_hosts(error, recovery.wait_s, self._control, is_noticed)
+        place = self._place
+        if place is not None:
+            wait_for_hosts(error, place.recovery.wait_s, place.control, is_noticed)
 
     def resume_loops(self) -> None:
         """Correct what Lightning's loops have loaded.
@@ -308,13 +275,13 @@ class Recovering:
         They would run through an empty epoch first if training is limited by steps, and was kept
         between two epochs. Private, as ``FitLoop`` itself does it.
         """
-        found = self._found
-        if found is None or self._trainer is None:
+        place, found = self._place, self._found
+        if found is None or place is None:
             return
         self._has_resumed = True
-        self._trainer.should_stop = found.facts.should_stop
+        place.view.of.should_stop = found.facts.should_stop
         if found.facts.kind is Kind.BETWEEN:
-            _Loop.restarting.fset(self._trainer.fit_loop, False)  # type: ignore[attr-defined]
+            _Loop.restarting.fset(place.view.fit_loop, False)  # type: ignore[attr-defined]
 
     def before_pass(self, accelerator: Accelerator) -> None:
         """Restore generators from which the loader of the first pass will draw."""
@@ -332,31 +299,30 @@ class Recovering:
         Raises:
             RecoveryError: On every rank, if steps cannot be kept, or the kept one was lost.
         """
-        trainer, control, store, found = self._trainer, self._control, self._store, self._found
-        if trainer is None or control is None or store is None:
+        place, found = self._place, self._found
+        if place is None:
             return
         if found is not None and not self._has_resumed:
             raise KeptForAnotherError(_NO_SEARCH)
-        if searches_learning_rate(trainer) or self._wish.recovery is None:
+        if searches_learning_rate(place.view):
             return
         if found is not None:
-            trainer.callback_metrics.update(found.metrics)
+            place.view.of.callback_metrics.update(found.metrics)
             at_start = found.facts.kind is Kind.INSIDE or not found.facts.batches
             if found.random is not None and at_start:
                 write_generators(accelerator, found.random)
-        assert self._inventory is not None
         uploading = None
-        if self._storage is not None:
-            sent = self._sent[0].piece.of(control.rank) if self._sent else None
-            every_s = self._wish.recovery.storage_every_s
-            uploading = Uploading(self._storage, every_s, control, sent)
+        if place.storage is not None:
+            sent = place.sent[0].piece.of(place.control.rank) if place.sent else None
+            every_s = place.recovery.storage_every_s
+            uploading = Uploading(place.storage, every_s, place.control, sent)
         keeper = self._keeper = Keeper(
-            trainer,
-            control,
+            place.view,
+            place.control,
             accelerator,
-            store,
+            place.store,
             self._wish,
-            self._inventory,
+            place.inventory,
             None if found is None else found.pieces,
             global_batch_size,
             _fits(),
@@ -364,15 +330,14 @@ class Recovering:
         )
         batches = None
         if is_resumed:
-            progress: Any = trainer.fit_loop.epoch_loop.batch_progress.total
-            batches = progress.processed
+            batches = place.view.epoch_loop.batch_progress.total.processed
         try:
             keeper.begin(batches)
         except Exception as error:  # on every rank
             if not self._wish.is_automatic:
                 raise
             self._keeper = None
-            self._warn(f"{_NOT_KEPT}: {error}")
+            _warn(place.control, f"{_NOT_KEPT}: {error}")
         self._found = None  # its memory is not needed any more
 
     def note(self) -> tuple[float, float, float, float]:
@@ -407,30 +372,29 @@ class Recovering:
             self._keeper.end()
         self._forget()
 
-    @property
-    def _outlasts_fit(self) -> bool:
-        """Whether kept steps stay when training has ended well, until the launcher removes them.
+    @staticmethod
+    def _outlasts_fit(recovery: Recovery) -> bool:
+        """Return whether kept steps stay when training has ended well, for the launcher to remove.
 
         Hooks of the end and code behind ``fit`` may still fail. The restart then ends ``fit`` where
         it had ended, and trains nothing anew.
         """
-        recovery = self._wish.recovery
-        assert recovery is not None
         others = (recovery.job, recovery.folder, recovery.storage)
         return AGENT in os.environ and others == (None, None, None)
 
     def finish(self) -> None:
         """Remove what is kept, unless the launcher will, as training has ended well; collective."""
         # a training that had ended before the restart begins no steps, and has no keeper
-        if self._control is not None and self._store is not None:
+        place = self._place
+        if place is not None:
             has_stopped = self._keeper is None or self._keeper.end()
             # all ranks wait here before any removes what others read
-            stopped = self._control.gather(float(has_stopped))
+            stopped = place.control.gather(float(has_stopped))
             os.environ[_FITS] = str(_fits() + 1)
-            if not self._outlasts_fit:
-                self._store.remove()
-            if self._storage is not None and self._control.rank == 0:
-                self._clear(self._storage, [r for r, flag in enumerate(stopped) if not flag])
+            if not self._outlasts_fit(place.recovery):
+                place.store.remove()
+            if place.storage is not None and place.control.rank == 0:
+                self._clear(place.storage, [r for r, flag in enumerate(stopped) if not flag])
         self._forget()
 
     def _clear(self, storage: Storage, writing: Sequence[int]) -> None:
@@ -453,15 +417,52 @@ class Recovering:
             )
 
 
+def _look_into_storage(place: _Place, url: str | os.PathLike[str]) -> None:
+    opened = partial(Storage, os.fspath(url))
+    place.storage = place.control.together("opening the storage", opened)
+    reading = ReadingBack(place.storage, place.store, place.control)
+    place.inventory = reading.look(place.inventory)
+    place.sent = reading.steps
+
+
+def _read(place: _Place, pieces: tuple[Piece, ...]) -> _Found:
+    store, control = place.store, place.control
+    if searches_before_training(place.view):
+        raise KeptForAnotherError(_NO_SEARCH)
+    assembly = assembled(pieces, place.inventory, store, control)
+    kept: Snapshot = assembly.states[0].tree
+    facts = kept.facts
+    if any(state.tree.facts != facts for state in assembly.states):
+        raise RecoveryError(
+            f"{store.folder} keeps pieces of different steps, which do not fit together."
+            " Remove the folder; training then begins at ckpt_path, or anew."
+        )
+    if facts.fits != _fits():
+        raise KeptForAnotherError(
+            f"{store.folder} keeps steps of fit() number {facts.fits + 1} of the script,"
+            f" and this is number {_fits() + 1}. A script that is restarted can have one fit()"
+            " that keeps steps: give the others CephaloStrategy(recover=False)."
+        )
+    metrics = assembly.resolved(kept.metrics)
+    states = [assembly.resolved(state.tree.random, r) for r, state in enumerate(assembly.states)]
+    own = states[control.rank] if len(pieces) == control.world_size else None
+    return _Found(pieces, facts, _checkpoint(assembly, kept.checkpoint), metrics, own)
+
+
+def _warn(control: ControlGroup, message: str) -> None:
+    if control.rank == 0:
+        warnings.warn(message, stacklevel=4)
+
+
 def _fits() -> int:
     return int(os.environ.get(_FITS, "0"))
 
 
-def rows_of_model(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+def rows_of_model(view: TrainerView, module: LightningModule) -> dict[str, Any]:
     """Return a model's state with the rows of this rank; nothing is gathered."""
     found: dict[int, Any] = {}
     # hooks that save may write to their tensors, as where all is gathered
-    is_copied = _saves(trainer, module)
+    is_copied = _saves(view, module)
 
     def shown(value: Any) -> Any:
         if id(value) not in found:  # tied weights stay one
@@ -476,9 +477,9 @@ def rows_of_model(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     return {n: shown(v) if isinstance(v, Tensor) else v for n, v in state.items()}
 
 
-def _saves(trainer: Trainer, module: LightningModule) -> bool:
+def _saves(view: TrainerView, module: LightningModule) -> bool:
     """Return whether a hook of the user's gets what is saved."""
-    owners = [module, *trainer.callbacks]  # type: ignore[attr-defined]
+    owners = [module, *view.callbacks]
     hooks = [type(owner).on_save_checkpoint for owner in owners]
     return any(not hook.__module__.startswith("lightning.") for hook in hooks)
 

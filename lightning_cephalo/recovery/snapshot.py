@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.tuner.lr_finder import _LRCallback
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+from lightning_cephalo.adapters.view import TrainerView
 
 
 class Kind(Enum):
@@ -40,22 +39,22 @@ class Snapshot(NamedTuple):
     facts: Facts
 
 
-def searches_learning_rate(trainer: Trainer) -> bool:
+def searches_learning_rate(view: TrainerView) -> bool:
     """Return whether a trial of Lightning's search for a learning rate runs; private names."""
-    return any(isinstance(callback, _LRCallback) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    return any(isinstance(callback, _LRCallback) for callback in view.callbacks)
 
 
-def only_searches(trainer: Trainer) -> bool:
+def only_searches(view: TrainerView) -> bool:
     """Return whether ``fit`` is called by Lightning's ``Tuner``, and ends behind its search."""
-    return any(finder._early_exit for finder in _finders(trainer))
+    return any(finder._early_exit for finder in _finders(view))
 
 
-def searches_before_training(trainer: Trainer) -> bool:
+def searches_before_training(view: TrainerView) -> bool:
     """Return whether a callback searches before the first epoch, and then loads its own file."""
     searches = LearningRateFinder.on_fit_start
-    return any(type(finder).on_fit_start is searches for finder in _finders(trainer))
+    return any(type(finder).on_fit_start is searches for finder in _finders(view))
 
 
-def _finders(trainer: Trainer) -> list[Any]:
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+def _finders(view: TrainerView) -> list[Any]:
+    callbacks = view.callbacks
     return [each for each in callbacks if isinstance(each, LearningRateFinder)]

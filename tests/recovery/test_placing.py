@@ -144,7 +144,7 @@ def test_the_first_step_must_fit_beside_copies_that_were_read_back(tmp_path, cop
         piece = Piece(1, 0, rank, copies + 1)
         store.slot(rank, None, is_copy=True).write(piece, b"", [torch.zeros(mib, dtype=torch.int8)])
     keeper = object.__new__(Keeper)
-    keeper._trainer = SimpleNamespace(optimizers=[SimpleNamespace(state={"is": "there"})])
+    keeper._view = SimpleNamespace(optimizers=[SimpleNamespace(state={"is": "there"})])
     keeper._control = SimpleNamespace(rank=0, gather=lambda own: [own])
     keeper._copying = SimpleNamespace(place=lambda *_: None)
     keeper._uploading, keeper._store = None, store

@@ -357,11 +357,12 @@ def test_what_a_rank_still_writes_to_is_not_removed(tmp_path, monkeypatch, has_s
     kept = Storage(str(tmp_path / "run"))
     _send(kept, tmp_path, _piece(1))
     kept.commit(_piece(1))
-    one = Recovering(Wish(Recovery(storage=str(tmp_path / "run"))))
-    one._storage = kept
-    one._store = SimpleNamespace(remove=lambda: None)
+    recovery = Recovery(storage=str(tmp_path / "run"))
+    one = Recovering(Wish(recovery))
     one._keeper = SimpleNamespace(end=lambda: has_stopped[0])
-    one._control = SimpleNamespace(rank=0, gather=lambda own: [own, float(has_stopped[1])])
+    control = SimpleNamespace(rank=0, gather=lambda own: [own, float(has_stopped[1])])
+    store = SimpleNamespace(remove=lambda: None)
+    one._place = SimpleNamespace(recovery=recovery, control=control, store=store, storage=kept)
     if all(has_stopped):
         one.finish()
         assert kept.committed() == []
