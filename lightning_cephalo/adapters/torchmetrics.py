@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
 
@@ -23,6 +24,14 @@ from lightning_cephalo.ranks.control import ControlGroup
 def metrics_of(module: torch.nn.Module) -> list[tuple[str, Metric]]:
     """Return the names and objects of the torchmetrics that a module holds."""
     return [(name, inner) for name, inner in module.named_modules() if isinstance(inner, Metric)]
+
+
+def metrics_within(module: torch.nn.Module, callbacks: Sequence[Any]) -> list[Metric]:
+    """Return the torchmetrics of a module and of callbacks, in their attributes and containers."""
+    held = [dict(vars(owner)) for owner in (*module.modules(), *callbacks)]
+    modules = [leaf for leaf in pytree.tree_leaves(held) if isinstance(leaf, torch.nn.Module)]
+    found = {id(each): each for leaf in (module, *modules) for each in leaf.modules()}
+    return [each for each in found.values() if isinstance(each, Metric)]
 
 
 def synchronise_lists(

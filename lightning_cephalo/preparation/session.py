@@ -28,7 +28,7 @@ from lightning_cephalo.adapters.logging import StepLogs
 from lightning_cephalo.adapters.module_copies import ModuleCopies
 from lightning_cephalo.adapters.moved_state import MovedState, StateAway
 from lightning_cephalo.adapters.rows_of_state import RowsOfState
-from lightning_cephalo.adapters.torchmetrics import synchronise_lists
+from lightning_cephalo.adapters.torchmetrics import metrics_within, synchronise_lists
 from lightning_cephalo.adapters.updates import OptimizerUpdates
 from lightning_cephalo.adapters.user_collectives import CollectiveWatch, UserCollectives
 from lightning_cephalo.adapters.user_module import switch_off_caches
@@ -141,12 +141,11 @@ class Session:
         if job.trains:
             self._at_end.callback(switch_off_caches(module))
         self.plan = _plan_before(job, self.model.fractions)
-        self.logs = StepLogs(
-            TrainerView(module.trainer), groups, accelerator, lambda: self.batches.are_lacking
-        )
+        view = TrainerView(module.trainer)
+        self.logs = StepLogs(view, groups, accelerator, lambda: self.batches.are_lacking)
         if groups.control.world_size > 1:
             executor = self.model.executor
-            metrics = [metric for _, metric in self.logs.metrics]
+            metrics = metrics_within(module, view.callbacks)
             end = synchronise_lists(metrics, groups.control, lambda: executor.inside_microbatch)
             self._at_end.callback(end)
         measured = (1,) if options.planner.single_microbatch else None
