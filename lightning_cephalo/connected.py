@@ -109,7 +109,7 @@ class ConnectedStrategy(ParallelStrategy):
 
     @property
     def _view(self) -> TrainerView:
-        return TrainerView(self._module.trainer)
+        return TrainerView.of_module(self._module)
 
     @property
     def _module(self) -> LightningModule:
@@ -201,8 +201,8 @@ class ConnectedStrategy(ParallelStrategy):
         ::
 
             def on_train_epoch_end(self):
-                with self.trainer.strategy.full_parameters():
-                    if self.trainer.is_global_zero:
+                with strategy.full_parameters():
+                    if strategy.is_global_zero:
                         print(self.model.generate(self.prompt))
 
         Every rank enters the block, in a hook, not in a step. Parameters are in the dtype of

@@ -2,7 +2,7 @@
 
 ::
 
-    trainer = Trainer(strategy="cephalo", callbacks=[Emulation(speeds=[3, 1])], devices=2)
+    Trainer(strategy="cephalo", callbacks=[Emulation(speeds=[3, 1])], devices=2)
 """
 
 from __future__ import annotations

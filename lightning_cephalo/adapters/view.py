@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 
@@ -26,6 +27,11 @@ class TrainerView:
     """A live view of a Trainer: options that code changes between steps show here."""
 
     of: Trainer
+
+    @classmethod
+    def of_module(cls, module: LightningModule) -> TrainerView:
+        """Return the view of the Trainer that runs a module."""
+        return cls(module.trainer)
 
     # -- what runs ----------------------------------------------------------------------------
 
@@ -172,6 +178,23 @@ class TrainerView:
     def loader_source(self) -> Any:
         """What gives the training dataloaders: ``fit``'s argument, or a hook of the user's."""
         return self.of.fit_loop._data_source
+
+    def request_loaders(self) -> Any:
+        """Return the training dataloaders, which Lightning's loop will then get, too.
+
+        The loop's ``setup_data`` must not be called early, or a resumed loader would start anew.
+        """
+        source = self.loader_source
+        vars(source).pop("dataloader", None)  # of a run that has failed before its loop began
+        found = _request_dataloader(source)
+
+        def dataloader() -> Any:
+            del source.dataloader  # later requests call the user's hook
+            return found
+
+        if source.is_module():
+            source.dataloader = dataloader  # on the instance, for one call
+        return found
 
     @property
     def results(self) -> Any:

@@ -57,8 +57,8 @@ class RunReport:
 
     ::
 
-        trainer.fit(module, loader)
-        print(trainer.strategy.report.step_s)
+        Trainer(strategy=strategy, devices=4).fit(module, loader)
+        print(strategy.report.step_s)
 
     Attributes:
         plan: The plan in use; None before ``setup``.

@@ -1,1 +1,1 @@
-"""Turns trainer, loaders and options into a model that is ready to train."""
+"""Turns a Trainer's module, loaders and options into a model that is ready to train."""

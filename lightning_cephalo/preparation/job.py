@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils import _pytree as pytree
 
 from lightning_cephalo.accelerator import accelerator_of
@@ -177,24 +178,13 @@ def _state_groups(options: Options, plan: Plan | None, nodes: Sequence[int]) -> 
 
 
 def _training_loaders(view: TrainerView, *, is_read: bool) -> Loaders:
-    """Request the training dataloaders from the user's hook, as DeepSpeed's strategy does.
-
-    Private API: they are needed before Lightning's loop requests them, which then gets the same.
-    Its ``setup_data`` must not be called early, or a resumed loader would start anew.
-    """
-    from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
-    from lightning.pytorch.utilities.combined_loader import CombinedLoader
-
-    source = view.loader_source
-    if not source.is_defined():
+    """Request the training dataloaders from the user's hook, as DeepSpeed's strategy does."""
+    if not view.loader_source.is_defined():
         raise PlanError(
             "fit() was given no training dataloader, which planning needs. Give"
             " fit(module, loader) or fit(module, datamodule=...), or write train_dataloader()."
         )
-    vars(source).pop("dataloader", None)  # of a run that has failed before its loop began
-    found = _request_dataloader(source)
-    if source.is_module():
-        _answer_next_request(source, found)
+    found = view.request_loaders()
     nested = found.iterables if isinstance(found, CombinedLoader) else found
     flat, spec = pytree.tree_flatten(nested)
     if not flat:
@@ -207,16 +197,6 @@ def _training_loaders(view: TrainerView, *, is_read: bool) -> Loaders:
     single = len(flat) == 1 and nested is flat[0]
     mode = found._mode if isinstance(found, CombinedLoader) else Loaders.mode
     return Loaders(tuple(flat), None if single else spec, mode)
-
-
-def _answer_next_request(source: Any, loaders: Any) -> None:
-    """Give Lightning these loaders at the next request; later ones call the user's hook."""
-
-    def dataloader() -> Any:
-        del source.dataloader
-        return loaders
-
-    source.dataloader = dataloader  # on the instance, for one call
 
 
 def _global_batch_size(loaders: Loaders, options: Options, world_size: int) -> int | None:

@@ -141,7 +141,7 @@ class Session:
         if job.trains:
             self._at_end.callback(switch_off_caches(module))
         self.plan = _plan_before(job, self.model.fractions)
-        view = TrainerView(module.trainer)
+        view = TrainerView.of_module(module)
         self.logs = StepLogs(view, groups, accelerator, lambda: self.batches.are_lacking)
         if groups.control.world_size > 1:
             executor = self.model.executor
@@ -171,7 +171,7 @@ class Session:
         self._at_end.callback(self._host_state.close)
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        """Make None of a copy: users copy callbacks, and with them trainer and strategy."""
+        """Make None of a copy: users copy callbacks, and with them the strategy."""
         return not_connected, ()
 
     @property

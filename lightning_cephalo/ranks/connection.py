@@ -66,7 +66,7 @@ class Ranks:
         return cls(groups, CrashReport(groups.control, groups.meeting.switchboard))
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        """Make None of a copy: callbacks and trainers are copied and pickled, connections not."""
+        """Make None of a copy: callbacks are copied and pickled, connections not."""
         return not_connected, ()
 
 

@@ -42,7 +42,7 @@ class ControlGroup:
         self.is_of_all = False
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        """Make None of a copy: callbacks and trainers are copied and pickled, connections not."""
+        """Make None of a copy: callbacks are copied and pickled, connections not."""
         return not_connected, ()
 
     @overload

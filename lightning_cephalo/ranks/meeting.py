@@ -1,6 +1,6 @@
 """Lets ranks communicate outside of a step only if all of them do.
 
-Code that only one rank runs (``if trainer.is_global_zero:``) would wait for parameters that the
+Code that only one rank runs would wait for parameters that the
 other ranks never send, and the others for a message of this rank. So ranks meet first. A rank that
 waits looks where the others are. If all of them wait too, elsewhere, nobody will ever come.
 """

@@ -75,7 +75,7 @@ def _line_of(frame: FrameType) -> str:
 
 
 def _hook_of(frame: FrameType) -> str | None:
-    """Return the hook that a frame of Lightning's module ``trainer.call`` calls."""
+    """Return the hook that a frame of Lightning calls."""
     if not frame.f_code.co_name.startswith("_call_"):
         return None
     hook = frame.f_locals.get("hook_name")
