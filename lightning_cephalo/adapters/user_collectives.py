@@ -60,9 +60,10 @@ class UserCollectives:
     def called(self, name: str, takes_all: bool = True) -> None:
         """Reject a collective in a microbatch that some rank would not join; collective.
 
-        Unless it ``takes_all`` ranks, others would not come here, and cannot be asked.
+        Unless it ``takes_all`` ranks, others would not come here, and cannot be asked. Where some
+        ranks run no step, it may be a part of what all ranks do together.
         """
-        if not takes_all:
+        if not takes_all and (self._trains or len(set(self._counts or ())) < 2):
             return
         _refuse_unequal(self._counts, name)
         if self._trains and not self._name:
