@@ -35,7 +35,7 @@ class RepeatedStep:
     """Runs the forwards and backwards of a training, some of them again.
 
     Attributes:
-        was_repeated: Whether the running step is a repeated one, so that its time says nothing.
+        repeats: How often the running step was repeated, so that its time says nothing.
     """
 
     def __init__(
@@ -44,18 +44,14 @@ class RepeatedStep:
         self._model, self._relief = model, relief
         self._metrics = [metric for _, metric in metrics]
         self._generators = GeneratorsOfSteps(model.accelerator)
-        self._evaluations = self._repeats = 0
+        self._evaluations = self.repeats = 0
         self._forward: Callable[[bool], Any] = bool
         self._random: tuple[Any, ...] = ()
         model.executor.overlay.keeps_start = True
 
     def begin_batch(self) -> None:
         """Begin a batch, whose closure has not been evaluated yet."""
-        self._evaluations = self._repeats = 0
-
-    @property
-    def was_repeated(self) -> bool:
-        return self._repeats > 0
+        self._evaluations = self.repeats = 0
 
     def forward(self, run: Callable[[bool], Any]) -> Any:
         """Return what a forward returns, which runs again if a rank lacks the memory.
@@ -109,7 +105,7 @@ class RepeatedStep:
             raise error  # the other ranks are elsewhere
         if executor.updates.left_half_updated or self._evaluations > 1:
             raise error  # on every rank
-        if self._repeats == MOST_REPEATS:
+        if self.repeats == MOST_REPEATS:
             refused = f"The step was repeated {MOST_REPEATS} times already."
         if not refused:
             executor.updates.forget_sent()
@@ -119,7 +115,7 @@ class RepeatedStep:
             executor.failure.gave_up = failure is error
             raise
         executor.failure.gave_up = False  # the next attempt may fail before its pass
-        self._repeats += 1
+        self.repeats += 1
         executor.updates.repeat()
         executor.overlay.put_back()
         write_generators(self._model.accelerator, self._random)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -90,31 +90,31 @@ def compare_losses(
     control, is_manual, in_half = session.control, session.manual is not None, view.computes_in_half
     if session.job.leaves_batches_whole:  # the batch is that of one device
         return
+    failure, undo, found = "", ExitStack(), tuple[Compared, ...]()
     try:
         runs = control.together("cutting a batch", partial(_runs, session, batch, pieces))
         # a manual step runs on every rank or on none
-        if is_manual and not control.all(runs[0] is not None):
-            return
-        # a collective of the user's waits for ranks that run no step
-        session.user_collectives.before_step(int(runs[0] is not None), trains=False)
-        with _evaluating(session, view) as put_back:
-            found = _compared(session, step, runs, put_back)
+        if not is_manual or control.all(runs[0] is not None):
+            # a collective of the user's waits for ranks that run no step
+            session.user_collectives.before_step(int(runs[0] is not None), trains=False)
+            found = _compared(session, step, runs, _evaluate(session, view, undo))
     except Exception as error:  # on every rank; the error itself would keep activations
         if is_lost_connection(error):
             raise
         failure = f"{type(error).__name__}: {error}"
+    control.together("putting back what modules hold", undo.close)
+    rows = control.gather(found)
+    if control.rank == 0 and failure:
         how = "steps without updates" if is_manual else "steps without gradients"
-        Progress(session.job.options.verbose and control.rank == 0).warn(
+        Progress(session.job.options.verbose).warn(
             f"The loss of a batch was not compared with that of its parts ({how}, in evaluation"
             f" mode). {failure}"
         )
-        return
-    rows = control.gather(found)
-    every = [(number, each) for row in rows for number, each in enumerate(row, start=1)]
-    for number, each in every if control.rank == 0 else ():
-        if each.differs(in_half):
+    elif control.rank == 0:
+        every = [(number, each) for row in rows for number, each in enumerate(row, start=1)]
+        wrong = [(number, each) for number, each in every if each.differs(in_half)]
+        for number, each in wrong[:1]:
             each.warn(number if is_manual else None)
-            return
 
 
 def _runs(session: Session, batch: Any, pieces: Sequence[Piece]) -> list[Piece | None]:
@@ -141,32 +141,28 @@ def _runs(session: Session, batch: Any, pieces: Sequence[Piece]) -> list[Piece |
     return [whole, *cut(whole[0], rows - rows // 2), whole]
 
 
-@contextmanager
-def _evaluating(session: Session, view: TrainerView) -> Iterator[Callable[[], None]]:
-    """Run steps in evaluation mode, as dropout and batch normalisation change nothing there.
+def _evaluate(session: Session, view: TrainerView, undo: ExitStack) -> Callable[[], None]:
+    """Begin the comparison; return what puts back the state that a step has found.
 
-    Yields what puts back the state that a step has found. ``torch.compile`` would compile for
-    other sizes.
+    In evaluation mode dropout and batch normalisation change nothing. ``torch.compile`` would
+    compile for other sizes.
     """
-    model, manual, control = session.model, session.manual, session.control
-    undo = ExitStack()
-    try:
-        # one rank alone may lack the memory for copies
-        enter = partial(undo.enter_context, isolated(view, model.accelerator))
-        restore = control.together("copying what modules hold", enter)
-        modes = TrainingModes([*model.module.modules()])
-        undo.callback(modes.show, modes.now())
+    model = session.model
+    # one rank alone may lack the memory for copies
+    enter = partial(undo.enter_context, isolated(view, model.accelerator))
+    restore = session.control.together("copying what modules hold", enter)
+    modes = TrainingModes([*model.module.modules()])
+    undo.callback(modes.show, modes.now())
+    undo.enter_context(torch.compiler.set_stance("force_eager"))
+    undo.enter_context(view.precision.train_step_context())
+    if session.manual is None:
+        undo.enter_context(torch.no_grad())
 
-        def put_back() -> None:
-            restore()
-            model.module.eval()
+    def put_back() -> None:
+        restore()
+        model.module.eval()
 
-        undo.enter_context(torch.compiler.set_stance("force_eager"))
-        undo.enter_context(view.precision.train_step_context())
-        undo.enter_context(torch.no_grad() if manual is None else nullcontext())
-        yield put_back
-    finally:
-        control.together("putting back what modules hold", undo.close)
+    return put_back
 
 
 def _compared(

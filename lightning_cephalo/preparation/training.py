@@ -130,7 +130,7 @@ class Training:
     @property
     def step_was_repeated(self) -> bool:
         """Whether the running step is a repeated one, so that its time says nothing."""
-        return self.repeated is not None and self.repeated.was_repeated
+        return self.repeated is not None and self.repeated.repeats > 0
 
     def settle(self) -> None:
         """Wait until no copy of the state is under way, before it changes."""

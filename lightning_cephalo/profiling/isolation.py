@@ -105,7 +105,8 @@ class Saved:
             elif isinstance(value, Tensor):
                 self._tensor(value)
             elif isinstance(value, np.ndarray):
-                self._array(value)
+                if value.flags.writeable:  # else it may be a file of data that is mapped
+                    self._restores.append(partial(np.copyto, value, value.copy()))
             elif isinstance(value, GENERATOR_TYPES):
                 self._restores.append(partial(write_states, [value], read_states([value])))
             elif isinstance(value, (dict, list, deque, set)):
@@ -148,11 +149,6 @@ class Saved:
 
         self._restores.append(put_back)
 
-    def _array(self, array: np.ndarray[Any, Any]) -> None:
-        if array.flags.writeable:  # else it may be a file of data that is mapped into memory
-            saved = array.copy()
-            self._restores.append(lambda: np.copyto(array, saved))
-
 
 def _is_plain(value: Any) -> bool:
     """Whether an object is the user's own: a pool, a counter; not a dataset or a callback."""
@@ -180,18 +176,16 @@ def _muted(view: TrainerView) -> Iterator[None]:
         (view.module, "_current_fx_name", "training_step"),
     ]
     for each in view.strategy._lightning_optimizers:
-        replaced += [(each, name, do_nothing_closure) for name in _COUNTS]
+        replaced.append((each, "_on_before_step", do_nothing_closure))
+        replaced.append((each, "_on_after_step", do_nothing_closure))
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
+    for owner, name, value in replaced:
+        setattr(owner, name, value)
     try:
-        for owner, name, value in replaced:
-            setattr(owner, name, value)
         yield
     finally:
         for owner, name, value in before:
             setattr(owner, name, value)
-
-
-_COUNTS = ("_on_before_step", "_on_after_step")
 
 
 def _update_nothing(optimizer: Optimizer, undo: ExitStack) -> None:

@@ -85,12 +85,10 @@ def _read(path: Path, capacities: Sequence[float]) -> CachedProblem:
     except Exception as error:  # the file may hold anything, and the job can measure again
         return CachedProblem(path, said=f"Measuring again, as {path} cannot be read: {error}")
     for rank, (profile, capacity) in enumerate(pairs):
-        less, more = sorted((profile.capacity_bytes, capacity))
-        if more > _SAME_CAPACITY * less:
-            said = (
-                f"Measuring again, as rank {rank} may fill {format_bytes(capacity)} now and"
-                f" {format_bytes(profile.capacity_bytes)} on {day}."
-            )
+        before = profile.capacity_bytes
+        if max(before, capacity) > _SAME_CAPACITY * min(before, capacity):
+            now, then = format_bytes(capacity), format_bytes(before)
+            said = f"Measuring again, as rank {rank} may fill {now} now and {then} on {day}."
             return CachedProblem(path, said=said)
     ranks = [replace(profile, capacity_bytes=capacity) for profile, capacity in pairs]
     said = (
