@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from lightning_cephalo.accelerator import Device
@@ -107,48 +108,56 @@ def describe(
     read_sample: Callable[[], Any],
     options: Mapping[str, Any],
 ) -> Any:
-    """Return all that measured times depend on, except for the devices, as plain values."""
+    """Return all that measured times depend on, except for the devices, by what shows them."""
     module: Any = model.module
-    inner = dict(module.named_modules())
+    inner, plugin = dict(module.named_modules()), view.precision
     with preserved_randomness():
         leaves = pytree.tree_leaves(read_sample())
     return {
-        "versions": [
-            _VERSION, torch.__version__, importlib.metadata.version("lightning-cephalo")
-        ],
+        "versions": (_VERSION, torch.__version__, importlib.metadata.version("lightning-cephalo")),
         "parameters": [
-            [name, list(p.shape), str(p.dtype), p.requires_grad]
+            (name, p.shape, p.dtype, p.requires_grad)
             for unit in model.units
             for name, p in unit.named_sharded()
         ],
-        "units": [[unit.name, unit.kind.value] for unit in model.units],
-        "compiled": [
-            *model.executor.hooks.compiled_units,
-            *[name for name, each in inner.items() if each._compiled_call_impl],
-        ],
+        "units": [(unit.name, unit.kind) for unit in model.units],
+        "compiled": (
+            model.executor.hooks.compiled_units,
+            [name for name, each in inner.items() if each._compiled_call_impl],
+        ),
         # the module itself holds learning rates and counters
-        "modules": [[name, _described(each)] for name, each in inner.items() if name],
+        "modules": [(name, _described(each)) for name, each in inner.items() if name],
         "sources": _sources(module),
         "batch": [
-            [list(leaf.shape[1:]), str(leaf.dtype)] if isinstance(leaf, Tensor) else _name(leaf)
-            for leaf in leaves
+            (each.shape[1:], each.dtype) if isinstance(each, Tensor) else type(each)
+            for each in leaves
         ],
-        "precision": [_name(view.precision), str(getattr(view.precision, "precision", "")),
-                      str(model.compute_dtype), torch.get_float32_matmul_precision(),
-                      torch.are_deterministic_algorithms_enabled()],
+        "precision": (
+            type(plugin),
+            getattr(plugin, "precision", ""),
+            model.compute_dtype,
+            torch.get_float32_matmul_precision(),
+            torch.are_deterministic_algorithms_enabled(),
+        ),
         "recompute": model.executor.recompute,
         "manual": not module.automatic_optimization,
-        # with the options that decide how each computes
-        "optimizers": [
-            [_name(own), [{k: v for k, v in group.items() if isinstance(v, (bool, type(None)))}
-                          for group in own.param_groups]]
-            for own in view.optimizers
-        ],
-        "clipping": [view.clip_value is None, view.clips_by_value],
+        "optimizers": [(type(own), _modes(own)) for own in view.optimizers],
+        "clipping": (view.clip_value is None, view.clips_by_value),
         "state_groups": model.state_groups,
         "threads": torch.get_num_threads() if model.accelerator.computes_on_host else None,
-        "options": options,
-    }  # fmt: skip
+        "options": {
+            name: getattr(value, "__qualname__", "") if callable(value) else value
+            for name, value in options.items()
+        },
+    }
+
+
+def _modes(optimizer: Optimizer) -> list[Any]:
+    """Return the options that decide how an optimizer computes."""
+    return [
+        {name: value for name, value in group.items() if value is None or isinstance(value, bool)}
+        for group in optimizer.param_groups
+    ]
 
 
 def _described(inner: nn.Module) -> list[Any]:
@@ -160,7 +169,7 @@ def _described(inner: nn.Module) -> list[Any]:
         for parts in [value if isinstance(value, tuple) else (value,)]
         if name != "training" and all(isinstance(part, (int, float)) for part in parts)
     }
-    return [_name(inner), numbers, str(getattr(config, "_attn_implementation", None))]
+    return [type(inner), numbers, getattr(config, "_attn_implementation", None)]
 
 
 def _sources(module: nn.Module) -> list[str]:
@@ -177,10 +186,6 @@ def _sources(module: nn.Module) -> list[str]:
     )
 
 
-def _name(value: Any) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
-
-
 def _key(describe_job: Callable[[], Any]) -> str | None:
     """Return the digest of a job; None if the job cannot be described."""
     try:
@@ -190,8 +195,4 @@ def _key(describe_job: Callable[[], Any]) -> str | None:
 
 
 def _digest(value: Any) -> str:
-    # of options, functions have a name, and caps show their values
-    text = json.dumps(
-        value, sort_keys=True, default=lambda own: getattr(own, "__name__", repr(own))
-    )
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(repr(value).encode()).hexdigest()
