@@ -7,9 +7,9 @@ rank 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from lightning_cephalo.adapters.owned_update import OwnedUpdate
 from lightning_cephalo.adapters.scope import parameters_of
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.execution.sharded_model import ShardedModel, to_full
@@ -25,8 +24,8 @@ from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.materialise import on_cpu
 from lightning_cephalo.sharding.placement import Rows, as_dtensor, local_part, own_part
 
-if TYPE_CHECKING:
-    from lightning_cephalo.adapters.moved_state import StateAway
+Placed = Callable[[Tensor, Tensor], Tensor]
+"""Returns what a rank holds of a full tensor of a parameter's state, where that state lives."""
 
 
 def full_state_dict(module: nn.Module, wanted: bool) -> dict[str, Any]:
@@ -116,15 +115,9 @@ def _is_torchs(state: Mapping[str, Any]) -> bool:
 
 
 def load_full_optimizer_state(
-    optimizer: Optimizer,
-    state: Mapping[str, Any],
-    owned: OwnedUpdate | None = None,
-    away: StateAway | None = None,
+    optimizer: Optimizer, state: Mapping[str, Any], placed: Placed = rows_like
 ) -> None:
-    """Load an optimizer state of full tensors; every rank has all of ``state``.
-
-    Without ``owned`` the optimizer updates rows; those that are ``away`` are left in host memory.
-    """
+    """Load an optimizer state of full tensors; every rank has all of ``state``."""
     if not _is_torchs(state):
         optimizer.load_state_dict(dict(state))
         return
@@ -134,34 +127,33 @@ def load_full_optimizer_state(
         for saved, group in groups
         for number, parameter in zip(saved["params"], group["params"], strict=False)
     }
-    on_host: dict[Tensor, dict[str, Any]] = {}
-
-    def rows(parameter: Tensor, entries: Mapping[str, Any]) -> dict[str, Any]:
-        if away is not None and away.is_away(parameter):
-            whole = dict(entries.items())  # once: every rank takes part in reading a kept step
-            held = away.loaded(parameter, whole)
-            on_host[parameter] = {name: held.get(name) for name in whole}
+    rest: dict[Any, Any] = {}
+    held: dict[Tensor, dict[str, Any]] = {}
+    for number, entries in state["state"].items():
+        rest[number] = whole = dict(entries.items())  # once: all ranks read a kept step together
+        parameter = parameters.get(number)
+        if isinstance(parameter, DTensor):
+            own = {
+                # a step count has the shape of a 0-d parameter, but is a plain number on every rank
+                name: value
+                if name == "step"
+                else pytree.tree_map_only(Tensor, partial(placed, parameter), value)
+                for name, value in whole.items()
+            }
             # torch would copy rows to the device; numbers it places as the optimizer needs them
-            return {name: value for name, value in whole.items() if name not in held}
-        return {
-            # a step count has the shape of a 0-d parameter, but is a plain number on every rank
-            name: value
-            if name == "step"
-            else pytree.tree_map_only(Tensor, partial(rows_like, parameter), value)
-            for name, value in entries.items()
-        }
-
-    place: Any = rows if owned is None else (lambda p, entries: owned.loaded(entries, p))
-    sharded = {
-        index: place(parameters[index], entries) if index in parameters else entries
-        for index, entries in state["state"].items()
-    }
-    optimizer.load_state_dict({**state, "state": sharded})
-    for parameter, held in on_host.items():
+            rest[number] = {name: value for name, value in own.items() if not _is_cut(value)}
+            held[parameter] = own
+    optimizer.load_state_dict({**state, "state": rest})
+    for parameter, own in held.items():
         numbers = optimizer.state[parameter]
         optimizer.state[parameter] = {
-            name: numbers[name] if rows is None else rows for name, rows in held.items()
+            name: value if _is_cut(value) else numbers[name] for name, value in own.items()
         }
+
+
+def _is_cut(value: Any) -> bool:
+    """Return whether an entry of state has tensors of which ranks hold rows."""
+    return any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves(value))
 
 
 def whole_checkpoint(
@@ -194,35 +186,7 @@ def whole_checkpoint(
     return pytree.tree_unflatten([full.get(id(leaf), leaf) for leaf in leaves], tree)
 
 
-def cut_earlier_state(
-    optimizers: Sequence[Optimizer], model: ShardedModel, control: ControlGroup, away: StateAway
-) -> None:
-    """Cut anew the state that optimizers have in rows of an earlier run; collective."""
-    earlier: list[tuple[Tensor, Optimizer, Tensor]] = []
-    own: list[tuple[int, ...]] = []
-    for place, optimizer in enumerate(optimizers):
-        for number, parameter in enumerate(parameters_of(optimizer)):
-            sharded = model.sharded_in_place_of(parameter)
-            if sharded is None or parameter not in optimizer.state:
-                continue
-            leaves = pytree.tree_leaves(optimizer.state[parameter])
-            rows = [leaf for leaf in leaves if isinstance(leaf, DTensor)]
-            own += [(place, number, *leaf.shape) for leaf in rows]
-            earlier += [(sharded, optimizer, parameter)] if rows else []
-    if not control.any(bool(own)):
-        return
-    if any(each != tuple(own) for each in control.gather(tuple(own))):
-        raise UnsupportedError(
-            "The ranks' optimizers hold different state of an earlier run. Use the same optimizers"
-            " on every rank, or make new ones in configure_optimizers()."
-        )
-    for sharded, optimizer, parameter in earlier:  # one by one: whole state would not fit
-        cut = partial(_cut_again, away, sharded)
-        entries = pytree.tree_map_only(DTensor, cut, optimizer.state[parameter])
-        optimizer.state[parameter] = entries
-
-
-def shard_optimizer(optimizer: Optimizer, model: ShardedModel, away: StateAway) -> None:
+def shard_optimizer(optimizer: Optimizer, model: ShardedModel, placed: Placed) -> None:
     """Let an optimizer that was made before the model was sharded hold the sharded parameters."""
     found = {id(p): model.sharded_in_place_of(p) for p in parameters_of(optimizer)}
     sharded = {key: parameter for key, parameter in found.items() if parameter is not None}
@@ -231,14 +195,14 @@ def shard_optimizer(optimizer: Optimizer, model: ShardedModel, away: StateAway) 
     state = optimizer.state_dict() if optimizer.state else None
     _replace_parameters(optimizer, sharded)
     if state is not None:
-        load_full_optimizer_state(optimizer, state, away=away)
+        load_full_optimizer_state(optimizer, state, placed)
 
 
 def release_optimizer(optimizer: Optimizer, plain: Mapping[int, Tensor], *, alone: bool) -> None:
     """Let an optimizer hold the plain parameters, by ids of the sharded ones, behind a run.
 
-    The module may be fitted again with the same optimizer. State stays in rows, which only the next
-    run or a checkpoint gathers. If a rank is ``alone``, its rows are the whole state.
+    Its state stays in rows, with which no run begins. If a rank is ``alone``, its rows are the
+    whole state.
     """
     state = dict(optimizer.state)
     _replace_parameters(optimizer, plain)
@@ -248,12 +212,10 @@ def release_optimizer(optimizer: Optimizer, plain: Mapping[int, Tensor], *, alon
         optimizer.state[plain.get(id(key), key)] = entries
 
 
-def _cut_again(away: StateAway, parameter: Tensor, value: DTensor) -> Tensor:
-    whole = to_full(value, wanted=True)
-    assert whole is not None
-    if away.is_away(parameter):
-        return away.rows_of(parameter, whole)
-    return rows_like(parameter, whole)
+def holds_earlier_rows(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer has state in the rows of an earlier run."""
+    plain = [own for key, own in optimizer.state.items() if not isinstance(key, DTensor)]
+    return any(map(_is_cut, plain))
 
 
 def _replace_parameters(optimizer: Optimizer, others: Mapping[int, Tensor]) -> None:

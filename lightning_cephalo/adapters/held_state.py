@@ -9,12 +9,10 @@ Plans count one figure. Where units move whole, only that of the largest unit is
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -22,9 +20,7 @@ from torch.optim import Optimizer
 from lightning_cephalo.adapters.early_update import late_by_optimizer
 from lightning_cephalo.adapters.moved_state import needs_device
 from lightning_cephalo.adapters.scope import (
-    Scope,
-    is_listed,
-    known_scope,
+    MOMENTS,
     parameters_of,
     state_bytes_per_element,
 )
@@ -32,8 +28,6 @@ from lightning_cephalo.execution.sharded_model import ShardedModel
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
-
-_MOMENTS_OF_ADAM = 2
 
 
 @dataclass(frozen=True)
@@ -66,14 +60,8 @@ class OptimizerFacts:
             untrained_bytes(optimizers, model),
         )
         late, stays, means, mosts, untrained = zip(*model.control.gather(own), strict=True)
-        is_known = not any(map(math.isnan, means))
-        return cls(
-            next(filter(None, late), ""),
-            next(filter(None, stays), ""),
-            max(means) if is_known else None,
-            max(mosts) if is_known else None,
-            max(untrained),
-        )
+        either = next(filter(None, late), ""), next(filter(None, stays), "")
+        return cls(*either, max(means), max(mosts), max(untrained))
 
 
 @dataclass(frozen=True)
@@ -133,22 +121,11 @@ def bytes_per_parameter(
 ) -> tuple[float, float]:
     """Return the bytes of state of a trained parameter: their mean, and those of the most.
 
-    NaN: not known, as of optimizers that are neither torch's element-wise ones nor listed. Of a
-    parameter that no optimizer trains it counts as with Adam: ``add_param_group`` may follow.
+    Of a parameter that no optimizer trains it counts as with Adam: ``add_param_group`` may follow.
     """
-    unknown = math.nan, math.nan
-    if not all(known_scope(own) is Scope.ELEMENT or is_listed(own) for own in optimizers):
-        return unknown
-    try:
-        with torch.random.fork_rng(devices=[]):
-            units = held_by_unit(optimizers, model, untrained_moments=_MOMENTS_OF_ADAM)
-    except Exception:  # some options work on devices only, so that no small copy can step
-        return unknown
-    elements = sum(unit.elements for unit in units)
-    if not elements:
-        return unknown
+    units = held_by_unit(optimizers, model, untrained_moments=MOMENTS)
     # every rank holds rows of all units
-    mean = sum(unit.state_bytes for unit in units) / elements
+    mean = sum(unit.state_bytes for unit in units) / max(1, sum(unit.elements for unit in units))
     return mean, max(unit.each_state_bytes for unit in units)
 
 

@@ -7,7 +7,7 @@ of its parameter moves; step counts and other numbers stay where the optimizer h
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.host_room import HostRoom, aligned_bytes
 from lightning_cephalo.accelerator.transfers import Told
-from lightning_cephalo.adapters.checkpoint import rows_like
 from lightning_cephalo.adapters.host_update import HostUpdates
 from lightning_cephalo.adapters.optimizer import (
     as_state,
@@ -47,7 +46,6 @@ class _Shelf:
 
     memory: Tensor
     rows: dict[Key, Tensor] = field(default_factory=dict)
-    starts: dict[Key, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -82,34 +80,6 @@ def needs_device(trainer: Trainer, optimizers: Sequence[Optimizer]) -> str:
     return ""
 
 
-class StateAway:
-    """Which parameters have their state in host memory, before any of it exists."""
-
-    def __init__(
-        self, units: Sequence[Unit], accelerator: Accelerator, homes: Sequence[StateHome]
-    ) -> None:
-        self._accelerator, self._homes = accelerator, tuple(homes)
-        self._unit_of = _unit_of(units)
-
-    def is_away(self, parameter: Tensor) -> bool:
-        """Return whether the state of a parameter lives in host memory."""
-        unit = self._unit_of.get(id(parameter))
-        return unit is not None and self._homes[unit] is not StateHome.RESIDENT
-
-    def loaded(self, parameter: Tensor, entries: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return this rank's rows of a parameter's full state, in host memory."""
-        return {
-            name: self.rows_of(parameter, value)
-            for name, value in entries.items()
-            if isinstance(value, Tensor) and name != "step" and value.shape == parameter.shape
-        }
-
-    def rows_of(self, parameter: Tensor, value: Tensor) -> Tensor:
-        """Return this rank's rows of a full tensor, in host memory."""
-        with self._accelerator.on_host():
-            return rows_like(parameter, value, torch.device("cpu"))
-
-
 class MovedState:
     """The optimizer state of a rank that lives in host memory."""
 
@@ -119,28 +89,48 @@ class MovedState:
         accelerator: Accelerator,
         capacity_bytes: float,
         homes: Sequence[StateHome],
+        optimizers: Sequence[Optimizer],
     ) -> None:
         self._units, self._accelerator = list(units), accelerator
-        self._homes = tuple(homes)
         self._in, self._out = Told(accelerator, to_host=False), Told(accelerator, to_host=True)
         self._capacity_bytes = capacity_bytes
-        self._room = HostRoom(accelerator, capacity_bytes)
-        self._host = self._host_updates()
-        self._unit_of = _unit_of(units)
-        self._shelves: list[list[_Shelf]] = [[] for _ in units]
+        self._unit_of = units_of(units)
+        self._leaving: list[tuple[Tensor, Any]] = []
+        self._optimizer, self._groups = optimizers[0], groups_of(optimizers[0])
+        self._states = 0
+        self._live_in(homes, optimizers)
+        for optimizer in optimizers:
+            self.settle(optimizer)
+
+    def _live_in(self, homes: Sequence[StateHome], optimizers: Sequence[Optimizer]) -> None:
+        """Take the host memory that state will need; HostMemoryError if there is less."""
+        self._homes = tuple(homes)
+        self._room = HostRoom(self._accelerator, self._capacity_bytes)
+        self._host = HostUpdates(self._accelerator, self._in, self._out, self._room)
+        self._shelves: list[list[_Shelf]] = [[] for _ in self._units]
         self._staging: list[_Staging] = []
         self._next = 0
+        self._forget_step()
+        needed = [0] * len(self._units)
+        for optimizer in optimizers:
+            groups, each = groups_of(optimizer), state_bytes_per_element(optimizer)
+            for unit, parameters in self._away():
+                for parameter in parameters:
+                    group = groups.get(id(parameter))
+                    if group is None or not parameter.requires_grad:
+                        continue
+                    rows = local_part(parameter)
+                    # parameters that are used later have pieces of their own
+                    needed[unit] += aligned_bytes(rows.numel() * each[group])
+                    if self._homes[unit] is StateHome.HOST:
+                        needed[unit] += 2 * aligned_bytes(rows.nbytes)
+        self._room.reserve(needed)
+
+    def _forget_step(self) -> None:
         self._fetched: dict[int, _Fetched] = {}
-        self._leaving: list[tuple[Tensor, Any]] = []
-        self._optimizer: Optimizer | None = None
-        self._groups: dict[int, int] = {}
-        self._states = 0
         self._updated: set[int] = set()
         # what stands for rows of state on the device
         self.staged: dict[Key, Tensor] = {}
-
-    def _host_updates(self) -> HostUpdates:
-        return HostUpdates(self._accelerator, self._in, self._out, self._room)
 
     # -- sizes --------------------------------------------------------------------------------
 
@@ -158,23 +148,6 @@ class MovedState:
         """Return whether a plain tensor is state in host memory that is apart from the device."""
         return self._accelerator.host_is_apart and self._room.holds(tensor)
 
-    def reserve(self, optimizers: Sequence[Optimizer]) -> None:
-        """Take the host memory that state will need; HostMemoryError if there is less."""
-        needed = [0] * len(self._units)
-        for optimizer in optimizers:
-            groups, each = groups_of(optimizer), state_bytes_per_element(optimizer)
-            for unit, parameters in self._away():
-                for parameter in parameters:
-                    group = groups.get(id(parameter))
-                    if group is None or not parameter.requires_grad:
-                        continue
-                    rows = local_part(parameter)
-                    # parameters that are used later have pieces of their own
-                    needed[unit] += aligned_bytes(rows.numel() * each[group])
-                    if self._homes[unit] is StateHome.HOST:
-                        needed[unit] += 2 * aligned_bytes(rows.nbytes)
-        self._room.reserve(needed)
-
     # -- a step -------------------------------------------------------------------------------
 
     def begin(self, optimizer: Optimizer) -> None:
@@ -182,8 +155,7 @@ class MovedState:
         self._optimizer, self._groups = optimizer, groups_of(optimizer)
         self._states = len(optimizer.state)
         self._host.drop()
-        self._fetched, self._updated = {}, set()
-        self.staged = {}
+        self._forget_step()
 
     def fetch(self, unit: int) -> None:
         """Start to copy a unit's state to the device; nothing happens before it exists."""
@@ -199,7 +171,7 @@ class MovedState:
             piece = staging.memory[start : start + shelf.memory.nbytes].view(shelf.memory.dtype)
             arrivals.append(self._in.start(piece, shelf.memory, after=after))
             for key, rows in shelf.rows.items():
-                first = shelf.starts[key]
+                first = rows.storage_offset() - shelf.memory.storage_offset()
                 self.staged[key] = piece[first : first + rows.numel()].view(rows.shape)
             parts.append((shelf, piece))
             start += size
@@ -209,7 +181,6 @@ class MovedState:
         self, chosen: Sequence[Sequence[Tensor]], clip: Any = None, on_host: bool = False
     ) -> None:
         """Update some parameters of a unit by their gradients."""
-        assert self._optimizer is not None
         if not any(chosen):
             return
         unit = self._unit_of[id(next(chain.from_iterable(chosen)))]
@@ -226,14 +197,12 @@ class MovedState:
 
     def update(self, unit: int, on_host: bool) -> None:
         """Update a unit's parameters by the gradients that they hold."""
-        assert self._optimizer is not None
         chosen = self._with_gradients(self._parameters(unit))
         self.update_chosen(chosen, on_host=on_host)
         self._updated.update(id(parameter) for group in chosen for parameter in group)
 
     def send_gradients(self, parameters: Sequence[nn.Parameter]) -> list[SentGradient | None]:
         """Start to copy gradients to the host, which will use them; None: there is none."""
-        assert self._optimizer is not None
         chosen = [p for group in self._with_gradients(parameters) for p in group]
         if not chosen:
             return [None] * len(parameters)
@@ -250,7 +219,6 @@ class MovedState:
         """Start to copy a unit's state back, or take what the host has updated."""
         self._let_go()
         if self._host.has_begun(unit):
-            assert self._optimizer is not None
             self._host.finish(unit, self._optimizer)
             self._settle(unit)
             return
@@ -288,8 +256,6 @@ class MovedState:
 
     def finish(self) -> None:
         """End a step: all state is in its place, in the order of the groups."""
-        if self._optimizer is None:
-            return
         for staging in self._staging:  # what reads the state next finds it
             for arrival in staging.free_after:
                 self._out.finish(arrival)
@@ -304,46 +270,35 @@ class MovedState:
 
     def follow(self, homes: Sequence[StateHome], optimizers: Sequence[Optimizer]) -> None:
         """Let state live elsewhere from now on, or where rows have moved."""
-        self._homes = tuple(homes)
         self._host.drop()
         self._host.close()
-        before, self._room = self._room, HostRoom(self._accelerator, self._capacity_bytes)
-        self._host = self._host_updates()
-        self._shelves, self._staging, self.staged = [[] for _ in self._units], [], {}
-        self._next = 0
-        self._fetched, self._updated = {}, set()  # of a step that is repeated by another plan
-        self.reserve(optimizers)
+        before = self._room
+        self._live_in(homes, optimizers)
         for optimizer in optimizers:
-            self._optimizer = optimizer
             self.settle(optimizer)
-            self._place_numbers(optimizer)
-            units = [i for i, home in enumerate(self._homes) if home is StateHome.RESIDENT]
-            for parameter in chain.from_iterable(map(self._parameters, units)):
-                for name, value in list(optimizer.state.get(parameter, {}).items()):
-                    rows = local_part(value) if isinstance(value, Tensor) else None
-                    if rows is None or not has_rows(name, parameter, rows):
-                        continue
-                    if before.holds(rows) or not self._accelerator.holds(rows):
-                        on_device = torch.empty_like(rows, device=self._accelerator.device)
-                        on_device.copy_(rows)
-                        optimizer.state[parameter][name] = as_state(name, parameter, on_device)
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    entries = optimizer.state.get(parameter, {})
+                    self._bring_back(entries, group, parameter, before)
         self.finish()
 
-    def _place_numbers(self, optimizer: Optimizer) -> None:
-        """Put step counts and other numbers on the device, as torch does in loaded state."""
-        for group in optimizer.param_groups:
-            if not (group.get("fused") or group.get("capturable")):
+    def _bring_back(
+        self, entries: dict[str, Any], group: dict[str, Any], parameter: Tensor, before: HostRoom
+    ) -> None:
+        """Put state on the device that stays there, and numbers as torch does in loaded state."""
+        device = self._accelerator.device
+        home = self._homes[self._unit_of[id(parameter)]]
+        is_resident = home is StateHome.RESIDENT
+        for name, value in list(entries.items()) if home is not StateHome.HOST else ():
+            rows = local_part(value) if isinstance(value, Tensor) else None
+            if rows is None:
                 continue
-            for parameter in group["params"]:
-                unit = self._unit_of.get(id(parameter))
-                if unit is None or self._homes[unit] is StateHome.HOST:
-                    continue
-                entries = optimizer.state.get(parameter, {})
-                for name, value in list(entries.items()):
-                    if isinstance(value, Tensor) and not has_rows(
-                        name, parameter, local_part(value)
-                    ):
-                        entries[name] = value.to(self._accelerator.device)
+            if not has_rows(name, parameter, rows):
+                if group.get("fused") or group.get("capturable"):
+                    entries[name] = value.to(device)
+            elif is_resident and (before.holds(rows) or not self._accelerator.holds(rows)):
+                on_device = torch.empty_like(rows, device=device).copy_(rows)
+                entries[name] = as_state(name, parameter, on_device)
 
     def settle(self, optimizer: Optimizer) -> None:
         """Move state to host memory that belongs there and lies elsewhere."""
@@ -351,11 +306,6 @@ class MovedState:
         for unit, _ in self._away():
             self._settle(unit)
             self._let_go(but=0)
-
-    @property
-    def away(self) -> StateAway:
-        """Which parameters have their state in host memory now."""
-        return StateAway(self._units, self._accelerator, self._homes)
 
     def close(self) -> None:
         """End the thread that updates on the host."""
@@ -373,7 +323,6 @@ class MovedState:
         return [parameter for _, parameter in self._units[unit].named_sharded()]
 
     def _with_gradients(self, parameters: Sequence[nn.Parameter]) -> list[list[Tensor]]:
-        assert self._optimizer is not None
         chosen: list[list[Tensor]] = [[] for _ in self._optimizer.param_groups]
         for parameter in parameters:
             group = self._groups.get(id(parameter))
@@ -392,7 +341,6 @@ class MovedState:
 
     def _settle(self, unit: int) -> None:
         """Put a unit's state onto shelves where it is not, such as new or loaded state."""
-        assert self._optimizer is not None
         state, strangers = self._optimizer.state, []
         homes = {key: rows for shelf in self._shelves[unit] for key, rows in shelf.rows.items()}
         for parameter in self._parameters(unit):
@@ -416,16 +364,14 @@ class MovedState:
         memory = self._room.take(sum(rows.numel() for _, _, rows in strangers), dtype, unit)
         shelf, start = _Shelf(memory), 0
         for parameter, name, rows in strangers:
-            key = id(parameter), name
             # with a version of its own, not that of all that lies in the same memory
             home = memory[start : start + rows.numel()].view(rows.shape).data
-            shelf.rows[key], shelf.starts[key] = home, start
+            shelf.rows[id(parameter), name] = home
             self._carry(parameter, name, rows, home)
             start += rows.numel()
         self._shelves[unit].append(shelf)
 
     def _carry(self, parameter: nn.Parameter, name: str, rows: Tensor, home: Tensor) -> None:
-        assert self._optimizer is not None
         if self._accelerator.holds(rows):
             self._leaving.append((rows, self._out.start(home, rows)))
         else:
@@ -433,19 +379,16 @@ class MovedState:
         self._optimizer.state[parameter][name] = as_state(name, parameter, home)
 
     def _free_staging(self, nbytes: int) -> _Staging:
-        if self._next >= len(self._staging) or self._staging[self._next].memory.numel() < nbytes:
+        index, self._next = self._next, (self._next + 1) % STAGED_UNITS
+        if index == len(self._staging) or self._staging[index].memory.numel() < nbytes:
             most = max(nbytes, self._largest_bytes())
             made = _Staging(torch.empty(most, dtype=torch.uint8, device=self._accelerator.device))
             self._accelerator.synchronize()  # earlier work may still use the memory
-            if self._next < len(self._staging):
-                for arrival in self._staging[self._next].free_after:
+            for held in self._staging[index : index + 1]:
+                for arrival in held.free_after:
                     self._out.finish(arrival)
-                self._staging[self._next] = made
-            else:
-                self._staging.append(made)
-        found = self._staging[self._next]
-        self._next = (self._next + 1) % STAGED_UNITS
-        return found
+            self._staging[index : index + 1] = [made]
+        return self._staging[index]
 
     def _largest_bytes(self) -> int:
         return max(
@@ -461,7 +404,7 @@ class MovedState:
             self._out.wait(arrival)
 
 
-def _unit_of(units: Sequence[Unit]) -> dict[int, int]:
+def units_of(units: Sequence[Unit]) -> dict[int, int]:
     """Return the index of each parameter's unit, by the parameter's id."""
     pairs = enumerate(units)
     return {id(parameter): i for i, unit in pairs for _, parameter in unit.named_sharded()}

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
 from typing import Any, Protocol, cast
@@ -26,14 +25,13 @@ from lightning_cephalo.adapters.stepping import Shown, copy_of, step_without_hoo
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.sharding.collectives import all_reduce
 from lightning_cephalo.sharding.placement import (
-    Rows,
     agreed,
     in_rows,
     local_part,
+    rows_of,
 )
 from lightning_cephalo.sharding.same_values import cut_gradients
 from lightning_cephalo.sharding.spent_gradients import (
-    SentGradient,
     is_spent,
     sent_gradient,
 )
@@ -231,20 +229,24 @@ def clip_by_norm(parameters: Iterable[Tensor], largest: float) -> Tensor:
                 cast(Tensor, parameter.grad).abs()  # raises by name
         if not held:
             return torch.tensor(0.0)
-        in_rows = [isinstance(p, DTensor) and isinstance(p.placements[0], Rows) for p in held]
+        parts: list[tuple[Tensor, Tensor]] = []
+        copies: list[tuple[Tensor, Tensor]] = []
         with _rows_of(held) as rows:
-            gradients = [
-                _Part(own.grad, sent.get(id(parameter)), part)
-                for parameter, own, part in zip(held, rows, in_rows, strict=True)
-            ]
-            parts = [each for each in gradients if each.is_in_rows]
-            copies = [each for each in gradients if not each.is_in_rows]
-            square, square_of_copies = (_square_of_norm(g, rows[0].device) for g in (parts, copies))
+            graded = [own.grad for own in rows if own.grad is not None]
+            found = iter(norms_of(graded) if graded else [])
+            for parameter in held:
+                own_sent = sent.get(id(parameter))
+                norm = next(found) if own_sent is None else own_sent.norm
+                (copies if rows_of(parameter) is None else parts).append((parameter, norm))
+            square, of_copies = (
+                _square_of_norm([norm for _, norm in each], rows[0].device)
+                for each in (parts, copies)
+            )
             if parts:
-                mesh = cast(DTensor, held[in_rows.index(True)]).device_mesh
+                mesh = cast(DTensor, parts[0][0]).device_mesh
                 all_reduce(square, mesh.get_group()).wait()
                 agreed(square, mesh)
-            norm = (square + square_of_copies).sqrt().to(rows[0].dtype)
+            norm = (square + of_copies).sqrt().to(rows[0].dtype)
             torch.nn.utils.clip_grads_with_norm_(rows, largest, norm)
         if sent:
             factor = float(torch.clamp(float(largest) / (norm + 1e-6), max=1.0))
@@ -259,26 +261,12 @@ def norms_of(gradients: list[Tensor]) -> list[Tensor]:
     return list(torch._foreach_norm(gradients))  # private: torch has no public form of it
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A gradient on this rank, or what is known of one that has left for the host."""
-
-    gradient: Tensor | None
-    sent: SentGradient | None
-    is_in_rows: bool
-
-
-def _square_of_norm(parts: list[_Part], device: torch.device) -> Tensor:
-    if not parts:  # torch's norm of no tensors is on the CPU: copying it waits for the device
+def _square_of_norm(norms: Sequence[Tensor], device: torch.device) -> Tensor:
+    if not norms:  # torch's norm of no tensors is on the CPU: copying it waits for the device
         return torch.zeros((), dtype=torch.float64, device=device)
-    gradients = [part.gradient for part in parts if part.gradient is not None and not part.sent]
-    if len(gradients) < len(parts):
-        there = iter(norms_of(gradients) if gradients else [])
-        norms = [part.sent.norm if part.sent else next(there) for part in parts]
-        whole = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
-        return whole.to(torch.float64).square()
+    whole = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
     # in double precision, the square of a finite single-precision number is finite
-    return torch.nn.utils.get_total_norm(gradients).to(device, torch.float64).square()
+    return whole.to(torch.float64).square()
 
 
 def clip_by_value(parameters: Iterable[Tensor], largest: float) -> None:

@@ -8,7 +8,6 @@ see the same entries: tensors as DTensors whose rows lie on the owner, else equa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any, cast
 
@@ -192,20 +191,14 @@ class OwnedUpdate:
             if owned and number not in messages[rank][1]:
                 group.update(owned[0])
 
-    def loaded(self, entries: Mapping[str, Any], parameter: DTensor) -> Any:
-        """Return saved state of a whole parameter as this rank shows it, on the right device."""
-        owner = self._owners.of(parameter)
-
-        def place(value: Tensor) -> Tensor:
-            if not value.ndim:
-                return value
-            dtype = parameter.dtype if value.is_floating_point() else value.dtype
-            own = None
-            if owner == self._owners.rank:
-                # a copy, so that the loaded file's memory is free
-                own = value.detach().to(local_part(parameter).device, dtype, copy=True).contiguous()
-            return on_owner(
-                own, owner, parameter, torch.empty_like(value, dtype=dtype, device="meta")
-            )
-
-        return pytree.tree_map_only(Tensor, place, dict(entries))
+    def placed(self, parameter: Tensor, value: Tensor) -> Tensor:
+        """Return a tensor of a whole parameter's saved state as this rank shows it."""
+        if not value.ndim:
+            return value
+        like, owner = cast(DTensor, parameter), self._owners.of(parameter)
+        dtype = like.dtype if value.is_floating_point() else value.dtype
+        own = None
+        if owner == self._owners.rank:
+            # a copy, so that the loaded file's memory is free
+            own = value.detach().to(local_part(like).device, dtype, copy=True).contiguous()
+        return on_owner(own, owner, like, torch.empty_like(value, dtype=dtype, device="meta"))

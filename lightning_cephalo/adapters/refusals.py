@@ -21,6 +21,7 @@ from torch.optim import Optimizer, SparseAdam
 
 from lightning_cephalo.adapters import batch_norm
 from lightning_cephalo.adapters.averaged_weights import lightnings_classes
+from lightning_cephalo.adapters.checkpoint import holds_earlier_rows
 from lightning_cephalo.adapters.scope import parameters_of
 from lightning_cephalo.adapters.torchmetrics import metrics_of
 from lightning_cephalo.adapters.view import TrainerView
@@ -196,6 +197,11 @@ def _other_parameters(situation: Situation) -> str | None:
     return None
 
 
+def _earlier_state(situation: Situation) -> str | None:
+    names = [type(each).__name__ for each in situation.optimizers if holds_earlier_rows(each)]
+    return f"{names[0]} has state in the rows of an earlier run." if names else None
+
+
 def _sparse(situation: Situation) -> str | None:
     is_there = any(isinstance(each, SparseAdam) for each in situation.optimizers)
     return "SparseAdam needs sparse gradients." if is_there else None
@@ -297,6 +303,14 @@ ROWS = (
         _other_parameters,
         "They are copies, or belong to an earlier fit.",
         "Call self.parameters() or self.named_parameters() inside configure_optimizers().",
+        When.OPTIMIZERS,
+    ),
+    Refusal(
+        "optimizers with state of an earlier run",
+        _earlier_state,
+        "Rows of this run are others.",
+        "Make new optimizers in configure_optimizers(), and continue their state by"
+        " fit(ckpt_path=...).",
         When.OPTIMIZERS,
     ),
     Refusal(

@@ -8,19 +8,21 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_cephalo.accelerator.host_room import taken_bytes
 from lightning_cephalo.adapters import precision
+from lightning_cephalo.adapters.checkpoint import Placed, rows_like
 from lightning_cephalo.adapters.held_state import UnitState, held_by_unit
-from lightning_cephalo.adapters.moved_state import MovedState, StateAway
+from lightning_cephalo.adapters.moved_state import MovedState, units_of
 from lightning_cephalo.common.errors import HostMemoryError
 from lightning_cephalo.common.quantities import format_mib
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.observe.memory import RankMemory
 from lightning_cephalo.plan import Plan, PlanError, RankPlan
 from lightning_cephalo.plan.state_homes import StateHome, home_bytes, state_homes
-from lightning_cephalo.profiling.state_rates import MOMENTS, homes_of_units, trained_sizes
+from lightning_cephalo.profiling.state_rates import homes_of_units, trained_sizes
 from lightning_cephalo.ranks.control import ControlGroup
 
 if TYPE_CHECKING:
@@ -89,7 +91,9 @@ class HostState:
         homes = self._planned_homes(own)
         whole = [sum(flat.contents.numel for flat in unit.trained) for unit in self._model.units]
         rows = [own.state_fraction * size for size in whole]
-        needed = self._taken_bytes(rows, homes, self._held(optimizers)) + (own.host_bytes or 0.0)
+        needed = self._taken_bytes(rows, homes, held_by_unit(optimizers, self._model)) + (
+            own.host_bytes or 0.0
+        )
         if needed > self._capacity_bytes:
             raise HostMemoryError(
                 f"The plan keeps {format_mib(needed)} of optimizer state and boundaries in host"
@@ -110,11 +114,8 @@ class HostState:
             arena = executor.arena
             capacity_bytes = self._capacity_bytes - (0 if arena is None else arena.held_bytes)
             units, accelerator = self._model.units, self._model.accelerator
-            self.moved = MovedState(units, accelerator, capacity_bytes, homes)
+            self.moved = MovedState(units, accelerator, capacity_bytes, homes, optimizers)
             self._at_end.callback(self.moved.close)
-            self.moved.reserve(optimizers)
-            for optimizer in optimizers:
-                self.moved.settle(optimizer)
             executor.updates.mover = self.moved
 
     def predicted(
@@ -123,17 +124,25 @@ class HostState:
         """Return the predicted memory of every rank, with that of its host."""
         if not plan.moves_state or not optimizers:
             return tuple(memory)
-        found, held = [], self._held(optimizers)
+        found, held = [], held_by_unit(optimizers, self._model)
         for index, (rank, kinds) in enumerate(zip(plan.ranks, memory, strict=True)):
             homes = self._homes(plan, index)
             taken = self._taken_bytes(self._sizes(index), homes, held)
             found.append(replace(kinds, host_bytes=taken + (rank.host_bytes or 0.0)))
         return tuple(found)
 
-    def away(self, plan: Plan) -> StateAway:
-        """Return which of this rank's parameters have their state in host memory."""
-        homes = self._homes(plan, self._control.rank)
-        return StateAway(self._model.units, self._model.accelerator, homes)
+    def placing(self, plan: Plan) -> Placed:
+        """Return what puts this rank's rows of full state where a plan has them."""
+        units, homes = units_of(self._model.units), self._homes(plan, self._control.rank)
+
+        def placed(parameter: Tensor, value: Tensor) -> Tensor:
+            unit = units.get(id(parameter))
+            if unit is None or homes[unit] is StateHome.RESIDENT:
+                return rows_like(parameter, value)
+            with self._model.accelerator.on_host():
+                return rows_like(parameter, value, torch.device("cpu"))
+
+        return placed
 
     def close(self) -> None:
         """Give the host memory back."""
@@ -156,14 +165,6 @@ class HostState:
         sizes = trained_sizes(self._model)
         homes = state_homes(sizes, part.resident_fraction, part.host_update_fraction)
         return homes_of_units(self._model, homes)
-
-    def _held(self, optimizers: Sequence[Optimizer]) -> tuple[UnitState, ...]:
-        """Return what each unit's state takes: as of Adam, where small copies cannot tell."""
-        try:
-            with torch.random.fork_rng(devices=[]):
-                return held_by_unit(optimizers, self._model)
-        except Exception:  # some options work on devices only
-            return held_by_unit((), self._model, untrained_moments=MOMENTS)
 
     def _taken_bytes(
         self, rows: Sequence[float], homes: Sequence[StateHome], held: Sequence[UnitState]

@@ -17,7 +17,6 @@ from lightning_cephalo.accelerator.backends import backend_of
 from lightning_cephalo.adapters.averaged_weights import AveragedWeights
 from lightning_cephalo.adapters.batch_norm import warn_of_microbatches
 from lightning_cephalo.adapters.checkpoint import (
-    cut_earlier_state,
     load_full_optimizer_state,
     release_optimizer,
     shard_optimizer,
@@ -26,7 +25,7 @@ from lightning_cephalo.adapters.early_update import EarlyUpdater, may_send_gradi
 from lightning_cephalo.adapters.held_state import OptimizerFacts
 from lightning_cephalo.adapters.logging import StepLogs
 from lightning_cephalo.adapters.module_copies import ModuleCopies
-from lightning_cephalo.adapters.moved_state import MovedState, StateAway
+from lightning_cephalo.adapters.moved_state import MovedState
 from lightning_cephalo.adapters.rows_of_state import RowsOfState
 from lightning_cephalo.adapters.torchmetrics import metrics_within, synchronise_lists
 from lightning_cephalo.adapters.updates import OptimizerUpdates
@@ -179,11 +178,6 @@ class Session:
         """Optimizer state that lives in host memory; None: all of it is on the device."""
         return self._host_state.moved
 
-    @property
-    def state_away(self) -> StateAway:
-        """Which parameters have their state in host memory, by the plan."""
-        return self._host_state.away(self.plan)
-
     # -- training -----------------------------------------------------------------------------
 
     @property
@@ -203,12 +197,11 @@ class Session:
         Raises:
             UnsupportedError: On every rank, if an optimizer cannot train as on one device.
         """
-        away = self.state_away
-        cut_earlier_state(optimizers, self.model, self.control, away)
+        placed = self._host_state.placing(self.plan)
 
         def shard() -> None:
             for optimizer in optimizers:
-                shard_optimizer(optimizer, self.model, away)
+                shard_optimizer(optimizer, self.model, placed)
 
         self.control.together("sharding the optimizers", shard)
         self.hold(optimizers)
@@ -228,12 +221,12 @@ class Session:
         self.model.executor.updates.updater = self._updater
 
     def load_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Load an optimizer's state of full tensors; every rank has all of it; collective."""
-        moved = self.moved
-        away = None if moved is None else moved.away
-        load_full_optimizer_state(optimizer, state, self.updates.of(optimizer), away)
-        if moved is not None:
-            moved.settle(optimizer)
+        """Load an optimizer state of full tensors, to where the plan has it; collective."""
+        owned = self.updates.of(optimizer)
+        placed = self._host_state.placing(self.plan) if owned is None else owned.placed
+        load_full_optimizer_state(optimizer, state, placed)
+        if self.moved is not None:
+            self.moved.settle(optimizer)
 
     def _predict_host_memory(self) -> None:
         memory = self._host_state.predicted(self.plan, self.predicted_memory, self.optimizers)

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from lightning_cephalo.accelerator import Accelerator
+from lightning_cephalo.adapters.scope import MOMENTS
 from lightning_cephalo.common.errors import HostMemoryError
 from lightning_cephalo.common.quantities import format_mib
 from lightning_cephalo.execution.sharded_model import ShardedModel
@@ -29,8 +30,6 @@ _REPEATS = 4
 _COPIED_BYTES, _LEAST_BYTES = 2**24, 2**16
 # Part of the device that may be filled while measuring: a rank may be full of its share.
 _PART = 1 / 64
-# Moments of Adam.
-MOMENTS = 2
 _HOST_ELEMENTS = 2**20
 # Hosts of equal ranks whose rates differ by a larger factor are not alike.
 _ALIKE = 2.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 
 from lightning_cephalo import Plan
 from lightning_cephalo.common.errors import UnsupportedError
-from lightning_cephalo.emulation import active_device
 from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.plan.program import Instruction, Operation
 
@@ -431,67 +429,8 @@ def _memory() -> list[Any]:
     return found
 
 
-class Reused(GPT):
-    """Trains with the same optimizer in every fit."""
-
-    chosen: Any = None
-
-    def configure_optimizers(self) -> Any:
-        if self.chosen is None:
-            self.chosen = super().configure_optimizers()
-        return self.chosen
-
-
-class Peaks(Callback):
-    """The most bytes held before the first step, and in all."""
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.at_start = active_device().peak_bytes
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.in_all = active_device().peak_bytes
-
-
-def _fitted_again() -> Any:
-    """What two fits hold, whose optimizer is the same; and the weights that they give."""
-    found = []
-    for resident, on_host in ((1.0, 0.0), (0.0, 0.0), (0.0, 0.5)):
-        each = {"resident_fraction": resident, "host_update_fraction": on_host}
-        plan = plan_of(((2,), 0.75), ((2,), 0.25), **each)
-        module, peaks = Reused(width=32, depth=8), [Peaks(), Peaks()]
-        for peak in peaks:
-            fit(
-                module,
-                profiled_loader(samples=16),
-                capacity_bytes=(2**30, 2**30),
-                is_time_shared=False,
-                callbacks=[peak],
-                max_steps=2,
-                strategy={"plan": plan, "early_update": "auto", "global_batch_size": 4},
-            )
-        steps = {int(state["step"]) for state in module.chosen.state.values()}
-        values = {name: p.detach().clone() for name, p in module.named_parameters()}
-        found.append(([(peak.at_start, peak.in_all) for peak in peaks], steps, values))
-    return found
-
-
-@functools.cache
-def _on_emulated_devices() -> list[Any]:
-    return in_emulated_ranks(2, lambda: (_memory(), _fitted_again()))
-
-
-def test_a_second_fit_leaves_the_device_out_for_state_that_lives_on_the_host():
-    for _, (resident, *others) in _on_emulated_devices():
-        for (first, second), steps, values in others:
-            assert steps == resident[1] == {4}
-            assert second[0] <= 1.02 * first[0]
-            assert second[1] <= 1.02 * first[1]
-            assert values.keys() == resident[2].keys()
-        assert_same_tensors(others[0][2], resident[2], 0.0)
-
-
 def test_the_device_holds_less_and_the_host_what_is_predicted():
-    (all_there, _), *others = _on_emulated_devices()[0][0]
+    (all_there, _), *others = in_emulated_ranks(2, _memory)[0]
     for measured, predicted in others:
         for rank, (before, after, expected) in enumerate(
             zip(all_there, measured, predicted, strict=True)

@@ -125,6 +125,14 @@ def copied(module):
     return torch.optim.SGD([nn.Parameter(p.detach().clone()) for p in module.parameters()], lr=0.1)
 
 
+def kept(module):
+    """An optimizer whose state an earlier run has cut into rows."""
+    made = torch.optim.SGD(module.parameters(), lr=0.1)
+    rows = torch.zeros_like(next(module.parameters()))
+    made.state[nn.Parameter(torch.zeros(1))]["momentum_buffer"] = rows
+    return made
+
+
 def optimizer(kind, **options):
     return lambda: Refused(optimizers=lambda module: kind(module.parameters(), **options))
 
@@ -245,6 +253,12 @@ CASES = {
         lambda: Refused(optimizers=copied),
         {},
         ("SGD holds", "inside configure_optimizers()"),
+    ),
+    "optimizer of an earlier run": (
+        "optimizers with state of an earlier run",
+        lambda: Refused(optimizers=kept),
+        {},
+        ("SGD has state in the rows", "ckpt_path"),
     ),
     "SparseAdam": (
         "SparseAdam",

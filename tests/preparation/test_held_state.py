@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -64,7 +63,7 @@ def _parameters(model: Any) -> list[nn.Parameter]:
     return [parameter for unit in model.units for _, parameter in unit.named_sharded()]
 
 
-OPTIMIZERS: list[tuple[Any, float | None]] = [
+OPTIMIZERS: list[tuple[Any, float]] = [
     (lambda p: SGD(p, lr=0.1), 0),
     (lambda p: SGD(p, lr=0.1, momentum=0.9), 4),
     (Adagrad, 4),
@@ -76,7 +75,7 @@ OPTIMIZERS: list[tuple[Any, float | None]] = [
     (Rprop, 8),
     (RMSprop, 4),
     (lambda p: RMSprop(p, centered=True, momentum=0.9), 12),
-    (Adafactor, None),
+    (Adafactor, 8),  # not known: as of Adam
 ]
 
 
@@ -84,9 +83,8 @@ OPTIMIZERS: list[tuple[Any, float | None]] = [
 def test_the_bytes_of_state_are_those_that_the_optimizer_makes(optimizer, expected):
     model = _model()
     own: Optimizer = optimizer(_parameters(model))
-    mean, most = bytes_per_parameter([own], model)
-    assert mean == most == expected or (expected is None and math.isnan(mean))
-    if expected is None or own.defaults.get("capturable"):
+    assert bytes_per_parameter([own], model) == (expected, expected)
+    if isinstance(own, Adafactor) or own.defaults.get("capturable"):
         return
     for parameter in _parameters(model):
         parameter.grad = torch.ones_like(parameter) if parameter.requires_grad else None
@@ -209,10 +207,6 @@ def test_all_ranks_count_on_what_one_rank_finds(change, late, stays):
     model.control = SimpleNamespace(gather=lambda found: [other, found])
     facts = OptimizerFacts.of([own], model, TRAINER)
     assert (facts.late, facts.stays, facts.each_bytes) == (late, stays, 8)
-    unknown = ("", "", math.nan, math.nan, 0)
-    model.control = SimpleNamespace(gather=lambda found: [unknown, found])
-    facts = OptimizerFacts.of([own], model, TRAINER)
-    assert facts.each_bytes is None and facts.most_bytes is None
 
 
 FIRST_AMSGRAD = lambda p: Adam([{"params": p[:10], "amsgrad": True}, {"params": p[10:]}])  # noqa: E731
