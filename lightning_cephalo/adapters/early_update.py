@@ -28,10 +28,11 @@ from lightning_cephalo.adapters.moved_state import MovedState, groups_of
 from lightning_cephalo.adapters.optimizer import put_in_order, update_rows
 from lightning_cephalo.adapters.scope import not_element_wise
 from lightning_cephalo.adapters.stepping import step_is_replaced
+from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.common.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch import LightningModule
 
 # Hooks that run between the backward and the next step's, with gradients to read.
 _HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
@@ -45,34 +46,34 @@ _CLIPS = "gradient clipping by norm"
 _ACCUMULATE = (GradientAccumulationScheduler, StochasticWeightAveraging)
 
 
-def late_by_job(trainer: Trainer, module: LightningModule) -> str:
+def late_by_job(view: TrainerView, module: LightningModule) -> str:
     """Return why no step may update early, in a few words; empty: every step may."""
     if not module.automatic_optimization:
         return "manual optimization"
     for owner, hooks in (
         (module, _HOOKS_OF_MODULE),
-        *((callback, _HOOKS) for callback in trainer.callbacks),  # type: ignore[attr-defined]
+        *((callback, _HOOKS) for callback in view.callbacks),
     ):
         for hook in hooks:
             if is_overridden(hook, owner):
                 return f"{type(owner).__name__}.{hook}()"
         if isinstance(owner, _ACCUMULATE):
             return type(owner).__name__
-    plugin = trainer.precision_plugin
+    plugin = view.precision
     if precision.loss_scaler(plugin) is not None:
         return "loss scaling"
     if not precision.is_known(plugin):
         return f"the precision plugin {type(plugin).__name__}"
-    if trainer._detect_anomaly:
+    if view.detects_anomalies:
         return "detect_anomaly=True"
-    return _late_by_trainer(trainer)
+    return _late_by_options(view)
 
 
-def _late_by_trainer(trainer: Trainer) -> str:
-    if trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value":
+def _late_by_options(view: TrainerView) -> str:
+    if view.clip_value and not view.clips_by_value:
         return _CLIPS
-    if trainer.accumulate_grad_batches != 1:
-        return f"gradients of {trainer.accumulate_grad_batches} batches add up"
+    if view.accumulates != 1:
+        return f"gradients of {view.accumulates} batches add up"
     return ""
 
 
@@ -81,16 +82,16 @@ def late_by_optimizer(optimizer: Optimizer) -> str:
     return not_element_wise(optimizer) or _late_by_hooks(optimizer)
 
 
-def gradients_leave(late: str, trainer: Trainer) -> bool:
+def gradients_leave(late: str, view: TrainerView) -> bool:
     """Return whether a run's gradients may leave for the host before updates that are late."""
-    return late == _CLIPS and trainer.accumulate_grad_batches == 1
+    return late == _CLIPS and view.accumulates == 1
 
 
-def may_send_gradients(late: str, optimizer: Optimizer, trainer: Trainer) -> bool:
+def may_send_gradients(late: str, optimizer: Optimizer, view: TrainerView) -> bool:
     """Return whether gradients may leave for the host, as nothing but the norm delays updates."""
-    if torch.is_anomaly_enabled() or _late_by_trainer(trainer) != _CLIPS:
+    if torch.is_anomaly_enabled() or _late_by_options(view) != _CLIPS:
         return False
-    return gradients_leave(late, trainer) and not late_by_optimizer(optimizer)
+    return gradients_leave(late, view) and not late_by_optimizer(optimizer)
 
 
 def _late_by_hooks(optimizer: Optimizer) -> str:
@@ -118,11 +119,11 @@ class EarlyUpdater:
     def __init__(
         self,
         optimizer: Optimizer,
-        trainer: Trainer,
+        view: TrainerView,
         consequence: str = "",
         moved: MovedState | None = None,
     ) -> None:
-        self._optimizer, self._trainer = optimizer, trainer
+        self._optimizer, self._view = optimizer, view
         self._consequence, self.moved = consequence, moved
         self._has_warned = self._may = False
         self._groups: dict[int, int] = {}
@@ -132,7 +133,7 @@ class EarlyUpdater:
 
     def look(self, optimizer: Optimizer) -> None:
         """Look whether this step may update early; called before anything of the step."""
-        late = _late_by_trainer(self._trainer) or _late_by_hooks(self._optimizer)
+        late = _late_by_options(self._view) or _late_by_hooks(self._optimizer)
         if optimizer is not self._optimizer:
             late = "another optimizer has taken the place of the first one"
         if torch.is_anomaly_enabled():
@@ -169,7 +170,7 @@ class EarlyUpdater:
             updated.append(group is not None and parameter.grad is not None)
             if group is not None and parameter.grad is not None:
                 chosen[group].append(parameter)
-        clip: Any = self._trainer.gradient_clip_val or None
+        clip: Any = self._view.clip_value
         self._used = self._used or self._settings()
         if self.moved is None:
             update_rows(self._optimizer, chosen, clip)
@@ -185,8 +186,8 @@ class EarlyUpdater:
             for name, value in group.items()
             if name != "params"
         }
-        clip = self._trainer.gradient_clip_val or None
-        how = clip, _late_by_trainer(self._trainer)
+        clip = self._view.clip_value
+        how = clip, _late_by_options(self._view)
         return {**found, "gradient_clip_val": how}
 
     def check(self) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -24,10 +23,8 @@ from lightning_cephalo.adapters.scope import (
     parameters_of,
     state_bytes_per_element,
 )
+from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.execution.sharded_model import ShardedModel
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 
 @dataclass(frozen=True)
@@ -50,12 +47,12 @@ class OptimizerFacts:
 
     @classmethod
     def of(
-        cls, optimizers: Sequence[Optimizer], model: ShardedModel, trainer: Trainer
+        cls, optimizers: Sequence[Optimizer], model: ShardedModel, view: TrainerView
     ) -> OptimizerFacts:
         """Look at the optimizers of all ranks; collective."""
         own = (
             next(filter(None, map(late_by_optimizer, optimizers)), ""),
-            needs_device(trainer, optimizers),
+            needs_device(view, optimizers),
             *bytes_per_parameter(optimizers, model),
             untrained_bytes(optimizers, model),
         )

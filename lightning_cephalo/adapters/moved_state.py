@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +28,11 @@ from lightning_cephalo.adapters.optimizer import (
 )
 from lightning_cephalo.adapters.scope import not_element_wise, state_bytes_per_element
 from lightning_cephalo.adapters.stepping import step_is_replaced
+from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.plan.state_homes import STAGED_UNITS, StateHome
 from lightning_cephalo.sharding.placement import local_part
 from lightning_cephalo.sharding.spent_gradients import SentGradient, is_spent, sent_gradient
 from lightning_cephalo.sharding.unit import Unit
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 Key = tuple[int, str]
 """A parameter's id, and the name of an entry of its state."""
@@ -65,9 +63,9 @@ class _Fetched:
     arrivals: list[Any]
 
 
-def needs_device(trainer: Trainer, optimizers: Sequence[Optimizer]) -> str:
+def needs_device(view: TrainerView, optimizers: Sequence[Optimizer]) -> str:
     """Return why optimizer state cannot live in host memory, in a few words; empty: it can."""
-    if not trainer.lightning_module.automatic_optimization:
+    if not view.module.automatic_optimization:
         return "manual optimization"
     for optimizer in optimizers:
         name, why = type(optimizer).__name__, not_element_wise(optimizer)

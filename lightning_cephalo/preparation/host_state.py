@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from lightning_cephalo.adapters import precision
 from lightning_cephalo.adapters.checkpoint import Placed, rows_like
 from lightning_cephalo.adapters.held_state import UnitState, held_by_unit
 from lightning_cephalo.adapters.moved_state import MovedState, units_of
+from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.common.errors import HostMemoryError
 from lightning_cephalo.common.quantities import format_mib
 from lightning_cephalo.execution.sharded_model import ShardedModel
@@ -24,9 +24,6 @@ from lightning_cephalo.plan import Plan, PlanError, RankPlan
 from lightning_cephalo.plan.state_homes import StateHome, home_bytes, state_homes
 from lightning_cephalo.profiling.state_rates import homes_of_units, trained_sizes
 from lightning_cephalo.ranks.control import ControlGroup
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
 
 
 class HostState:
@@ -48,10 +45,10 @@ class HostState:
         self.moved: MovedState | None = None
 
     def begin(
-        self, optimizers: Sequence[Optimizer], trainer: Trainer, plan: Plan, stays: str
+        self, optimizers: Sequence[Optimizer], view: TrainerView, plan: Plan, stays: str
     ) -> None:
         """Let state live where the plan says, unless something makes it stay; collective."""
-        self._scales_loss = precision.loss_scaler(trainer.precision_plugin) is not None
+        self._scales_loss = precision.loss_scaler(view.precision) is not None
         self._needs_device = stays
         self.check(plan)
         self._has_begun = True

@@ -240,7 +240,7 @@ def read_layouts(loaders: Loaders, options: Options) -> tuple[BatchLayout, ...]:
 def _late(view: TrainerView, options: Options) -> str:
     if not options.planner.early_update:
         return "early_update=False"
-    return late_by_job(view.of, view.module)
+    return late_by_job(view, view.module)
 
 
 def _limits(view: TrainerView, rank: int, ranks: int, options: Options) -> Limits:

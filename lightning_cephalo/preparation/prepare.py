@@ -103,7 +103,7 @@ def measure_or_load(
     problem = replace(
         with_unit_parameters(problem, model),
         optimizer_offload=offload,
-        sends_gradients=gradients_leave(job.late, view.of) and not job.optimizers.late,
+        sends_gradients=gradients_leave(job.late, view) and not job.optimizers.late,
     )
     problem = with_optimizers(problem, model, job.optimizers, moves)
     if _gives_moved_state(job) and not _gives_host_updates(job):

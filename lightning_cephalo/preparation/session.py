@@ -188,7 +188,7 @@ class Session:
     def count_on(self, optimizers: Sequence[Optimizer], view: TrainerView) -> None:
         """Let plans count on what the optimizers hold, and when they may update; collective."""
         self.updates.check(optimizers)
-        facts = OptimizerFacts.of(optimizers, self.model, view.of)
+        facts = OptimizerFacts.of(optimizers, self.model, view)
         self.job = replace(self.job, late=self.job.late or facts.late, optimizers=facts)
 
     def use_optimizers(self, optimizers: Sequence[Optimizer], view: TrainerView) -> None:
@@ -207,17 +207,17 @@ class Session:
         self.hold(optimizers)
         for optimizer in optimizers:
             self.updates.of(optimizer)
-        self._host_state.begin(optimizers, view.of, self.plan, self.job.optimizers.stays)
+        self._host_state.begin(optimizers, view, self.plan, self.job.optimizers.stays)
         self._predict_host_memory()
         if self.late:
-            self._may_send = lambda own: may_send_gradients(self.late, own, view.of)
+            self._may_send = lambda own: may_send_gradients(self.late, own, view)
             return
         consequence = ""
         if self.plan.early_update:
             more_bytes = state_bytes(self.model) - state_bytes(self.model, early=True)
             most = format_mib(more_bytes * max(self.model.fractions))
             consequence = f" The plan counts on early ones: ranks hold up to {most} more."
-        self._updater = EarlyUpdater(optimizers[0], view.of, consequence, self.moved)
+        self._updater = EarlyUpdater(optimizers[0], view, consequence, self.moved)
         self.model.executor.updates.updater = self._updater
 
     def load_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:

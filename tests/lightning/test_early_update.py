@@ -31,6 +31,7 @@ from lightning_cephalo.adapters.early_update import (
     late_by_job,
     late_by_optimizer,
 )
+from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.common.errors import UnitUseError, UnsupportedError
 from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.plan.program import Instruction, Operation
@@ -459,14 +460,14 @@ class _Manual(Net):
 )
 def test_what_needs_gradients_later_is_named(module, options, late):
     runs = Trainer(accelerator="cpu", devices=1, **QUIET, **options)
-    assert late_by_job(runs, module()).startswith(late)
-    assert bool(late_by_job(runs, module())) is bool(late)
+    assert late_by_job(TrainerView(runs), module()).startswith(late)
+    assert bool(late_by_job(TrainerView(runs), module())) is bool(late)
 
 
 def test_loss_scaling_is_named():
     runs = Trainer(accelerator="cpu", devices=1, **QUIET)
     runs.precision_plugin.scaler = torch.amp.GradScaler("cpu")
-    assert late_by_job(runs, Net()) == "loss scaling"
+    assert late_by_job(TrainerView(runs), Net()) == "loss scaling"
 
 
 class _Own(torch.optim.AdamW):
@@ -512,7 +513,7 @@ def test_options_that_are_written_replaced_or_of_another_type_count_as_changed()
         lambda: group.pop("amsgrad"),
     )
     for change in changes:
-        updater = EarlyUpdater(optimizer, Trainer(accelerator="cpu", **QUIET))
+        updater = EarlyUpdater(optimizer, TrainerView(Trainer(accelerator="cpu", **QUIET)))
         updater.look(optimizer)
         assert updater.is_exact() and updater.update(plain) == [True]
         group["betas"] = tuple(group["betas"])  # equal
@@ -526,7 +527,7 @@ def test_a_step_of_another_optimizer_than_the_first_is_late():
     parameter = nn.Parameter(torch.ones(2))
     first, other = (torch.optim.SGD([parameter], lr=0.1) for _ in range(2))
     trainer = Trainer(accelerator="cpu", **QUIET)
-    updater = EarlyUpdater(first, trainer)
+    updater = EarlyUpdater(first, TrainerView(trainer))
     updater.look(first)
     assert updater.is_exact()
     with pytest.warns(UserWarning, match="another optimizer has taken the place"):

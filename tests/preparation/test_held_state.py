@@ -150,11 +150,11 @@ def _counted(problem: Problem, optimizer: Any) -> Problem:
     """Return the problem with what an optimizer of the model holds."""
     model = _model()
     model.control = SimpleNamespace(gather=lambda own: [own])
-    facts = OptimizerFacts.of([optimizer(_parameters(model))], model, TRAINER)
+    facts = OptimizerFacts.of([optimizer(_parameters(model))], model, VIEW)
     return with_optimizers(problem, model, facts, problem.optimizer_offload is not False)
 
 
-TRAINER: Any = SimpleNamespace(lightning_module=SimpleNamespace(automatic_optimization=True))
+VIEW: Any = SimpleNamespace(module=SimpleNamespace(automatic_optimization=True))
 AMSGRAD = lambda p: Adam(p, amsgrad=True)  # noqa: E731
 
 
@@ -205,7 +205,7 @@ def test_all_ranks_count_on_what_one_rank_finds(change, late, stays):
     change(own)
     other = ("", "", 8.0, 8.0, 0)
     model.control = SimpleNamespace(gather=lambda found: [other, found])
-    facts = OptimizerFacts.of([own], model, TRAINER)
+    facts = OptimizerFacts.of([own], model, VIEW)
     assert (facts.late, facts.stays, facts.each_bytes) == (late, stays, 8)
 
 

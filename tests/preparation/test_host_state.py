@@ -17,6 +17,7 @@ from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.accelerator.cgroup import memory_limit
 from lightning_cephalo.accelerator.cpu import Cpu
 from lightning_cephalo.accelerator.host import USABLE_SHARE, host_share
+from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.common.errors import HostMemoryError
 from lightning_cephalo.observe.memory import RankMemory
 from lightning_cephalo.plan import (
@@ -194,6 +195,6 @@ def test_a_given_plan_that_asks_more_than_the_control_group_allows_names_it(tmp_
     plan = Plan((RankPlan((1,), 1.0, resident_fraction=0.0),))
     said = r"may use 0\.\d MiB.* limited by its control group \(.*memory\.max: 1\.0 MiB\)"
     with pytest.raises(HostMemoryError, match=said):
-        state.begin(optimizers, trainer, plan, "")
+        state.begin(optimizers, TrainerView(trainer), plan, "")
     with pytest.raises(HostMemoryError, match=said):
         state.check_room(plan.ranks[0], optimizers)

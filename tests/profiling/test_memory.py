@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_cephalo import Plan, RankPlan
 from lightning_cephalo.adapters.held_state import OptimizerFacts
+from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.emulation import active_device
 from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.plan import cost
@@ -79,7 +80,7 @@ class Counted(Peak):
 
     def on_train_start(self, trainer, pl_module):
         model = trainer.strategy.session.model
-        facts = OptimizerFacts.of(trainer.optimizers, model, trainer)
+        facts = OptimizerFacts.of(trainer.optimizers, model, TrainerView(trainer))
         self.problem = with_optimizers(self.problem, model, facts, moves_state=False)
 
 
