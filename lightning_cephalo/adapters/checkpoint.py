@@ -173,7 +173,7 @@ def whole_checkpoint(
             f"The ranks put different sharded tensors into the checkpoint: {counts} of them on rank"
             " 0 and up. Each rank holds some rows, so every rank must put them in:"
             " on_save_checkpoint() and state_dict() of a callback run on every rank, and must not"
-            " depend on trainer.is_global_zero."
+            " depend on the rank."
         )
     if not sharded:
         return dict(checkpoint)

@@ -377,7 +377,7 @@ class Overlay:
                         " instead, such as self.cache = {**self.cache, 'h': h}: then each"
                         " microbatch finds its own. For numbers, self.log(..., on_epoch=True,"
                         " sync_dist=True) gives the mean over the epoch, and"
-                        " self.trainer.callback_metrics that of the global batch in"
+                        " callback_metrics of the Trainer that of the global batch in"
                         " on_train_batch_end(). If only hooks read it, ignore this warning.",
                         stacklevel=2,
                     )

@@ -26,19 +26,16 @@ from torch import Tensor
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.generators import read_generators
 from lightning_cephalo.adapters.resuming import KEY, saved_order
-from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.common.errors import RecoveryError
 from lightning_cephalo.common.quantities import format_mib
-from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.recovery.copying import SLOTS, Copying, slots_of_rank
 from lightning_cephalo.recovery.drafts import Draft, Probe
 from lightning_cephalo.recovery.keeping_cost import Cost
-from lightning_cephalo.recovery.lookup import Inventory
-from lightning_cephalo.recovery.options import Wish
 from lightning_cephalo.recovery.pieces import taken_apart
+from lightning_cephalo.recovery.place import Place
 from lightning_cephalo.recovery.placing import Needed, on_hosts
 from lightning_cephalo.recovery.snapshot import Facts, Kind, Snapshot
-from lightning_cephalo.recovery.store import Piece, Slot, Store
+from lightning_cephalo.recovery.store import Piece, Slot
 from lightning_cephalo.recovery.trees import tensors_of
 from lightning_cephalo.recovery.uploading import Uploading
 from lightning_cephalo.sharding.placement import local_part
@@ -51,25 +48,21 @@ class Keeper:
 
     def __init__(
         self,
-        view: TrainerView,
-        control: ControlGroup,
+        place: Place,
         accelerator: Accelerator,
-        store: Store,
-        wish: Wish,
-        inventory: Inventory,
         found: Sequence[Piece] | None,
         global_batch_size: int,
         fits: int,
-        uploading: Uploading | None = None,
+        uploading: Uploading | None,
+        *,
+        is_automatic: bool,
     ) -> None:
         self.is_dumping = False
-        self._uploading = uploading
-        self._view, self._control, self._accelerator = view, control, accelerator
-        self._store, self._inventory = store, inventory
-        recovery = wish.recovery
-        self._every_given = None if recovery is None else recovery.every
-        self._is_automatic = wish.is_automatic
-        copies = 0 if recovery is None else recovery.copies
+        self._uploading, self._accelerator = uploading, accelerator
+        self._view, self._control = view, control = place.view, place.control
+        self._store, self._inventory = store, inventory = place.store, place.inventory
+        self._every_given, copies = place.recovery.every, place.recovery.copies
+        self._is_automatic = is_automatic
         self._copying = Copying(copies, store, control)
         self._copies = copies
         self._global_batch_size, self._fits = global_batch_size, fits

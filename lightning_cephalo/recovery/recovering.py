@@ -26,6 +26,7 @@ from lightning_cephalo.recovery.keeper import Keeper
 from lightning_cephalo.recovery.lookup import Inventory, assembled
 from lightning_cephalo.recovery.options import AGENT, Recovery, Wish, attempt
 from lightning_cephalo.recovery.pieces import Assembly
+from lightning_cephalo.recovery.place import Place
 from lightning_cephalo.recovery.reading_back import ReadingBack
 from lightning_cephalo.recovery.snapshot import (
     Facts,
@@ -35,7 +36,7 @@ from lightning_cephalo.recovery.snapshot import (
     searches_before_training,
     searches_learning_rate,
 )
-from lightning_cephalo.recovery.storage import Committed, Storage
+from lightning_cephalo.recovery.storage import Storage
 from lightning_cephalo.recovery.store import Piece, Store
 from lightning_cephalo.recovery.uploading import Uploading
 from lightning_cephalo.recovery.waiting import wait_for_hosts
@@ -69,19 +70,6 @@ class _Found:
     random: tuple[Any, ...] | None
 
 
-@dataclass
-class _Place:
-    """Where the steps of a training are kept."""
-
-    view: TrainerView
-    control: ControlGroup
-    recovery: Recovery
-    store: Store
-    inventory: Inventory
-    storage: Storage | None = None
-    sent: Sequence[Committed] = ()
-
-
 class Recovering:
     """Keeps steps in the hosts' memory, and lets a restarted training go on from the newest."""
 
@@ -90,7 +78,7 @@ class Recovering:
         self._forget()
 
     def _forget(self) -> None:
-        self._place: _Place | None = None  # None: nothing is kept
+        self._place: Place | None = None  # None: nothing is kept
         self._found: _Found | None = None
         self._lost = ""
         self._keeper: Keeper | None = None
@@ -117,7 +105,7 @@ class Recovering:
         if store is None:
             return
         begin_s = time.monotonic()
-        place = _Place(view, control, recovery, store, Inventory.take(store, control))
+        place = Place(view, control, recovery, store, Inventory.take(store, control))
         self._place = place
         if self._outlasts_fit(recovery) and _fits():
             self._drop(place)  # of the fit before, which has ended
@@ -140,7 +128,7 @@ class Recovering:
             f" {store.folder} (found in {time.monotonic() - begin_s:.2f} s)."
         )
 
-    def _newest_of(self, place: _Place, steps: Sequence[tuple[Piece, ...]]) -> _Found | None:
+    def _newest_of(self, place: Place, steps: Sequence[tuple[Piece, ...]]) -> _Found | None:
         """Return the newest step that can be read; None if there is none, and a warning will do."""
         fault: Exception | None = None
         for pieces in steps[:-1]:
@@ -170,7 +158,7 @@ class Recovering:
             _warn(control, f"{result}: {error}")
             return None
 
-    def _drop(self, place: _Place) -> None:
+    def _drop(self, place: Place) -> None:
         """Remove what is kept and cannot be gone on from, and begin as without it; collective."""
         control = place.control
         control.barrier()
@@ -192,7 +180,7 @@ class Recovering:
             warnings.warn(said, stacklevel=2)
         return store
 
-    def _say_nothing_found(self, place: _Place) -> None:
+    def _say_nothing_found(self, place: Place) -> None:
         self._lost = place.inventory.missing()
         # what a fit that has ended had kept is not looked for
         if attempt() and not _fits() and not self._lost:
@@ -317,16 +305,13 @@ class Recovering:
             every_s = place.recovery.storage_every_s
             uploading = Uploading(place.storage, every_s, place.control, sent)
         keeper = self._keeper = Keeper(
-            place.view,
-            place.control,
+            place,
             accelerator,
-            place.store,
-            self._wish,
-            place.inventory,
             None if found is None else found.pieces,
             global_batch_size,
             _fits(),
             uploading,
+            is_automatic=self._wish.is_automatic,
         )
         batches = None
         if is_resumed:
@@ -417,7 +402,7 @@ class Recovering:
             )
 
 
-def _look_into_storage(place: _Place, url: str | os.PathLike[str]) -> None:
+def _look_into_storage(place: Place, url: str | os.PathLike[str]) -> None:
     opened = partial(Storage, os.fspath(url))
     place.storage = place.control.together("opening the storage", opened)
     reading = ReadingBack(place.storage, place.store, place.control)
@@ -425,7 +410,7 @@ def _look_into_storage(place: _Place, url: str | os.PathLike[str]) -> None:
     place.sent = reading.steps
 
 
-def _read(place: _Place, pieces: tuple[Piece, ...]) -> _Found:
+def _read(place: Place, pieces: tuple[Piece, ...]) -> _Found:
     store, control = place.store, place.control
     if searches_before_training(place.view):
         raise KeptForAnotherError(_NO_SEARCH)

@@ -51,7 +51,7 @@ def refuse_different(values: Sequence[Tensor], like: DTensor, name: str) -> None
                 " tensor differs between ranks. Its sums on them are"
                 f" {found[:, 0].tolist()}, and its sums weighted by place {found[:, 2].tolist()}."
                 " Each rank would keep its part of another tensor. Average or share it first:"
-                " self.trainer.strategy.reduce(tensor) or .broadcast(tensor)."
+                " strategy.reduce(tensor) or strategy.broadcast(tensor)."
             )
 
 
