@@ -75,7 +75,8 @@ class RunRecord(Callback):
 def bytes_per_parameter(trainer: Trainer) -> list[dict[str, float]] | None:
     """Return what each rank holds for a parameter, as measured; None if it was not."""
     found = []
-    for memory in getattr(trainer.strategy, "measured_memory", None) or ():
+    report = getattr(trainer.strategy, "report", None)
+    for memory in (None if report is None else report.memory) or ():
         if memory.bytes_per_parameter is None:
             return None
         between_steps, within_a_step = memory.bytes_per_parameter

@@ -161,7 +161,7 @@ class AutomaticSteps(Steps):
             session.logs.finish(log, outcome, outcome.weights, self._reduce)
         joined = joined_result(outcome.results, outcome.weights, counts)
         return outputs_everywhere(
-            joined, sum(counts), outcome.losses, session.control, session.model.device
+            joined, sum(counts), outcome.losses, session.groups, session.model.device
         )
 
     def _forward_of(self, forward: _Forward) -> ForwardOutcome:

@@ -98,9 +98,11 @@ def compare_losses(
             # a collective of the user's waits for ranks that run no step
             session.user_collectives.before_step(int(runs[0] is not None), trains=False)
             found = _compared(session, step, runs, _evaluate(session, view, undo))
-    except Exception as error:  # on every rank; the error itself would keep activations
-        if is_lost_connection(error):
+    except BaseException as error:
+        if is_lost_connection(error) or not isinstance(error, Exception):
+            undo.close()  # the other ranks are elsewhere
             raise
+        # on every rank; the error itself would keep activations
         failure = f"{type(error).__name__}: {error}"
     control.together("putting back what modules hold", undo.close)
     rows = control.gather(found)

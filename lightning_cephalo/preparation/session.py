@@ -123,7 +123,7 @@ class Session:
         self._at_end = ExitStack()
         self.lasting = LastingObjects()
         self._at_end.callback(self.lasting.end)
-        self.control = groups.control
+        self.groups, self.control = groups, groups.control
         self.model = ShardedModel(
             module,
             groups,
