@@ -279,7 +279,7 @@ class Session:
         return Adoption(plan, memory, arena)
 
     def adopt(self, adoption: Adoption, *, keeps_gradients: bool = False) -> None:
-        """Follow a plan from the next step on; collective.
+        """Follow a plan from the next step on; collective. :meth:`check_move` has come before.
 
         Shards move, and what optimizers and averages hold of their rows. If shards move, gradients
         are forgotten, except with manual optimization: call it between two steps.
@@ -388,9 +388,7 @@ class Session:
         fractions = self._fractions_of(plan)
         if fractions == self.model.fractions:
             return
-        state = self._rows_of_state(keeps_gradients)
-        state.check(self.model.flats, self.control)
-        self.model.change_fractions(fractions, state.of)
+        self.model.change_fractions(fractions, self._rows_of_state(keeps_gradients).of)
 
     def shard_averages(self, callbacks: Sequence[Any]) -> None:
         """Shard the averages that callbacks hold, now and as plans change; collective."""
