@@ -539,13 +539,18 @@ def _prefetched(instructions: Instructions) -> Instructions:
 
 
 def _joined(visits: Iterable[list[Instruction]]) -> list[list[Instruction]]:
-    """Join the parts of a unit that meetings divide, so that a gather overlaps with all of them."""
+    """Join parts with those before, so that a gather overlaps with all of them on every rank.
+
+    Meetings divide a unit into parts. Of a frozen embedding there is nothing but BACKWARD, and a
+    rank without samples has not even that: its next gather would come earlier.
+    """
     found: list[list[Instruction]] = []
     for visit in visits:
         parts = (*found[-1:], visit)
         meets = any(each.operation is Operation.MEET for part in parts for each in part)
         gathers = any(each.operation is Operation.GATHER for each in visit)
-        if found and meets and not gathers:
+        computes = all(each.operation is Operation.BACKWARD for each in visit)
+        if found and (computes or (meets and not gathers)):
             found[-1] = found[-1] + visit
         else:
             found.append(visit)

@@ -903,6 +903,14 @@ some_ends = st.lists(st.sampled_from(["block", "embedding", "head"]), min_size=3
     [(1, False)] * 2, [Visit(3), Visit(1), Visit(3)], ALL, True, False, Ends(heads=frozenset({3}))
 )
 @example([(0, False)] * 2, [Visit(1), Visit(3)] * 2, ALL, False, False, Ends(frozenset({3})))
+@example(
+    [(0, False), (1, False)],
+    [Visit(1), Visit(2), Visit(5)],
+    [False] * 5 + [True],
+    True,
+    False,
+    Ends(frozenset({2})),
+)
 def test_so_can_they_with_any_ends(ranks, visits, trainable, reshard, early, ends):
     programs = programs_of(ranks, visits, trainable, reshard, early, ends)
     check(programs)
