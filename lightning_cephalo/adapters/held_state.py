@@ -12,17 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_cephalo.adapters.early_update import late_by_optimizer
 from lightning_cephalo.adapters.moved_state import needs_device
-from lightning_cephalo.adapters.scope import (
-    MOMENTS,
-    parameters_of,
-    state_bytes_per_element,
-)
+from lightning_cephalo.adapters.scope import MOMENTS, state_bytes_per_element
 from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.execution.sharded_model import ShardedModel
 
@@ -50,11 +45,13 @@ class OptimizerFacts:
         cls, optimizers: Sequence[Optimizer], model: ShardedModel, view: TrainerView
     ) -> OptimizerFacts:
         """Look at the optimizers of all ranks; collective."""
+        # what no optimizer trains counts as with Adam: ``add_param_group`` may follow
+        units = held_by_unit(optimizers, model, untrained_moments=MOMENTS)
         own = (
             next(filter(None, map(late_by_optimizer, optimizers)), ""),
             needs_device(view, optimizers),
-            *bytes_per_parameter(optimizers, model),
-            untrained_bytes(optimizers, model),
+            *bytes_per_parameter(units),
+            sum(unit.untrained_bytes for unit in units),
         )
         late, stays, means, mosts, untrained = zip(*model.control.gather(own), strict=True)
         either = next(filter(None, late), ""), next(filter(None, stays), "")
@@ -68,6 +65,7 @@ class UnitState:
     elements: int
     state_bytes: float
     parameter_bytes: int
+    untrained_bytes: int  # of parameters that no optimizer trains, whose gradients stay
 
     @property
     def each_state_bytes(self) -> float:
@@ -97,7 +95,8 @@ def held_by_unit(
         pairs = zip(optimizer.param_groups, state_bytes_per_element(optimizer), strict=True)
         for group, nbytes in pairs:
             for parameter in group["params"]:
-                own = _of_model(model, parameter)
+                sharded = model.sharded_in_place_of(parameter)
+                own = parameter if sharded is None else sharded
                 # a trial has the dtype of the group's first parameter
                 part = own.element_size() / group["params"][0].element_size()
                 each[id(own)] = each.get(id(own), 0.0) + nbytes * part
@@ -109,38 +108,13 @@ def held_by_unit(
             for p in trained
         )
         own_bytes = sum(p.numel() * p.element_size() for p in trained)
-        found.append(UnitState(sum(p.numel() for p in trained), held, own_bytes))
+        left = sum(p.numel() * p.element_size() for p in trained if id(p) not in each)
+        found.append(UnitState(sum(p.numel() for p in trained), held, own_bytes, left))
     return tuple(found)
 
 
-def bytes_per_parameter(
-    optimizers: Sequence[Optimizer], model: ShardedModel
-) -> tuple[float, float]:
-    """Return the bytes of state of a trained parameter: their mean, and those of the most.
-
-    Of a parameter that no optimizer trains it counts as with Adam: ``add_param_group`` may follow.
-    """
-    units = held_by_unit(optimizers, model, untrained_moments=MOMENTS)
+def bytes_per_parameter(units: Sequence[UnitState]) -> tuple[float, float]:
+    """Return the bytes of state of a trained parameter: their mean, and those of the most."""
     # every rank holds rows of all units
     mean = sum(unit.state_bytes for unit in units) / max(1, sum(unit.elements for unit in units))
     return mean, max(unit.each_state_bytes for unit in units)
-
-
-def untrained_bytes(optimizers: Sequence[Optimizer], model: ShardedModel) -> int:
-    """Return the bytes of parameters that no optimizer trains, whose gradients stay."""
-    trained = {
-        id(_of_model(model, parameter))
-        for optimizer in optimizers
-        for parameter in parameters_of(optimizer)
-    }
-    return sum(
-        parameter.numel() * parameter.element_size()
-        for unit in model.units
-        for _, parameter in unit.named_sharded()
-        if parameter.requires_grad and id(parameter) not in trained
-    )
-
-
-def _of_model(model: ShardedModel, parameter: Tensor) -> Tensor:
-    sharded = model.sharded_in_place_of(parameter)
-    return parameter if sharded is None else sharded

@@ -37,6 +37,10 @@ from lightning_cephalo.sharding.spent_gradients import (
 )
 from lightning_cephalo.sharding.write_guard import Locked, spelled
 
+# No TorchFunctionMode sees a call inside. Private: torch has no public way to suspend a mode that
+# is not the innermost one.
+_without_torch_functions = torch._C.DisableTorchFunction
+
 
 class UpdatesElsewhere(Protocol):
     """Updates parameters whose state is not on the device; ``step`` leaves them out."""
@@ -54,13 +58,8 @@ def local_update(
     owned: OwnedUpdate | None = None,
     elsewhere: UpdatesElsewhere | None = None,
 ) -> Iterator[None]:
-    """While active, ``optimizer.step`` updates plain tensors; hooks and closures find DTensors.
-
-    Args:
-        owned: Its updates on whole parameters; None: it updates this rank's rows, which is right
-            for element-wise updates, and for all on a single rank.
-        elsewhere: Updates some parameters around the optimizer's own update of rows.
-    """
+    """While active, ``optimizer.step`` updates plain tensors; hooks and closures find DTensors."""
+    # rows are right for element-wise updates, and for all on a single rank
     exchange = _RowsUpdate(optimizer, elsewhere) if owned is None else owned
     depth = 0  # torch runs hooks again where a step calls that of its base class
 
@@ -312,11 +311,3 @@ def _rows_of(parameters: list[Tensor], updated: Container[int] = ()) -> Iterator
         for parameter, own in zip(parameters, rows, strict=True):
             if own is not parameter:
                 own.grad = None
-
-
-def _without_torch_functions() -> Any:
-    """Return a context inside which no ``TorchFunctionMode`` sees any call.
-
-    Private: torch has no public way to suspend a mode that is not the innermost one.
-    """
-    return torch._C.DisableTorchFunction()

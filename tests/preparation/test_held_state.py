@@ -83,7 +83,7 @@ OPTIMIZERS: list[tuple[Any, float]] = [
 def test_the_bytes_of_state_are_those_that_the_optimizer_makes(optimizer, expected):
     model = _model()
     own: Optimizer = optimizer(_parameters(model))
-    assert bytes_per_parameter([own], model) == (expected, expected)
+    assert bytes_per_parameter(held_by_unit([own], model)) == (expected, expected)
     if isinstance(own, Adafactor) or own.defaults.get("capturable"):
         return
     for parameter in _parameters(model):
@@ -106,8 +106,9 @@ def test_groups_and_parameters_from_before_the_model_was_sharded_count_where_the
     groups = [{"params": earlier[:1], "amsgrad": True}, {"params": earlier[1:2]}]
     found = held_by_unit([Adam(groups)], model)  # nobody trains the others
     assert [unit.state_bytes for unit in found] == [12 * 16, 8 * 32, *[0] * 7]
+    assert [unit.untrained_bytes for unit in found] == [0, 0, *[4 * 32] * 7]
     # a plan counts two moments for those, as a group may be added
-    found = bytes_per_parameter([Adam(groups)], model)
+    found = bytes_per_parameter(held_by_unit([Adam(groups)], model, untrained_moments=2))
     assert found == ((12 * 16 + 8 * 32 * 8) / sum(SIZES), 12)
 
 
@@ -124,7 +125,7 @@ def test_counting_calls_no_hooks_and_copies_no_attributes():
     own.data = _NotCopied()
     handle = register_optimizer_step_post_hook(lambda *_: called.append(1))
     try:
-        assert bytes_per_parameter([own], model) == (8, 8)
+        assert bytes_per_parameter(held_by_unit([own], model)) == (8, 8)
     finally:
         handle.remove()
     assert not called and not own.state
