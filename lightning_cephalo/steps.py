@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -25,7 +23,6 @@ from lightning_cephalo.adapters.precision import loss_scaler
 from lightning_cephalo.adapters.repeated_step import Attempts
 from lightning_cephalo.adapters.step_notes import StepNotes, TellsRanks
 from lightning_cephalo.adapters.step_outputs import outputs_everywhere
-from lightning_cephalo.adapters.user_backward import UserBackward
 from lightning_cephalo.data.cutting import (
     detached,
     evaluation_samples,
@@ -171,23 +168,11 @@ class AutomaticSteps(Steps):
         return executor.forward(forward.calls, scale_loss, forward.note, forward.failure)
 
     def backward(self, loss: Tensor, optimizer: Optimizer | None, arguments: Arguments) -> Tensor:
-        session, plugin, module = self._session, self._view.precision, self._view.module
-        args, kwargs = arguments
-        session.model.executor.show_held_gradients()
-        loss = plugin.pre_backward(loss, module)
-        steps = float(self._view.accumulates)
-        if not is_overridden("backward", module) and type(plugin).backward is Precision.backward:
-            self._layered(divisor=steps)
-        else:
-            user = UserBackward(
-                session.control, lambda factor: self._layered(divisor=steps, factor=factor)
-            )
-            user.run(loss, lambda own: plugin.backward(own, module, optimizer, *args, **kwargs))
-        return plugin.post_backward(loss, module)
-
-    def _layered(self, **factors: float) -> None:
-        run = partial(self._session.model.executor.backward, **factors)
-        self._training.backward(run)
+        executor, view = self._session.model.executor, self._view
+        executor.show_held_gradients()
+        loss = view.precision.pre_backward(loss, view.module)
+        self._training.backward(partial(executor.backward, float(view.accumulates)))
+        return view.precision.post_backward(loss, view.module)
 
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], options: Mapping[str, Any]

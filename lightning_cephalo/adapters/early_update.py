@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 _HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 _HOOKS_OF_MODULE = (
     *_HOOKS,
-    *("backward", "configure_gradient_clipping", "clip_gradients"),
-    *("optimizer_step", "optimizer_zero_grad"),
+    *("configure_gradient_clipping", "clip_gradients", "optimizer_step", "optimizer_zero_grad"),
 )
 _CLIPS = "gradient clipping by norm"
 # They set accumulate_grad_batches in the middle of a run.

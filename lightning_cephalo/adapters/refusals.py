@@ -13,6 +13,8 @@ from enum import Flag, auto
 from typing import TYPE_CHECKING
 
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -137,6 +139,16 @@ def _synchronised(situation: Situation) -> str | None:
         if any(not each or f"{name}.".startswith(f"{each}.") for each in compiled):
             return f"{own} is inside of a compiled module."
     return None
+
+
+def _own_backward(situation: Situation) -> str | None:
+    module, plugin = situation.module, situation.view.precision
+    if not module.automatic_optimization:
+        return None
+    if is_overridden("backward", module):
+        return f"{type(module).__name__} has a backward() of its own."
+    is_own = type(plugin).backward is not Precision.backward
+    return f"The plugin {type(plugin).__name__} has a backward() of its own." if is_own else None
 
 
 def _synchronising_metrics(situation: Situation) -> str | None:
@@ -288,6 +300,13 @@ ROWS = (
         " into rows.",
         'Use Trainer(precision="bf16-true"), "bf16-mixed", "16-mixed", "16-true", "32-true" or'
         ' "64-true", or a plugin of your own.',
+    ),
+    Refusal(
+        "own backward()",
+        _own_backward,
+        "The backward runs unit by unit for all microbatches, not from the loss that it would get.",
+        "Change the loss in training_step, and gradients in on_after_backward(). Or set"
+        " self.automatic_optimization = False, and call self.manual_backward(loss).",
     ),
     Refusal(
         "ModelPruning",

@@ -281,10 +281,10 @@ class Executor:
             unit.hide_gradients()
         self.step.showing = ()
 
-    def backward(self, divisor: float = 1.0, factor: float = 1.0) -> None:
+    def backward(self, divisor: float = 1.0) -> None:
         """Run the backward of all units and set the gradients of the sharded parameters."""
         step, self.failure.gave_up = self.step, False
-        step.gradient_scale = factor / (step.weights.scale * self.weighing.total * divisor)
+        step.gradient_scale = 1.0 / (step.weights.scale * self.weighing.total * divisor)
         self._hide_held_gradients()
         self.updates.begin_backward()
         self.hooks.in_backward = True

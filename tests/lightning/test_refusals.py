@@ -20,6 +20,7 @@ from lightning.pytorch.plugins import (
     FSDPPrecision,
     HalfPrecision,
     MixedPrecision,
+    Precision,
 )
 from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.tuner import Tuner
@@ -71,6 +72,16 @@ class HooksLater(Refused):
     def on_train_start(self):
         for parameter in self.blocks[0].parameters():
             parameter.register_post_accumulate_grad_hook(lambda p: p.grad.zero_())
+
+
+class OwnBackward(Refused):
+    def backward(self, loss):
+        loss.backward(retain_graph=True)
+
+
+class PluginScales(Precision):
+    def backward(self, tensor, model, *args, **kwargs):
+        super().backward(3 * tensor, model, *args, **kwargs)
 
 
 class Activated(nn.BatchNorm1d):
@@ -180,6 +191,18 @@ CASES = {
         HooksLater,
         {},
         ("'blocks.0.up.weight', 'blocks.0.up.bias'", "on_after_backward()"),
+    ),
+    "own backward": (
+        "own backward()",
+        OwnBackward,
+        {},
+        ("OwnBackward has a backward() of its own", "on_after_backward()"),
+    ),
+    "backward of a plugin": (
+        "own backward()",
+        Refused,
+        {"plugins": PluginScales()},
+        ("The plugin PluginScales has a backward() of its own", "manual_backward"),
     ),
     "plugin of layers": (
         SYNC,
