@@ -285,8 +285,7 @@ class CephaloStrategy(SavingStrategy):
         try:
             yield
         except Exception as error:
-            termination = self._ending.termination
-            self._recovering.wait_for_hosts(error, lambda: termination.is_noticed)
+            self._recovering.wait_for_hosts(error)
             raise
 
     def _refuse(self, when: When) -> None:

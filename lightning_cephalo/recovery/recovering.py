@@ -247,15 +247,14 @@ class Recovering:
             return None
         return found.facts.global_batch_size
 
-    def wait_for_hosts(self, error: Exception, is_noticed: Callable[[], bool]) -> None:
+    def wait_for_hosts(self, error: Exception) -> None:
         """Wait for more hosts if an error says that the present ones are too few; collective then.
 
-        Raises:
-            SIGTERMException: On every rank, if ``is_noticed`` tells any that its agent ends it.
+        The agent's SIGTERM ends the process, as Lightning's handlers come later.
         """
         place = self._place
         if place is not None:
-            wait_for_hosts(error, place.recovery.wait_s, place.control, is_noticed)
+            wait_for_hosts(error, place.recovery.wait_s, place.control)
 
     def resume_loops(self) -> None:
         """Correct what Lightning's loops have loaded.

@@ -5,9 +5,6 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable
-
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_cephalo.common.errors import (
     HostMemoryError,
@@ -22,9 +19,7 @@ _LOOK_S = 0.1
 _TOO_SMALL = (HostMemoryError, InfeasibleError, TooLittleMemoryError)
 
 
-def wait_for_hosts(
-    error: Exception, wait_s: float, control: ControlGroup, is_noticed: Callable[[], bool]
-) -> None:
+def wait_for_hosts(error: Exception, wait_s: float, control: ControlGroup) -> None:
     """Wait for more hosts if an error says that the present ones are too few; collective then.
 
     The agent ends the ranks when another host comes, and starts them together with its ranks.
@@ -43,8 +38,5 @@ def wait_for_hosts(
             stacklevel=3,
         )
     end_s = time.monotonic() + wait_s
-    while not control.any(is_noticed()):
-        if control.any(time.monotonic() > end_s):
-            return
+    while not control.any(time.monotonic() > end_s):
         time.sleep(_LOOK_S)
-    raise SIGTERMException

@@ -57,7 +57,7 @@ def _ran() -> Any:
     found = [_trained(amsgrad, ENOUGH) for amsgrad in (False, True)]
     waited = []
     wait = Recovering.wait_for_hosts
-    Recovering.wait_for_hosts = lambda self, error, _: waited.append(error)  # type: ignore[method-assign]
+    Recovering.wait_for_hosts = lambda self, error: waited.append(error)  # type: ignore[method-assign]
     try:
         _trained(True, TOO_LITTLE)
     except InfeasibleError as error:
