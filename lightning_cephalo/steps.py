@@ -10,9 +10,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -37,29 +36,16 @@ from lightning_cephalo.preparation.session import Session
 from lightning_cephalo.preparation.training import Training
 from lightning_cephalo.ranks.control import not_connected
 
-if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
-
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
-"""What a hook passes on behind the batch: positional and named arguments."""
+"""Positional and named arguments of a hook; in a training, those behind the batch."""
 
 
-@dataclass(frozen=True)
-class _Forward:
-    """The microbatches of a forward, what this rank tells the others at its end, and a failure."""
-
-    calls: Sequence[MicrobatchCall]
-    note: Callable[[], Sequence[float]]
-    failure: Exception | None
+Note = Callable[[], Sequence[float]]
+"""Returns what this rank tells the others at the end of a forward."""
 
 
 class Steps(ABC):
-    """The steps of a training.
-
-    Args:
-        reduce: Lightning's function that reduces values over the ranks.
-        tells: What else adds numbers to the exchange of each step.
-    """
+    """The steps of a training; ``tells`` adds numbers to the exchange of each."""
 
     def __init__(
         self, training: Training, reduce: Callable[..., Any], tells: Sequence[TellsRanks]
@@ -91,8 +77,10 @@ class Steps(ABC):
         """Let all ranks come before gradients are clipped; return whether to clip at all."""
 
     @abstractmethod
-    def _forward_of(self, forward: _Forward) -> ForwardOutcome:
-        """Run microbatches; collective."""
+    def _forward_of(
+        self, calls: Sequence[MicrobatchCall], note: Note, failure: Exception | None
+    ) -> ForwardOutcome:
+        """Run microbatches, unless this rank has failed; collective."""
 
     def _forward(
         self, attempts: Attempts, arguments: Arguments, is_seen: bool
@@ -113,19 +101,20 @@ class Steps(ABC):
         session.user_collectives.before_step(len(calls), trains=True, failed=failure is not None)
         note = (lambda: self._notes.of(log.note())) if is_seen else tuple
         with self._view.precision.train_step_context():
-            outcome = self._forward_of(_Forward(calls, note, failure))
+            outcome = self._forward_of(calls, note, failure)
         return counts, log, outcome
 
-    def _run_forward(
-        self, batch: Any, arguments: Arguments
-    ) -> tuple[list[int], StepLog, ForwardOutcome]:
+    def _run_forward(self, batch: Any, arguments: Arguments) -> tuple[list[int], ForwardOutcome]:
+        """Run a forward whose logs count; return its microbatches' samples and its outcome."""
         training, memory = self._training, self._session.memory
         memory.before_forward(batch)
         attempts = Attempts(batch, may_repeat=training.may_repeat)
-        found = training.forward(partial(self._forward, attempts, arguments))
-        self._notes.learn(found[2].notes)
+        counts, log, outcome = training.forward(partial(self._forward, attempts, arguments))
+        self._notes.learn(outcome.notes)
         memory.after_forward()
-        return found
+        with self._view.precision.forward_context():
+            self._session.logs.finish(log, outcome, outcome.weights, self._reduce)
+        return counts, outcome
 
     def _update(
         self, optimizer: Optimizer, closure: Callable[[], Any], options: Mapping[str, Any]
@@ -151,21 +140,19 @@ class AutomaticSteps(Steps):
     """Steps whose backward and update follow ``training_step``."""
 
     def training_step(self, batch: Any, arguments: Arguments) -> Any:
-        session = self._session
         self._watch.start_step()
-        counts, log, outcome = self._run_forward(batch, arguments)
-        with self._view.precision.forward_context():
-            session.logs.finish(log, outcome, outcome.weights, self._reduce)
+        session, (counts, outcome) = self._session, self._run_forward(batch, arguments)
         joined = joined_result(outcome.results, outcome.weights, counts)
         return outputs_everywhere(
-            joined, sum(counts), outcome.losses, session.groups, session.model.device
+            joined, sum(counts), outcome.losses, session.control, session.model.device
         )
 
-    def _forward_of(self, forward: _Forward) -> ForwardOutcome:
+    def _forward_of(
+        self, calls: Sequence[MicrobatchCall], note: Note, failure: Exception | None
+    ) -> ForwardOutcome:
         executor = self._session.model.executor
         executor.weighing.steps_per_update = self._view.accumulates
-        scale_loss = loss_scaler(self._view.precision)
-        return executor.forward(forward.calls, scale_loss, forward.note, forward.failure)
+        return executor.forward(calls, loss_scaler(self._view.precision), note, failure)
 
     def backward(self, loss: Tensor, optimizer: Optimizer | None, arguments: Arguments) -> Tensor:
         executor, view = self._session.model.executor, self._view
@@ -196,17 +183,17 @@ class ManualSteps(Steps):
         self._phased = phased
 
     def training_step(self, batch: Any, arguments: Arguments) -> Any:
-        session = self._session
+        memory = self._session.memory
         self._watch.start_step()
-        with session.memory.step():
-            _, log, outcome = self._run_forward(batch, arguments)
-            with self._view.precision.forward_context():
-                session.logs.finish(log, outcome, outcome.weights, self._reduce)
-        self._watch.finish_step(counts=not session.memory.slowed)
+        with memory.step():
+            _, outcome = self._run_forward(batch, arguments)
+        self._watch.finish_step(counts=not memory.slowed)
         return detached(outcome.results[0])
 
-    def _forward_of(self, forward: _Forward) -> ForwardOutcome:
-        return self._phased.run(next(iter(forward.calls), None), forward.note, forward.failure)
+    def _forward_of(
+        self, calls: Sequence[MicrobatchCall], note: Note, failure: Exception | None
+    ) -> ForwardOutcome:
+        return self._phased.run(next(iter(calls), None), note, failure)
 
     def backward(self, loss: Tensor, optimizer: Optimizer | None, arguments: Arguments) -> Tensor:
         self._phased.check_is_running()
@@ -235,38 +222,30 @@ class ManualSteps(Steps):
         return True
 
 
-class EvaluationSteps:
-    """Steps without gradients: of a validation, a test or a prediction."""
+def evaluate(
+    session: Session,
+    name: str,
+    arguments: Arguments,
+    reduce: Callable[..., Any],
+    tells: TellsRanks,
+) -> tuple[Any, int]:
+    """Run a module's step without gradients; return its result and this rank's samples in it."""
+    user_step, (args, kwargs) = getattr(session.model.module, name), arguments
+    samples = 0 if session.batches.are_lacking else evaluation_samples(args[0])
+    log, notes = session.logs.of_step([samples]), StepNotes(tells)
 
-    def __init__(
-        self,
-        session: Session,
-        module: LightningModule,
-        reduce: Callable[..., Any],
-        tells: TellsRanks,
-    ) -> None:
-        self._session, self._module, self._reduce, self._tells = session, module, reduce, tells
+    def step() -> Any:
+        result = user_step(*args, **kwargs)
+        log.weight = evaluation_weight(result, samples)
+        return result
 
-    def run(self, name: str, batch: Any, arguments: Arguments) -> tuple[Any, int]:
-        """Run one of the module's steps; return its result and this rank's samples in it."""
-        session, user_step = self._session, getattr(self._module, name)
-        rest, kwargs = arguments
-        samples = 0 if session.batches.are_lacking else evaluation_samples(batch)
-        log = session.logs.of_step([samples])
-
-        def step() -> Any:
-            result = user_step(batch, *rest, **kwargs)
-            log.weight = evaluation_weight(result, samples)
-            return result
-
-        call = _call(step, samples, log) if samples else None
-        session.user_collectives.before_step(1 if samples else 0, trains=False)
-        notes = StepNotes(self._tells)
-        executor = session.model.executor
-        outcome = executor.evaluate(call, f"running {name}", lambda: notes.of(log.note()))
-        notes.learn(outcome.notes)
-        session.logs.finish(log, outcome, (log.weight,) if samples else (), self._reduce)
-        return (outcome.results[0] if samples else None), samples
+    call = _call(step, samples, log) if samples else None
+    session.user_collectives.before_step(1 if samples else 0, trains=False)
+    executor = session.model.executor
+    outcome = executor.evaluate(call, f"running {name}", lambda: notes.of(log.note()))
+    notes.learn(outcome.notes)
+    session.logs.finish(log, outcome, (log.weight,) if samples else (), reduce)
+    return (outcome.results[0] if samples else None), samples
 
 
 def _call(

@@ -49,7 +49,7 @@ from lightning_cephalo.preparation.training import Training
 from lightning_cephalo.profiling.isolation import no_loaders_left
 from lightning_cephalo.recovery.options import Recovery, Wish
 from lightning_cephalo.saving import SavingStrategy
-from lightning_cephalo.steps import AutomaticSteps, EvaluationSteps, ManualSteps, Steps
+from lightning_cephalo.steps import AutomaticSteps, ManualSteps, Steps, evaluate
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -457,8 +457,7 @@ class CephaloStrategy(SavingStrategy):
         """Run a step without gradients; return its result and this rank's samples in it."""
         session = self.session
         self._ending.begin_batch(trains=False)
-        steps = EvaluationSteps(session, self._module, self.reduce, self._ending.termination)
-        found = steps.run(name, args[0], (args[1:], kwargs))
+        found = evaluate(session, name, (args, kwargs), self.reduce, self._ending.termination)
         view = self._view
         if not view.is_predicting and view.evaluation_loop.batch_progress.is_last_batch:
             session.model.executor.reshard()  # hooks at the end of the epoch may write parameters

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Protocol
 
 
@@ -20,18 +21,15 @@ class StepNotes:
     """Puts the numbers of parts into one row, and takes rows apart; the last part learns first."""
 
     def __init__(self, *parts: TellsRanks) -> None:
-        self._parts = parts
-        self._lengths = [0] * len(parts)
+        self._parts, self._ends = parts, [0]
 
     def of(self, first: Sequence[float]) -> tuple[float, ...]:
         """Return a row: some numbers, and then those of the parts."""
-        notes = [part.note() for part in self._parts]
-        self._lengths = [len(note) for note in notes]
-        return (*first, *(number for note in notes for number in note))
+        notes = [first, *(part.note() for part in self._parts)]
+        self._ends = [*accumulate(len(note) for note in notes)]
+        return tuple(number for note in notes for number in note)
 
     def learn(self, rows: Sequence[Sequence[float]]) -> None:
         """Let every part learn its numbers of every rank."""
-        end = len(rows[0])
-        for part, length in zip(reversed(self._parts), reversed(self._lengths), strict=True):
-            part.learn([row[end - length : end] for row in rows])
-            end -= length
+        for index, part in reversed([*enumerate(self._parts)]):
+            part.learn([row[self._ends[index] : self._ends[index + 1]] for row in rows])
