@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer, SparseAdam
+from torch.optim import Optimizer
 
 from lightning_cephalo.adapters import batch_norm
 from lightning_cephalo.adapters.averaged_weights import lightnings_classes
@@ -214,11 +214,6 @@ def _earlier_state(situation: Situation) -> str | None:
     return f"{names[0]} has state in the rows of an earlier run." if names else None
 
 
-def _sparse(situation: Situation) -> str | None:
-    is_there = any(isinstance(each, SparseAdam) for each in situation.optimizers)
-    return "SparseAdam needs sparse gradients." if is_there else None
-
-
 def _compiled_steps(situation: Situation) -> str | None:
     for optimizer in situation.optimizers:
         step: object = optimizer.step  # or one that it wraps
@@ -330,13 +325,6 @@ ROWS = (
         "Rows of this run are others.",
         "Make new optimizers in configure_optimizers(), and continue their state by"
         " fit(ckpt_path=...).",
-        When.OPTIMIZERS,
-    ),
-    Refusal(
-        "SparseAdam",
-        _sparse,
-        "Gradients of all ranks are summed as dense ones.",
-        "Use AdamW or Adam, with or without sparse=True of the embedding: each updates all rows.",
         When.OPTIMIZERS,
     ),
     Refusal(

@@ -28,47 +28,35 @@ class TrainerView:
 
     of: Trainer
 
-    @classmethod
-    def of_module(cls, module: LightningModule) -> TrainerView:
-        """Return the view of the Trainer that runs a module."""
-        return cls(module.trainer)
-
     # -- what runs ----------------------------------------------------------------------------
 
     @property
     def module(self) -> LightningModule:
-        """The user's module."""
         return self.of.lightning_module
 
     @property
     def strategy(self) -> Any:
-        """The strategy, with optimizers and schedules."""
         return self.of.strategy
 
     @property
     def precision(self) -> Precision:
-        """The precision plugin."""
         return self.of.precision_plugin
 
     @property
     def computes_in_half(self) -> bool:
-        """Whether steps compute in 16 bits."""
         return "16" in str(self.of.precision)
 
     @property
     def callbacks(self) -> Sequence[Any]:
-        """The callbacks."""
         found: Sequence[Any] = self.of.callbacks  # type: ignore[attr-defined]
         return found
 
     @property
     def loggers(self) -> Sequence[Any]:
-        """The loggers."""
         return self.of.loggers
 
     @property
     def optimizers(self) -> Sequence[Optimizer]:
-        """The optimizers."""
         return self.of.optimizers
 
     @property
@@ -78,7 +66,6 @@ class TrainerView:
 
     @property
     def is_predicting(self) -> bool:
-        """Whether ``predict`` runs."""
         return self.of.state.fn == TrainerFn.PREDICTING
 
     @property
@@ -88,12 +75,10 @@ class TrainerView:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether an error has ended the run."""
         return self.of.state.status == TrainerStatus.INTERRUPTED
 
     @property
     def detects_anomalies(self) -> bool:
-        """Whether ``detect_anomaly=True``."""
         return bool(self.of._detect_anomaly)
 
     # -- clipping and accumulation ------------------------------------------------------------
@@ -105,12 +90,10 @@ class TrainerView:
 
     @property
     def clips_by_value(self) -> bool:
-        """Whether gradients are clipped by value, not by norm."""
         return self.of.gradient_clip_algorithm == "value"
 
     @property
     def accumulates(self) -> int:
-        """``accumulate_grad_batches``."""
         return self.of.accumulate_grad_batches
 
     # -- where it stands ----------------------------------------------------------------------
@@ -122,12 +105,10 @@ class TrainerView:
 
     @property
     def epoch(self) -> int:
-        """The epoch that runs."""
         return self.of.current_epoch
 
     @property
     def batch(self) -> int:
-        """The batch of the epoch that runs."""
         return int(self.epoch_loop.batch_idx)
 
     @property
@@ -150,12 +131,10 @@ class TrainerView:
 
     @property
     def fit_loop(self) -> Any:
-        """The loop over epochs."""
         return self.of.fit_loop
 
     @property
     def epoch_loop(self) -> Any:
-        """The loop over the batches of an epoch."""
         return self.of.fit_loop.epoch_loop
 
     @property
@@ -208,17 +187,14 @@ class TrainerView:
 
     @property
     def signal_connector(self) -> Any:
-        """What handles signals."""
         return self.of._signal_connector
 
     @property
     def checkpoint_connector(self) -> Any:
-        """What saves and restores checkpoints."""
         return self.of._checkpoint_connector
 
     @property
     def accelerator_connector(self) -> Any:
-        """What puts samplers into loaders."""
         return self.of._accelerator_connector
 
 

@@ -140,7 +140,7 @@ class Session:
         if job.trains:
             self._at_end.callback(switch_off_caches(module))
         self.plan = _plan_before(job, self.model.fractions)
-        view = TrainerView.of_module(module)
+        view = TrainerView(module.trainer)
         self.logs = StepLogs(view, groups, accelerator, lambda: self.batches.are_lacking)
         if groups.control.world_size > 1:
             executor = self.model.executor

@@ -352,6 +352,7 @@ REFUSED = {
     "_MovesFirst changes parameters before": lambda p: _MovesFirst(p, lr=0.1),
     "_Switched has train() and eval()": lambda p: _Switched(p, lr=0.1),
     "Prodigy does not update each parameter by itself": Prodigy,
+    "SparseAdam does not update each parameter by itself: a trial raised": torch.optim.SparseAdam,
     "LBFGS does not update each parameter by itself: it evaluates": torch.optim.LBFGS,
 }
 

@@ -283,12 +283,6 @@ CASES = {
         {},
         ("SGD has state in the rows", "ckpt_path"),
     ),
-    "SparseAdam": (
-        "SparseAdam",
-        optimizer(torch.optim.SparseAdam),
-        {},
-        ("SparseAdam needs sparse gradients", "Use AdamW"),
-    ),
     "compiled class": (
         "compiled steps of optimizers",
         optimizer(Compiled, lr=0.1),
