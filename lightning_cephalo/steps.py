@@ -47,10 +47,8 @@ Note = Callable[[], Sequence[float]]
 class Steps(ABC):
     """The steps of a training; ``tells`` adds numbers to the exchange of each."""
 
-    def __init__(
-        self, training: Training, reduce: Callable[..., Any], tells: Sequence[TellsRanks]
-    ) -> None:
-        self._training, self._reduce = training, reduce
+    def __init__(self, training: Training, *tells: TellsRanks) -> None:
+        self._training = training
         self._session, self._view, self._watch = training.session, training.view, training.watch
         self._notes = StepNotes(training, *tells)
 
@@ -113,7 +111,7 @@ class Steps(ABC):
         self._notes.learn(outcome.notes)
         memory.after_forward()
         with self._view.precision.forward_context():
-            self._session.logs.finish(log, outcome, outcome.weights, self._reduce)
+            self._session.logs.finish(log, outcome)
         return counts, outcome
 
     def _update(
@@ -178,8 +176,8 @@ class AutomaticSteps(Steps):
 class ManualSteps(Steps):
     """Steps whose code calls backwards and updates itself."""
 
-    def __init__(self, phased: PhasedSteps, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, phased: PhasedSteps, training: Training, *tells: TellsRanks) -> None:
+        super().__init__(training, *tells)
         self._phased = phased
 
     def training_step(self, batch: Any, arguments: Arguments) -> Any:
@@ -226,7 +224,6 @@ def evaluate(
     session: Session,
     name: str,
     arguments: Arguments,
-    reduce: Callable[..., Any],
     tells: TellsRanks,
 ) -> tuple[Any, int]:
     """Run a module's step without gradients; return its result and this rank's samples in it."""
@@ -244,7 +241,7 @@ def evaluate(
     executor = session.model.executor
     outcome = executor.evaluate(call, f"running {name}", lambda: notes.of(log.note()))
     notes.learn(outcome.notes)
-    session.logs.finish(log, outcome, (log.weight,) if samples else (), reduce)
+    session.logs.finish(log, outcome)
     return (outcome.results[0] if samples else None), samples
 
 

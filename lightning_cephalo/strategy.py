@@ -304,7 +304,7 @@ class CephaloStrategy(SavingStrategy):
             session = self._shard(self._read_job(view))
             session.enforce_limits()
         training = self._training = Training(session, view, self._watch, self._recovering)
-        run = (training, self.reduce, (self._recovering, self._ending.termination))
+        run = (training, self._recovering, self._ending.termination)
         manual = session.manual
         # measured steps use them already
         self._steps = AutomaticSteps(*run) if manual is None else ManualSteps(manual, *run)
@@ -457,7 +457,7 @@ class CephaloStrategy(SavingStrategy):
         """Run a step without gradients; return its result and this rank's samples in it."""
         session = self.session
         self._ending.begin_batch(trains=False)
-        found = evaluate(session, name, (args, kwargs), self.reduce, self._ending.termination)
+        found = evaluate(session, name, (args, kwargs), self._ending.termination)
         view = self._view
         if not view.is_predicting and view.evaluation_loop.batch_progress.is_last_batch:
             session.model.executor.reshard()  # hooks at the end of the epoch may write parameters

@@ -1,11 +1,10 @@
 """Combines ``self.log`` values over microbatches and ranks, by their samples.
 
-Lightning synchronises inside of every ``self.log`` call and keeps the last call's value. Both are
-wrong here: the number of calls differs between ranks (a hang), and the last microbatch is not the
-batch. So values are only collected while a microbatch runs. After the step each key gets one value:
-the weighted mean (or sum, minimum, maximum) over microbatches and, for ``sync_dist=True``, over
-ranks. For the epoch, Lightning accumulates this rank's part of that value. Means that hooks log
-with ``sync_dist=True`` are weighted by samples as well.
+Lightning synchronises inside of every ``self.log`` call and keeps the last call's value. Here the
+number of calls differs between ranks (a hang), and the last microbatch is not the batch. So values
+are only collected while a microbatch runs. After the step each key gets one value: the weighted
+mean (or sum, minimum, maximum) over microbatches and, for ``sync_dist=True``, over ranks. For the
+epoch, Lightning accumulates this rank's part of it. Means that hooks log are weighted, too.
 
 ==================  ================================================================================
 weight of a value   the ``batch_size`` given to ``self.log``; else the ``"weight"`` that
@@ -33,8 +32,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_cephalo.accelerator import Accelerator
-from lightning_cephalo.adapters.torchmetrics import metrics_of
 from lightning_cephalo.adapters.view import TrainerView, result_metric
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.common.weighted_mean import weighted_mean
@@ -85,8 +82,7 @@ class StepLog:
     def __init__(self, logs: StepLogs, results: Any, counts: Sequence[int], is_seen: bool) -> None:
         self.results, self.counts = results, counts
         self.calls: dict[str, list[_Logged]] = {}
-        # of this rank's samples in an evaluation; 0 while training
-        self.weight = 0.0
+        self.weight = 0.0  # of this rank's samples in an evaluation
         self._logs, self._is_seen = logs, is_seen and results is not None
         self._microbatch = 0
 
@@ -125,21 +121,19 @@ class StepLog:
 class StepLogs:
     """Creates the log of each step, and combines it over microbatches and ranks.
 
-    ``lacks_samples`` returns whether hooks see a repeated sample, which counts in no mean. While
-    ``are_combining``, the strategy leaves tensors alone that Lightning would reduce.
+    ``lacks_samples`` returns whether hooks see a repeated sample, which counts in no mean.
     """
 
     def __init__(
         self,
         view: TrainerView,
         groups: Groups,
-        accelerator: Accelerator,
-        lacks_samples: Callable[[], bool] = lambda: False,
+        device: torch.device,
+        lacks_samples: Callable[[], bool],
     ) -> None:
-        self.metrics = metrics_of(view.module)
-        self.are_combining = False
+        self.are_combining = False  # the strategy leaves alone what Lightning would reduce
         self.running: StepLog | None = None  # that of the microbatch that runs
-        self._control, self._group, self._device = groups.control, groups.gather, accelerator.device
+        self._control, self._group, self._device = groups.control, groups.gather, device
         self._view, self._lacks_samples = view, lacks_samples
 
     def watch(self, results: Any) -> None:
@@ -154,20 +148,15 @@ class StepLogs:
         """Return the log of a step whose values count, unless it is a repeated forward."""
         return StepLog(self, self._view.results, counts, is_seen)
 
-    def finish(
-        self,
-        log: StepLog,
-        outcome: ForwardOutcome,
-        weights: Sequence[float],
-        reduce: Callable[..., Any],
-    ) -> None:
+    def finish(self, log: StepLog, outcome: ForwardOutcome) -> None:
         """Combine the logged values of a step; collective exactly if the ranks' notes say so."""
         notes = [_Note(*row[: len(_Note._fields)]) for row in outcome.notes]
-        keys = self._shared_keys(log, notes, reduce)
+        keys = self._shared_keys(log, notes)
         if log.results is None:
             return
         samples = sum(note.samples for note in notes)
         total = outcome.total_weight + sum(note.weight for note in notes)
+        weights = outcome.weights or ([log.weight] if sum(log.counts) else [])
         if not total:
             weights, total = [float(count) for count in log.counts], samples
         # in units of samples, by which Lightning weights what hooks log, and the steps of an epoch
@@ -189,9 +178,7 @@ class StepLogs:
             self.are_combining = False
         log.results.batch_size = _whole(sum(weights))  # for what hooks log of this batch
 
-    def _shared_keys(
-        self, log: StepLog, notes: Sequence[_Note], reduce: Callable[..., Any]
-    ) -> list[str]:
+    def _shared_keys(self, log: StepLog, notes: Sequence[_Note]) -> list[str]:
         """Return the keys whose values the ranks exchange, which all of them have."""
         with_samples = [rank for rank, note in enumerate(notes) if note.samples]
         if len({notes[rank].synced_keys for rank in with_samples}) > 1:
@@ -208,7 +195,7 @@ class StepLogs:
         if not sum(log.counts) and log.results is not None:
             for key, is_tensor, meta in described:
                 if key not in live:
-                    self._adopt(log.results, key, is_tensor, meta, reduce)
+                    self._adopt(log.results, key, is_tensor, meta)
             # as if it had logged them: else its first own value would reset them
             self._view.logger_connector._current_fx = self._view.module._current_fx_name
             found = dict(log.results)
@@ -230,11 +217,9 @@ class StepLogs:
             " it is missing, or leave out sync_dist=True."
         )
 
-    def _adopt(
-        self, results: Any, key: str, is_tensor: bool, meta: Any, reduce: Callable[..., Any]
-    ) -> None:
+    def _adopt(self, results: Any, key: str, is_tensor: bool, meta: Any) -> None:
         """Log a key that this rank has not logged, in a way that changes nothing."""
-        meta.sync = replace(meta.sync, fn=reduce)
+        meta.sync = replace(meta.sync, fn=self._view.strategy.reduce)
         module = self._view.module
         metric = results.setdefault(key, result_metric(meta, is_tensor).to(module.device))
         metric.has_reset, metric._forward_cache = False, None

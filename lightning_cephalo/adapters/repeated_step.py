@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 
 from lightning_cephalo.accelerator.generators import GeneratorsOfSteps, write_generators
+from lightning_cephalo.adapters.torchmetrics import metrics_of
 from lightning_cephalo.common.errors import RemoteRankError, UnsupportedError
 from lightning_cephalo.data.containers import own_copy
 from lightning_cephalo.execution.memory_errors import OutOfMemoryInStepError
@@ -38,11 +39,9 @@ class RepeatedStep:
         repeats: How often the running step was repeated, so that its time says nothing.
     """
 
-    def __init__(
-        self, model: ShardedModel, metrics: Sequence[tuple[str, Metric]], relief: Relief
-    ) -> None:
+    def __init__(self, model: ShardedModel, relief: Relief) -> None:
         self._model, self._relief = model, relief
-        self._metrics = [metric for _, metric in metrics]
+        self._metrics = [metric for _, metric in metrics_of(model.module)]
         self._generators = GeneratorsOfSteps(model.accelerator)
         self._evaluations = self.repeats = 0
         self._forward: Callable[[bool], Any] = bool

@@ -141,7 +141,7 @@ class Session:
             self._at_end.callback(switch_off_caches(module))
         self.plan = _plan_before(job, self.model.fractions)
         view = TrainerView(module.trainer)
-        self.logs = StepLogs(view, groups, accelerator, lambda: self.batches.are_lacking)
+        self.logs = StepLogs(view, groups, accelerator.device, lambda: self.batches.are_lacking)
         if groups.control.world_size > 1:
             executor = self.model.executor
             metrics = metrics_within(module, view.callbacks)

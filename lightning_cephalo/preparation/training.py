@@ -75,7 +75,7 @@ class Training:
         if policy is not None:
             self.replanning = Replanning(self.changes, problem, policy)
             if session.manual is None:
-                self.repeated = RepeatedStep(session.model, session.logs.metrics, self._relieve)
+                self.repeated = RepeatedStep(session.model, self._relieve)
 
     def note(self) -> tuple[float, ...]:
         """Return what the exchange of a step carries to all ranks."""

@@ -152,7 +152,7 @@ class BeginsToReplan(Callback):
         training, session = trainer.strategy._training, trainer.strategy.session
         policy = ReplanPolicy(self.problem, session.plan)
         training.replanning = replanning.Replanning(training.changes, self.problem, policy)
-        training.repeated = RepeatedStep(session.model, session.logs.metrics, training._relieve)
+        training.repeated = RepeatedStep(session.model, training._relieve)
 
 
 def _fit(model: Net, plan: Plan | None, problem: Problem = PROBLEM, early: Any = False, **options):
