@@ -35,11 +35,6 @@ def synchronised(module: nn.Module) -> list[str]:
     return [n for n, inner in module.named_modules() if isinstance(inner, nn.SyncBatchNorm)]
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Return whether ``torch.compile`` has compiled the module."""
-    return module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
-
-
 def warn_of_microbatches(module: nn.Module, plan: Plan, rank: int) -> None:
     """Warn on rank 0 if batch normalisation sees parts of the global batch."""
     names = batch_norms(module)

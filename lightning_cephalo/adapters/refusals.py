@@ -21,13 +21,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_cephalo.adapters import batch_norm
 from lightning_cephalo.adapters.averaged_weights import lightnings_classes
 from lightning_cephalo.adapters.checkpoint import holds_earlier_rows
 from lightning_cephalo.adapters.scope import parameters_of
 from lightning_cephalo.adapters.torchmetrics import metrics_of
 from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.common.errors import UnsupportedError
+from lightning_cephalo.sharding.blocks import is_compiled
 from lightning_cephalo.sharding.placement import Rows
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def _synchronised(situation: Situation) -> str | None:
     layers = {name: inner for name, inner in named.items() if isinstance(inner, kind)}
     if layers and not situation.module.automatic_optimization:
         return _if_any(layers, "The module optimizes manually and has torch.nn.SyncBatchNorm")
-    compiled = [name for name, inner in named.items() if batch_norm.is_compiled(inner)]
+    compiled = [name for name, inner in named.items() if is_compiled(inner)]
     for name, layer in layers.items():
         own = f"The {type(layer).__name__} {name!r}"
         if type(layer).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):

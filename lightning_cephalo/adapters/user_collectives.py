@@ -25,8 +25,7 @@ _BETWEEN_TWO = {"send", "recv_", "recv_any_source_", "check_for_nan"}
 class UserCollectives:
     """Checks the collectives of steps, of which ranks may run different numbers of microbatches.
 
-    Args:
-        counts: What every rank runs while ranks are measured; None: the numbers differ.
+    ``counts`` are those of every rank while ranks are measured; None: the numbers differ.
     """
 
     def __init__(self, control: ControlGroup, counts: Sequence[int] | None) -> None:
@@ -112,9 +111,8 @@ def require_equal_shapes(tensor: Tensor, control: ControlGroup) -> None:
 class CollectiveWatch:
     """Reports each collective of torch.distributed that the user's code starts, before it runs.
 
-    ``report`` gets the name of the collective, and whether all ranks take part. It may raise; its
-    own collectives run as they are. torch's dispatcher calls it for collectives only: other
-    operators take no time. Private API: the key and its removal from a set of keys.
+    ``report`` gets its name, and whether all ranks take part; it may raise. Other operators take no
+    time. Private API: the key and its removal from a set of keys.
     """
 
     def __init__(self, report: Callable[[str, bool], None]) -> None:

@@ -77,7 +77,7 @@ def blocks_of(module: nn.Module) -> dict[str, nn.Module]:
     total = sum(others.values())
     if sum(size for key, size in others.items() if key not in held) > LARGEST_REST * total:
         chosen.update(_by_size("", module, total, frozenset(map(id, chosen.values()))))
-        if len(chosen) < 2 and not any(map(_is_compiled, chosen.values())):
+        if len(chosen) < 2 and not any(map(is_compiled, chosen.values())):
             return {}
     return {name: inner for name, inner in module.named_modules() if name in chosen}
 
@@ -157,7 +157,7 @@ def _blocks(
             yield found[name]
         elif type_of(child) in kinds and _can_be_unit(child):
             yield _Block(prefix + name, child, type_of(child))
-        elif not _is_compiled(child):
+        elif not is_compiled(child):
             yield from _blocks(f"{prefix}{name}.", child, kinds)
 
 
@@ -191,7 +191,7 @@ def _singles(
 
 
 def _can_be_unit(module: nn.Module) -> bool:
-    if _is_compiled(module):
+    if is_compiled(module):
         return bool(_numel(module))
     has_forward = getattr(type_of(module), "forward", None) is not nn.Module.forward
     if isinstance(module, _CONTAINERS) or not has_forward or not _numel(module):
@@ -199,7 +199,7 @@ def _can_be_unit(module: nn.Module) -> bool:
     return not isinstance(module, nn.Sequential) or not _repeated_inside(module)
 
 
-def _is_compiled(module: nn.Module) -> bool:
+def is_compiled(module: nn.Module) -> bool:
     """Whether ``torch.compile`` traces the module as a whole: no unit can be inside of it."""
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None
 
@@ -261,7 +261,7 @@ def _by_size(
 def _is_divisible(module: nn.Module) -> bool:
     # torch's own layers read the weights of their parts without calling these (attention)
     is_of_torch = type_of(module).__module__.startswith("torch.nn.")
-    if _is_compiled(module):
+    if is_compiled(module):
         return False
     parts = [child for child in module.children() if _numel(child)]
     return bool(parts) and (isinstance(module, _LISTS) or not is_of_torch)
