@@ -31,8 +31,8 @@ torch.set_num_threads(1)
 from lightning.pytorch import Callback  # noqa: E402
 from profiled import GPT, RankFailure, fit, in_ranks, loader  # noqa: E402
 
+from lightning_cephalo.adapters.moved_state import MovedState  # noqa: E402
 from lightning_cephalo.common.errors import TooLittleMemoryError  # noqa: E402
-from lightning_cephalo.execution.updates import StateMover  # noqa: E402
 from lightning_cephalo.offline import canvas  # noqa: E402
 from lightning_cephalo.plan import (  # noqa: E402
     InfeasibleError,
@@ -154,13 +154,14 @@ class Blocking(Callback):
 class _InLine:
     """Moves state as another mover does, and awaits each unit's update before the next begins."""
 
-    def __init__(self, mover: StateMover) -> None:
+    def __init__(self, mover: MovedState) -> None:
         self._mover = mover
-        self.fetch, self.store = mover.fetch, mover.store
-        self.update_left, self.finish = mover.update_left, mover.finish
 
-    def update(self, unit: int, on_host: bool) -> None:
-        self._mover.update(unit, on_host)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._mover, name)
+
+    def update_late(self, unit: int, on_host: bool) -> None:
+        self._mover.update_late(unit, on_host)
         if on_host:
             self._mover.store(unit)
 

@@ -30,7 +30,6 @@ from lightning_cephalo.data.cutting import (
     loss_and_weight,
 )
 from lightning_cephalo.execution.step import ForwardOutcome, MicrobatchCall
-from lightning_cephalo.execution.updates import LateUpdates
 from lightning_cephalo.features.manual_step import PhasedSteps
 from lightning_cephalo.preparation.session import Session
 from lightning_cephalo.preparation.training import Training
@@ -119,14 +118,14 @@ class Steps(ABC):
     ) -> Any:
         session = self._session
         session.look_for_early_update(optimizer)
-        elsewhere = None if session.moved is None else LateUpdates(session.model.executor)
-        update = local_update(optimizer, session.updates.of(optimizer), elsewhere)
+        owned, executor = session.updates.of(optimizer), session.model.executor
+        update = local_update(optimizer, owned, elsewhere=executor)
         with ExitStack() as after_closure, update:
 
             def whole_closure() -> Any:
                 after_closure.close()  # some optimizers evaluate their closure several times
                 outcome = closure()
-                after_closure.enter_context(session.model.executor.update())
+                after_closure.enter_context(executor.update())
                 return outcome
 
             return self._view.precision.optimizer_step(

@@ -6,7 +6,8 @@ are not told: their ends are events of the device, which have no time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -38,6 +39,16 @@ class Told:
             listener.copied(target.numel() * target.element_size(), self._to_host, start_s, end_s)
         return arrival
 
+    def start_all(
+        self, pairs: Iterable[tuple[Tensor, Tensor]], after: Sequence[Any] | None = None
+    ) -> Any:
+        """Start copies to targets from sources, one behind the other; return the last one's end."""
+        arrival = None
+        for target, source in pairs:
+            arrival = self.start(target, source, after)
+            after = (arrival,)
+        return arrival
+
     def wait(self, arrival: Any) -> None:
         """Make later work run after a copy."""
         self._copies.wait(arrival)
@@ -45,6 +56,35 @@ class Told:
     def finish(self, arrival: Any) -> None:
         """Block until a copy is done."""
         self._copies.finish(arrival)
+
+
+class Leaving:
+    """Copies to the host; the memory that they read on the device is kept until they are done."""
+
+    def __init__(self, copies: Told) -> None:
+        self._copies = copies
+        self._held: deque[tuple[Any, Any]] = deque()
+        self.last: Any = None
+        """The end of the last one, which is that of all."""
+
+    def start(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Start copies to targets from sources, one behind the other."""
+        after = None
+        for pair in pairs:
+            self.last = self._copies.start(*pair, after)
+            after = (self.last,)
+            self._held.append((pair, self.last))
+
+    def let_go(self, but: int = 0) -> None:
+        """Give memory back, but that of the last copies; later work runs after its copies."""
+        while len(self._held) > but:
+            _, arrival = self._held.popleft()
+            self._copies.wait(arrival)
+
+    def finish(self) -> None:
+        """Block until all copies are done."""
+        self._copies.finish(self.last)
+        self._held.clear()
 
 
 class ToldWorker:

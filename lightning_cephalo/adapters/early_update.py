@@ -19,13 +19,12 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from lightning_cephalo.adapters import precision
-from lightning_cephalo.adapters.moved_state import MovedState, groups_of
-from lightning_cephalo.adapters.optimizer import put_in_order, update_rows
+from lightning_cephalo.adapters.moved_state import MovedState
 from lightning_cephalo.adapters.scope import not_element_wise
 from lightning_cephalo.adapters.stepping import step_is_replaced
 from lightning_cephalo.adapters.view import TrainerView
@@ -82,15 +81,8 @@ def late_by_optimizer(optimizer: Optimizer) -> str:
 
 
 def gradients_leave(late: str, view: TrainerView) -> bool:
-    """Return whether a run's gradients may leave for the host before updates that are late."""
-    return late == _CLIPS and view.accumulates == 1
-
-
-def may_send_gradients(late: str, optimizer: Optimizer, view: TrainerView) -> bool:
     """Return whether gradients may leave for the host, as nothing but the norm delays updates."""
-    if torch.is_anomaly_enabled() or _late_by_options(view) != _CLIPS:
-        return False
-    return gradients_leave(late, view) and not late_by_optimizer(optimizer)
+    return late == _late_by_options(view) == _CLIPS and view.accumulates == 1
 
 
 def _late_by_hooks(optimizer: Optimizer) -> str:
@@ -109,34 +101,38 @@ def _late_by_hooks(optimizer: Optimizer) -> str:
 
 
 class EarlyUpdater:
-    """Updates parameters of an optimizer one unit at a time.
+    """Decides before each step whether units are updated in its backward, and updates them.
 
-    ``moved`` is state that lives in host memory; None: all of it is on the device. Another plan may
-    be the first to move some.
+    ``late``: why no step of the run may; empty: all may. ``consequence``: what late ones cost.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         view: TrainerView,
+        units: MovedState,
+        late: str = "",
         consequence: str = "",
-        moved: MovedState | None = None,
     ) -> None:
-        self._optimizer, self._view = optimizer, view
-        self._consequence, self.moved = consequence, moved
+        self._optimizer, self._view, self._units = optimizer, view, units
+        self._late, self._consequence = late, consequence
         self._has_warned = self._may = False
-        self._groups: dict[int, int] = {}
-        self._states = 0
-        # what updates of this step have used
-        self._used: dict[str, Any] = {}
+        self._used: dict[str, Any] = {}  # what updates of this step have used
 
-    def look(self, optimizer: Optimizer) -> None:
-        """Look whether this step may update early; called before anything of the step."""
+    def look(self, optimizer: Optimizer) -> bool:
+        """Look whether the step that begins may update early; return whether gradients may leave.
+
+        Called before anything of the step.
+        """
+        self._units.begin(optimizer)
+        anomalies = "torch.autograd.set_detect_anomaly(True)" * torch.is_anomaly_enabled()
+        if self._late:
+            leave = not anomalies and gradients_leave(self._late, self._view)
+            return leave and not late_by_optimizer(optimizer)
         late = _late_by_options(self._view) or _late_by_hooks(self._optimizer)
         if optimizer is not self._optimizer:
             late = "another optimizer has taken the place of the first one"
-        if torch.is_anomaly_enabled():
-            late = late or "torch.autograd.set_detect_anomaly(True)"
+        late = late or anomalies
         self._may = not late
         if late and not self._has_warned:
             self._has_warned = True
@@ -145,37 +141,19 @@ class EarlyUpdater:
                 f"{self._consequence}",
                 stacklevel=2,
             )
+        return False
 
     def is_exact(self) -> bool:
         """Return whether the step that begins may update early: :meth:`look` has found so."""
         # a step that nobody has announced updates nothing: it is one of several that add up
         may, self._may = self._may, False
         self._used = {}
-        if may:
-            self._groups = groups_of(self._optimizer)
-            self._states = len(self._optimizer.state)
         return may
-
-    def holds(self, parameter: nn.Parameter) -> bool:
-        """Return whether the optimizer updates this sharded parameter."""
-        return id(parameter) in self._groups
 
     def update(self, parameters: Sequence[nn.Parameter], on_host: bool = False) -> list[bool]:
         """Update sharded parameters by their gradients, and return for each whether it was."""
-        chosen: list[list[Tensor]] = [[] for _ in self._optimizer.param_groups]
-        updated = []
-        for parameter in parameters:
-            group = self._groups.get(id(parameter))
-            updated.append(group is not None and parameter.grad is not None)
-            if group is not None and parameter.grad is not None:
-                chosen[group].append(parameter)
-        clip: Any = self._view.clip_value
         self._used = self._used or self._settings()
-        if self.moved is None:
-            update_rows(self._optimizer, chosen, clip)
-        else:
-            self.moved.update_chosen(chosen, clip, on_host)
-        return updated
+        return self._units.update(parameters, on_host, self._view.clip_value)
 
     def _settings(self) -> dict[str, Any]:
         """Return what updates use, of options the tensors with their versions."""
@@ -185,8 +163,7 @@ class EarlyUpdater:
             for name, value in group.items()
             if name != "params"
         }
-        clip = self._view.clip_value
-        how = clip, _late_by_options(self._view)
+        how = self._view.clip_value, _late_by_options(self._view)
         return {**found, "gradient_clip_val": how}
 
     def check(self) -> None:
@@ -202,13 +179,6 @@ class EarlyUpdater:
                     " as in on_train_batch_start(). Or say"
                     " CephaloStrategy(planner=Planner(early_update=False))."
                 )
-
-    def finish(self) -> None:
-        """Put states that the step has made into the order of the groups, as ``step`` makes them.
-
-        Checkpoints keep this order.
-        """
-        put_in_order(self._optimizer, self._states)
 
 
 def _is_same(value: Any, before: Any) -> bool:

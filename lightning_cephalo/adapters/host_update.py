@@ -7,9 +7,9 @@ code has written to the device's rows, which their version counter tells.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, cast
@@ -20,13 +20,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from lightning_cephalo.accelerator import Accelerator
-from lightning_cephalo.accelerator.base import Copies
 from lightning_cephalo.accelerator.host_room import HostRoom
-from lightning_cephalo.accelerator.transfers import ToldWorker
-from lightning_cephalo.adapters.optimizer import as_state, clip_by_value, norms_of, part_of
+from lightning_cephalo.accelerator.transfers import Leaving, Told, ToldWorker
+from lightning_cephalo.adapters.optimizer import as_state, norms_of, part_of
 from lightning_cephalo.adapters.stepping import Shown, step_without_hooks
 from lightning_cephalo.sharding.placement import local_part
-from lightning_cephalo.sharding.spent_gradients import SentGradient, take_sent
+from lightning_cephalo.sharding.spent_gradients import SentGradient, mark_sent, sent_gradient
 
 # Optimizers with a fused kernel for CPUs.
 _FUSED = (Adagrad, Adam, AdamW, SGD)
@@ -38,137 +37,93 @@ class _OnHost:
 
     rows: Tensor
     gradient: Tensor
-    version: int | None = None
+    version: int | None = None  # that of the device's rows; None: they differ
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Job:
     """An update that has begun: of a copy of the optimizer, which shows rows in host memory."""
 
     part: Optimizer
     shown: Shown
     parameters: list[tuple[Tensor, _OnHost]]
-    sources: list[tuple[Tensor, Any]]
-    future: Future[list[Any]] = field(default_factory=Future)
+    future: Future[list[Any]]
 
 
 class HostUpdates:
     """Updates units on the host, one after the other."""
 
     def __init__(
-        self,
-        accelerator: Accelerator,
-        to_device: Copies,
-        to_host: Copies,
-        room: HostRoom,
+        self, accelerator: Accelerator, to_device: Told, leaving: Leaving, room: HostRoom
     ) -> None:
-        self._room = room
-        self._in, self._out = to_device, to_host
+        self._in, self._leaving, self._room = to_device, leaving, room
         self._held: dict[int, _OnHost] = {}
-        self._jobs: dict[int, _Job] = {}
-        self._sent: dict[int, tuple[Tensor, Any]] = {}  # a parameter whose gradient left, its copy
-        self._leaving: list[tuple[Tensor, Any]] = []
+        self.jobs: dict[int, _Job] = {}
+        """By unit, updates that have begun and are not finished."""
+        self._sent: list[Tensor] = []  # parameters whose gradients have left
         self._worker = ToldWorker(accelerator)
-
-    def has_begun(self, unit: int) -> bool:
-        """Return whether an update of a unit has begun that is not finished."""
-        return unit in self._jobs
 
     def send(self, unit: int, parameters: Sequence[Tensor]) -> list[SentGradient]:
         """Start to copy gradients to the host, which waits for more before it updates."""
-        self._let_go()
+        self._leaving.let_go()
         gradients = [local_part(cast(Tensor, parameter.grad)) for parameter in parameters]
         norms = norms_of(gradients)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            arrival = self._out.start(self._on_host(unit, parameter).gradient, gradient)
-            self._leaving.append((gradient, arrival))
-            self._sent[id(parameter)] = parameter, arrival
+        targets = [self._on_host(unit, parameter).gradient for parameter in parameters]
+        self._leaving.start(list(zip(targets, gradients, strict=True)))
+        self._sent += parameters
         return [SentGradient(norm) for norm in norms]
 
-    def _let_go(self) -> None:
-        """Give the memory of gradients back that have left, when their copies are done."""
-        for _, arrival in self._leaving:
-            self._out.wait(arrival)
-        self._leaving = []
-
-    def begin(
-        self, unit: int, optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], clip: Any
-    ) -> None:
+    def begin(self, unit: int, optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]]) -> None:
         """Begin to update parameters of a unit, whose state is in host memory or does not exist."""
-        for job in self._jobs.values():  # what was copied before need not be kept
-            for _, arrival in job.sources:
-                self._out.wait(arrival)
-            job.sources = []
-        if clip is not None:
-            clip_by_value([parameter for group in chosen for parameter in group], clip)
-        self._let_go()
-        job = self._prepared(unit, optimizer, chosen)
-        arrivals: list[Any] = []
-        factors: list[tuple[Tensor, float]] = []
-        for parameter, own in job.parameters:
-            assert parameter.grad is not None
-            sent = take_sent(parameter.grad)
-            if sent is None:
-                gradient = local_part(parameter.grad)
-                job.sources.append((gradient, self._out.start(own.gradient, gradient)))
-            else:
-                _, arrival = self._sent.pop(id(parameter))
-                arrivals.append(arrival)
-                factors.append((own.gradient, sent.factor))
-        arrivals += [arrival for _, arrival in job.sources]
-        step = partial(_step, job.part, factors)
-        elements = sum(own.rows.numel() for _, own in job.parameters)
-        then = self._returns(job.parameters)
-        job.future = self._worker.submit(step, elements, arrivals, then)
-        self._jobs[unit] = job
-
-    def _prepared(
-        self, unit: int, optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]]
-    ) -> _Job:
-        """Return an update that has not begun, whose rows are on the host or on their way."""
+        self._leaving.let_go()
         part = part_of(optimizer, chosen, on_host=True)
         part.param_groups = list(
             chain.from_iterable(_groups(part, each) for each in part.param_groups)
         )
         for parameter, entries in part.state.items():
             part.state[parameter] = {name: _number_here(value) for name, value in entries.items()}
-        parameters: list[tuple[Tensor, _OnHost]] = []
-        sources: list[tuple[Tensor, Any]] = []
         pairs = [
             [(p, self._on_host(unit, p)) for p in each["params"]] for each in part.param_groups
         ]
-        for parameter, own in chain.from_iterable(pairs):
+        parameters = list(chain.from_iterable(pairs))
+        copies: list[tuple[Tensor, Tensor]] = []
+        factors: list[tuple[Tensor, float]] = []
+        for parameter, own in parameters:
             rows = local_part(parameter).detach()
             if own.version != rows._version:
-                sources.append((rows, self._out.start(own.rows, rows)))
+                copies.append((own.rows, rows))
             own.version = None  # until the device has the new rows
             own.rows.grad = own.gradient
-            parameters.append((parameter, own))
+            sent = sent_gradient(parameter.grad)
+            if sent is None:
+                copies.append((own.gradient, local_part(cast(Tensor, parameter.grad))))
+            else:
+                factors.append((own.gradient, sent.factor))
+        self._leaving.start(copies)
         on_host = [[(p, own.rows) for p, own in each] for each in pairs]
         shown = Shown(part, on_host, lambda _, __, value: local_part(value), as_state)
-        return _Job(part, shown, parameters, sources)
+        future = self._worker.submit(
+            partial(_step, part, factors),
+            sum(own.rows.numel() for _, own in parameters),
+            [self._leaving.last],  # what has left before, such as state, is there by then
+            partial(self._return, parameters),
+        )
+        self.jobs[unit] = _Job(part, shown, parameters, future)
 
-    def _returns(
-        self, parameters: Sequence[tuple[Tensor, _OnHost]]
-    ) -> Callable[[Sequence[Any]], list[Any]]:
-        """Return what starts the copies of new rows to the device."""
-
-        def to_device(after: Sequence[Any]) -> list[Any]:
-            with torch.no_grad():
-                return [
-                    self._in.start(local_part(parameter).detach(), own.rows, after=after)
-                    for parameter, own in parameters
-                ]
-
-        return to_device
+    def _return(
+        self, parameters: Sequence[tuple[Tensor, _OnHost]], after: Sequence[Any]
+    ) -> list[Any]:
+        """Start to copy new rows to the device."""
+        rows = [(local_part(parameter).detach(), own.rows) for parameter, own in parameters]
+        with torch.no_grad():
+            return [self._in.start_all(rows, after)]
 
     def finish(self, unit: int, optimizer: Optimizer) -> None:
-        """Wait for a unit's update; the device's next work waits for its new rows."""
-        job = self._jobs.pop(unit)
-        arrivals = job.future.result()
-        for _, arrival in job.sources:
-            self._out.wait(arrival)
-        for arrival in arrivals:
+        """Wait for a unit's update, if one has begun; the device's next work waits for its rows."""
+        job = self.jobs.pop(unit, None)
+        if job is None:
+            return
+        for arrival in job.future.result():
             self._in.wait(arrival)
         job.shown.end()
         optimizer.state.update(job.part.state)
@@ -177,28 +132,26 @@ class HostUpdates:
             own.version = local_part(parameter)._version
 
     def drop(self) -> None:
-        """Forget updates that a failed step has begun, when they are done."""
-        for job in self._jobs.values():
+        """Forget updates that a failed step has begun, when they are done, and what has left."""
+        for job in self.jobs.values():
             job.future.exception()
-        for parameter, _ in self._sent.values():
-            take_sent(parameter.grad)
-        self._jobs, self._sent = {}, {}
-        self._let_go()
+        for parameter in self._sent:
+            mark_sent(parameter.grad, None)
+        self.jobs, self._sent = {}, []
+        self._leaving.let_go()
 
     def close(self) -> None:
         """End the thread, when its updates are done."""
         self._worker.close()
 
     def _on_host(self, unit: int, parameter: Tensor) -> _OnHost:
-        rows = local_part(parameter)
-        found = self._held.get(id(parameter))
-        if found is None or found.rows.shape != rows.shape:
-            found = _OnHost(self._like(unit, rows), self._like(unit, rows))
-            self._held[id(parameter)] = found
-        return found
-
-    def _like(self, unit: int, rows: Tensor) -> Tensor:
-        return self._room.take(rows.numel(), rows.dtype, unit).view(rows.shape)
+        if id(parameter) not in self._held:
+            rows = local_part(parameter)
+            own, gradient = (
+                self._room.take(rows.numel(), rows.dtype, unit).view(rows.shape) for _ in range(2)
+            )
+            self._held[id(parameter)] = _OnHost(own, gradient)
+        return self._held[id(parameter)]
 
 
 def _step(optimizer: Optimizer, factors: Sequence[tuple[Tensor, float]]) -> None:

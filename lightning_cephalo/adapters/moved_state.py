@@ -1,4 +1,4 @@
-"""Keeps optimizer state in host memory, and moves it for updates.
+"""Updates units of an optimizer whose state may live in host memory, and moves that state.
 
 [Note: state in host memory] in ``execution/updates.py`` has the order. Between steps
 ``optimizer.state`` has DTensors as always, whose rows lie in host memory. Only state with the rows
@@ -7,8 +7,8 @@ of its parameter moves; step counts and other numbers stay where the optimizer h
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -18,10 +18,11 @@ from torch.optim import Optimizer
 
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.host_room import HostRoom, aligned_bytes
-from lightning_cephalo.accelerator.transfers import Told
+from lightning_cephalo.accelerator.transfers import Leaving, Told
 from lightning_cephalo.adapters.host_update import HostUpdates
 from lightning_cephalo.adapters.optimizer import (
     as_state,
+    clip_by_value,
     has_rows,
     put_in_order,
     update_rows,
@@ -29,6 +30,7 @@ from lightning_cephalo.adapters.optimizer import (
 from lightning_cephalo.adapters.scope import not_element_wise, state_bytes_per_element
 from lightning_cephalo.adapters.stepping import step_is_replaced
 from lightning_cephalo.adapters.view import TrainerView
+from lightning_cephalo.plan.program import NONE
 from lightning_cephalo.plan.state_homes import STAGED_UNITS, StateHome
 from lightning_cephalo.sharding.placement import local_part
 from lightning_cephalo.sharding.spent_gradients import SentGradient, is_spent, sent_gradient
@@ -39,28 +41,20 @@ Key = tuple[int, str]
 
 
 @dataclass
-class _Shelf:
-    """State of some of a unit's parameters in host memory, of one dtype, in one piece."""
-
-    memory: Tensor
-    rows: dict[Key, Tensor] = field(default_factory=dict)
-
-
-@dataclass
 class _Staging:
-    """A buffer on the device for the state of one unit."""
+    """A buffer on the device for the state of one unit, free behind a copy."""
 
     memory: Tensor
-    free_after: list[Any] = field(default_factory=list)
+    free_after: Any = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Fetched:
     """State of a unit on its way to the device, or there."""
 
     staging: _Staging
-    parts: list[tuple[_Shelf, Tensor]]
-    arrivals: list[Any]
+    pairs: list[tuple[Tensor, Tensor]]  # on the device, on the host
+    arrival: Any
 
 
 def needs_device(view: TrainerView, optimizers: Sequence[Optimizer]) -> str:
@@ -79,56 +73,31 @@ def needs_device(view: TrainerView, optimizers: Sequence[Optimizer]) -> str:
 
 
 class MovedState:
-    """The optimizer state of a rank that lives in host memory."""
+    """Updates one unit at a time, wherever the optimizer state of this rank lives."""
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        accelerator: Accelerator,
-        capacity_bytes: float,
-        homes: Sequence[StateHome],
-        optimizers: Sequence[Optimizer],
-    ) -> None:
-        self._units, self._accelerator = list(units), accelerator
+    def __init__(self, units: Sequence[Unit], accelerator: Accelerator) -> None:
+        self._parameters = [[parameter for _, parameter in unit.named_sharded()] for unit in units]
+        self._accelerator = accelerator
         self._in, self._out = Told(accelerator, to_host=False), Told(accelerator, to_host=True)
-        self._capacity_bytes = capacity_bytes
+        self._leaving = Leaving(self._out)
         self._unit_of = units_of(units)
-        self._leaving: list[tuple[Tensor, Any]] = []
-        self._optimizer, self._groups = optimizers[0], groups_of(optimizers[0])
-        self._states = 0
-        self._live_in(homes, optimizers)
-        for optimizer in optimizers:
-            self.settle(optimizer)
+        self._optimizer: Optimizer  # of the step; the first step or plan sets it
+        self._take_room((), 0.0)
 
-    def _live_in(self, homes: Sequence[StateHome], optimizers: Sequence[Optimizer]) -> None:
-        """Take the host memory that state will need; HostMemoryError if there is less."""
-        self._homes = tuple(homes)
-        self._room = HostRoom(self._accelerator, self._capacity_bytes)
-        self._host = HostUpdates(self._accelerator, self._in, self._out, self._room)
-        self._shelves: list[list[_Shelf]] = [[] for _ in self._units]
-        self._staging: list[_Staging] = []
-        self._next = 0
+    def _take_room(self, homes: Sequence[StateHome], capacity_bytes: float) -> None:
+        self.homes = tuple(homes)  # by unit; empty: all state is on the device
+        self._room = HostRoom(self._accelerator, capacity_bytes)
+        self._host = HostUpdates(self._accelerator, self._in, self._leaving, self._room)
+        self._rows: list[dict[Key, Tensor]] = [{} for _ in self._parameters]
+        device = self._accelerator.device
+        empty = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(STAGED_UNITS)]
+        self._staging = [_Staging(memory) for memory in empty if homes]
         self._forget_step()
-        needed = [0] * len(self._units)
-        for optimizer in optimizers:
-            groups, each = groups_of(optimizer), state_bytes_per_element(optimizer)
-            for unit, parameters in self._away():
-                for parameter in parameters:
-                    group = groups.get(id(parameter))
-                    if group is None or not parameter.requires_grad:
-                        continue
-                    rows = local_part(parameter)
-                    # parameters that are used later have pieces of their own
-                    needed[unit] += aligned_bytes(rows.numel() * each[group])
-                    if self._homes[unit] is StateHome.HOST:
-                        needed[unit] += 2 * aligned_bytes(rows.nbytes)
-        self._room.reserve(needed)
 
     def _forget_step(self) -> None:
         self._fetched: dict[int, _Fetched] = {}
-        self._updated: set[int] = set()
-        # what stands for rows of state on the device
-        self.staged: dict[Key, Tensor] = {}
+        self._staged: dict[Key, Tensor] = {}  # what stands for rows of state on the device
+        self.updated: set[int] = set()  # ids of parameters
 
     # -- sizes --------------------------------------------------------------------------------
 
@@ -150,62 +119,60 @@ class MovedState:
 
     def begin(self, optimizer: Optimizer) -> None:
         """Begin a step of an optimizer; what a failed step has left is dropped."""
-        self._optimizer, self._groups = optimizer, groups_of(optimizer)
-        self._states = len(optimizer.state)
+        groups = enumerate(optimizer.param_groups)
+        self._groups = {id(p): index for index, group in groups for p in group["params"]}
+        self._optimizer, self._states = optimizer, len(optimizer.state)
         self._host.drop()
         self._forget_step()
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Return whether the optimizer updates this sharded parameter."""
+        return id(parameter) in self._groups
 
     def fetch(self, unit: int) -> None:
         """Start to copy a unit's state to the device; nothing happens before it exists."""
         self._settle(unit)
-        shelves = self._shelves[unit]
-        sizes = [aligned_bytes(shelf.memory.nbytes) for shelf in shelves]
-        if not sizes:
+        rows = {k: own for k, own in self._rows[unit].items() if k[0] not in self.updated}
+        sizes = [aligned_bytes(own.nbytes) for own in rows.values()]
+        if not rows:
             return
         staging = self._free_staging(sum(sizes))
-        after = [*staging.free_after, *(arrival for _, arrival in self._leaving)]
-        parts, arrivals, start = [], [], 0
-        for shelf, size in zip(shelves, sizes, strict=True):
-            piece = staging.memory[start : start + shelf.memory.nbytes].view(shelf.memory.dtype)
-            arrivals.append(self._in.start(piece, shelf.memory, after=after))
-            for key, rows in shelf.rows.items():
-                first = rows.storage_offset() - shelf.memory.storage_offset()
-                self.staged[key] = piece[first : first + rows.numel()].view(rows.shape)
-            parts.append((shelf, piece))
-            start += size
-        self._fetched[unit] = _Fetched(staging, parts, arrivals)
+        pieces = staging.memory[: sum(sizes)].split(sizes)
+        pairs = []
+        for (key, own), piece in zip(rows.items(), pieces, strict=True):
+            self._staged[key] = piece[: own.nbytes].view(own.dtype).view(own.shape)
+            pairs.append((self._staged[key], own))
+        after = [staging.free_after, self._leaving.last]
+        self._fetched[unit] = _Fetched(staging, pairs, self._in.start_all(pairs, after))
 
-    def update_chosen(
-        self, chosen: Sequence[Sequence[Tensor]], clip: Any = None, on_host: bool = False
-    ) -> None:
-        """Update some parameters of a unit by their gradients."""
-        if not any(chosen):
-            return
-        unit = self._unit_of[id(next(chain.from_iterable(chosen)))]
-        if on_host:
+    def update(
+        self, parameters: Sequence[nn.Parameter], on_host: bool = False, clip: Any = None
+    ) -> list[bool]:
+        """Update parameters of a unit by their gradients, and return for each whether it was."""
+        chosen = self._with_gradients(parameters)
+        held = list(chain.from_iterable(chosen))
+        if held and clip is not None:
+            clip_by_value(held, clip)
+        unit = self._unit_of[id(held[0])] if held else NONE
+        if held and on_host:
             self._settle(unit)
-            for _, arrival in self._leaving:  # the host's thread reads them at once
-                self._out.finish(arrival)
-            self._host.begin(unit, self._optimizer, chosen, clip)
-            return
-        fetched = self._fetched.get(unit)
-        for arrival in () if fetched is None else fetched.arrivals:
-            self._in.wait(arrival)
-        update_rows(self._optimizer, chosen, clip, self.staged)
+            self._host.begin(unit, self._optimizer, chosen)
+        elif held:
+            if unit in self._fetched:
+                self._in.wait(self._fetched[unit].arrival)
+            update_rows(self._optimizer, chosen, self._staged)
+        ids = set(map(id, held))
+        self.updated |= ids
+        return [id(parameter) in ids for parameter in parameters]
 
-    def update(self, unit: int, on_host: bool) -> None:
-        """Update a unit's parameters by the gradients that they hold."""
-        chosen = self._with_gradients(self._parameters(unit))
-        self.update_chosen(chosen, on_host=on_host)
-        self._updated.update(id(parameter) for group in chosen for parameter in group)
+    def update_late(self, unit: int, on_host: bool) -> None:
+        """Update what a unit holds gradients of behind the backward."""
+        self.update(self._parameters[unit], on_host)
 
     def send_gradients(self, parameters: Sequence[nn.Parameter]) -> list[SentGradient | None]:
         """Start to copy gradients to the host, which will use them; None: there is none."""
-        chosen = [p for group in self._with_gradients(parameters) for p in group]
-        if not chosen:
-            return [None] * len(parameters)
-        unit = self._unit_of[id(chosen[0])]
-        sent = self._host.send(unit, chosen)
+        chosen = list(chain.from_iterable(self._with_gradients(parameters)))
+        sent = self._host.send(self._unit_of[id(chosen[0])], chosen) if chosen else []
         found = dict(zip(map(id, chosen), sent, strict=True))
         return [found.get(id(parameter)) for parameter in parameters]
 
@@ -215,95 +182,97 @@ class MovedState:
 
     def store(self, unit: int) -> None:
         """Start to copy a unit's state back, or take what the host has updated."""
-        self._let_go()
-        if self._host.has_begun(unit):
-            self._host.finish(unit, self._optimizer)
-            self._settle(unit)
-            return
+        self._leaving.let_go(but=1)  # else the device waits for a copy that has only just begun
+        self._host.finish(unit, self._optimizer)
         fetched = self._fetched.pop(unit, None)
         if fetched is not None:
-            fetched.staging.free_after = [
-                self._out.start(shelf.memory, piece) for shelf, piece in fetched.parts
-            ]
-            for shelf, _ in fetched.parts:
-                for key in shelf.rows:
-                    self.staged.pop(key, None)
+            back = [(own, piece) for piece, own in fetched.pairs]
+            fetched.staging.free_after = self._out.start_all(back)
+        for key in self._rows[unit]:
+            self._staged.pop(key, None)
         self._settle(unit)
 
-    def update_left(self) -> Container[int]:
-        """Update what the program has left out; return the ids of all updated parameters.
+    def left(self) -> list[int]:
+        """Return units whose state is away that hold gradients still, in the backward's order.
 
-        Their use was known late, or their gradients are older than this step.
+        All of them are late, or their use was known late, or gradients are older than this step.
         """
-        for unit, parameters in list(self._away()):
-            left = [p for p in parameters if id(p) not in self._updated]
-            chosen = self._with_gradients(left)
-            if not any(chosen):
-                continue
-            on_host = self._homes[unit] is StateHome.HOST
-            if on_host:  # one update at a time
-                self.store(unit)
-            elif any(local_part(parameter).numel() for group in chosen for parameter in group):
-                self.fetch(unit)
-            else:  # a rank without samples cannot know whether others used what it has no rows of
-                self._stage_nothing(unit)
-            self.update_chosen(chosen, on_host=on_host)
-            self.store(unit)
-            self._updated.update(id(parameter) for group in chosen for parameter in group)
-        return self._updated
+        return [u for u in self._away() if any(self._with_gradients(self._parameters[u]))]
+
+    def on_host(self) -> list[int]:
+        """Return the units that the host updates now."""
+        return list(self._host.jobs)
 
     def finish(self) -> None:
         """End a step: all state is in its place, in the order of the groups."""
         for staging in self._staging:  # what reads the state next finds it
-            for arrival in staging.free_after:
-                self._out.finish(arrival)
-            staging.free_after = []
-        for _, arrival in self._leaving:
-            self._out.finish(arrival)
-        self._leaving = []
+            self._out.finish(staging.free_after)
+            staging.free_after = None
+        self._leaving.finish()
+        self._host.drop()
         put_in_order(self._optimizer, self._states)
-        self._updated = set()
+        self._forget_step()
 
     # -- changes of plan, and loading -----------------------------------------------------------
 
-    def follow(self, homes: Sequence[StateHome], optimizers: Sequence[Optimizer]) -> None:
-        """Let state live elsewhere from now on, or where rows have moved."""
+    def follow(
+        self, homes: Sequence[StateHome], capacity_bytes: float, optimizers: Sequence[Optimizer]
+    ) -> None:
+        """Let state live elsewhere from now on, or where rows have moved.
+
+        Raises:
+            HostMemoryError: If the host has less memory than the state needs.
+        """
+        if not self.homes and all(home is StateHome.RESIDENT for home in homes):
+            return
         self._host.drop()
-        self._host.close()
+        self.close()
         before = self._room
-        self._live_in(homes, optimizers)
+        self._take_room(homes, capacity_bytes)
+        self._room.reserve(self._needed_bytes(optimizers))
         for optimizer in optimizers:
             self.settle(optimizer)
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    entries = optimizer.state.get(parameter, {})
-                    self._bring_back(entries, group, parameter, before)
-        self.finish()
+            for index, unit, parameter in self._trained(optimizer):
+                group = optimizer.param_groups[index]
+                counts = bool(group.get("fused") or group.get("capturable"))
+                self._bring_back(unit, parameter, before, counts)
+            self.finish()
 
-    def _bring_back(
-        self, entries: dict[str, Any], group: dict[str, Any], parameter: Tensor, before: HostRoom
-    ) -> None:
-        """Put state on the device that stays there, and numbers as torch does in loaded state."""
-        device = self._accelerator.device
-        home = self._homes[self._unit_of[id(parameter)]]
-        is_resident = home is StateHome.RESIDENT
-        for name, value in list(entries.items()) if home is not StateHome.HOST else ():
+    def _needed_bytes(self, optimizers: Sequence[Optimizer]) -> list[int]:
+        """Return the bytes of host memory that each unit needs."""
+        needed = [0] * len(self.homes)
+        for optimizer in optimizers:
+            each = state_bytes_per_element(optimizer)
+            for group, unit, parameter in self._trained(optimizer):
+                rows, home = local_part(parameter), self.homes[unit]
+                if parameter.requires_grad and home is not StateHome.RESIDENT:
+                    # a piece for each entry of state; the host updates a copy of the rows
+                    pieces = -(-each[group] // rows.element_size()) + 2 * (home is StateHome.HOST)
+                    needed[unit] += pieces * aligned_bytes(rows.nbytes)
+        return needed
+
+    def _bring_back(self, unit: int, parameter: Tensor, before: HostRoom, counts: bool) -> None:
+        """Put state on the device that stays there; ``counts``: numbers of state, too."""
+        home, device = self.homes[unit], self._accelerator.device
+        entries = self._optimizer.state.get(parameter, {}) if home is not StateHome.HOST else {}
+        for name, value in entries.items():
             rows = local_part(value) if isinstance(value, Tensor) else None
             if rows is None:
                 continue
             if not has_rows(name, parameter, rows):
-                if group.get("fused") or group.get("capturable"):
-                    entries[name] = value.to(device)
-            elif is_resident and (before.holds(rows) or not self._accelerator.holds(rows)):
+                entries[name] = value.to(device) if counts else value
+            elif home is StateHome.RESIDENT and (
+                before.holds(rows) or not self._accelerator.holds(rows)
+            ):
                 on_device = torch.empty_like(rows, device=device).copy_(rows)
                 entries[name] = as_state(name, parameter, on_device)
 
     def settle(self, optimizer: Optimizer) -> None:
         """Move state to host memory that belongs there and lies elsewhere."""
-        self._optimizer, self._states = optimizer, len(optimizer.state)
-        for unit, _ in self._away():
+        self.begin(optimizer)
+        for unit in self._away():
             self._settle(unit)
-            self._let_go(but=0)
+            self._leaving.let_go()
 
     def close(self) -> None:
         """End the thread that updates on the host."""
@@ -311,104 +280,59 @@ class MovedState:
 
     # -- inside -------------------------------------------------------------------------------
 
-    def _away(self) -> Iterator[tuple[int, list[nn.Parameter]]]:
-        # in the order of the backward
-        for unit in reversed(range(len(self._units))):
-            if self._homes[unit] is not StateHome.RESIDENT:
-                yield unit, self._parameters(unit)
+    def _away(self) -> list[int]:
+        homes = enumerate(self.homes)
+        return [unit for unit, home in homes if home is not StateHome.RESIDENT][::-1]
 
-    def _parameters(self, unit: int) -> list[nn.Parameter]:
-        return [parameter for _, parameter in self._units[unit].named_sharded()]
+    def _trained(self, optimizer: Optimizer) -> Iterator[tuple[int, int, nn.Parameter]]:
+        """Yield the optimizer's parameters of the model, with their group and unit."""
+        for group, options in enumerate(optimizer.param_groups):
+            for parameter in options["params"]:
+                if id(parameter) in self._unit_of:
+                    yield group, self._unit_of[id(parameter)], parameter
 
     def _with_gradients(self, parameters: Sequence[nn.Parameter]) -> list[list[Tensor]]:
+        """Return, by group, parameters with gradients that have not updated them."""
         chosen: list[list[Tensor]] = [[] for _ in self._optimizer.param_groups]
         for parameter in parameters:
-            group = self._groups.get(id(parameter))
-            if group is None or parameter.grad is None:
+            group, gradient = self._groups.get(id(parameter)), parameter.grad
+            if group is None or gradient is None or id(parameter) in self.updated:
                 continue
-            if not is_spent(parameter.grad) or sent_gradient(parameter.grad) is not None:
+            if not is_spent(gradient) or sent_gradient(gradient) is not None:
                 chosen[group].append(parameter)
         return chosen
 
-    def _stage_nothing(self, unit: int) -> None:
-        """Let state without rows stand on the device, which takes no copy."""
-        for shelf in self._shelves[unit]:
-            for key, rows in shelf.rows.items():
-                if not rows.numel():
-                    self.staged[key] = torch.empty_like(rows, device=self._accelerator.device)
-
     def _settle(self, unit: int) -> None:
-        """Put a unit's state onto shelves where it is not, such as new or loaded state."""
-        state, strangers = self._optimizer.state, []
-        homes = {key: rows for shelf in self._shelves[unit] for key, rows in shelf.rows.items()}
-        for parameter in self._parameters(unit):
-            for name, value in state.get(parameter, {}).items():
-                if not isinstance(value, Tensor):
+        """Put a unit's state into its host memory where it is not, such as new or loaded state."""
+        homes, pairs = self._rows[unit], []
+        for parameter in self._parameters[unit]:
+            entries = self._optimizer.state.get(parameter, {})
+            for name, value in entries.items():
+                rows = local_part(value) if isinstance(value, Tensor) else None
+                if rows is None or not has_rows(name, parameter, rows):
                     continue
-                rows = local_part(value)
-                if not has_rows(name, parameter, rows):
-                    continue
-                home = homes.get((id(parameter), name))
-                if home is None:
-                    strangers.append((parameter, name, rows))
-                elif home is not rows:
-                    self._carry(parameter, name, rows, home)
-        for dtype in dict.fromkeys(rows.dtype for _, _, rows in strangers):
-            self._shelve(unit, [each for each in strangers if each[2].dtype == dtype], dtype)
-
-    def _shelve(
-        self, unit: int, strangers: Sequence[tuple[nn.Parameter, str, Tensor]], dtype: torch.dtype
-    ) -> None:
-        memory = self._room.take(sum(rows.numel() for _, _, rows in strangers), dtype, unit)
-        shelf, start = _Shelf(memory), 0
-        for parameter, name, rows in strangers:
-            # with a version of its own, not that of all that lies in the same memory
-            home = memory[start : start + rows.numel()].view(rows.shape).data
-            shelf.rows[id(parameter), name] = home
-            self._carry(parameter, name, rows, home)
-            start += rows.numel()
-        self._shelves[unit].append(shelf)
-
-    def _carry(self, parameter: nn.Parameter, name: str, rows: Tensor, home: Tensor) -> None:
-        if self._accelerator.holds(rows):
-            self._leaving.append((rows, self._out.start(home, rows)))
-        else:
-            home.copy_(rows)
-        self._optimizer.state[parameter][name] = as_state(name, parameter, home)
+                key = id(parameter), name
+                if key not in homes:
+                    own = self._room.take(rows.numel(), rows.dtype, unit).view(rows.shape)
+                    # with a version of its own, not that of all that lies in the same memory
+                    homes[key] = own.data
+                if homes[key] is not rows:
+                    pairs.append((homes[key], rows))
+                    entries[name] = as_state(name, parameter, homes[key])
+        self._leaving.start(pairs)
 
     def _free_staging(self, nbytes: int) -> _Staging:
-        index, self._next = self._next, (self._next + 1) % STAGED_UNITS
-        if index == len(self._staging) or self._staging[index].memory.numel() < nbytes:
-            most = max(nbytes, self._largest_bytes())
-            made = _Staging(torch.empty(most, dtype=torch.uint8, device=self._accelerator.device))
+        staging = self._staging.pop(0)
+        self._staging.append(staging)
+        if staging.memory.numel() < nbytes:
+            self._out.finish(staging.free_after)
             self._accelerator.synchronize()  # earlier work may still use the memory
-            for held in self._staging[index : index + 1]:
-                for arrival in held.free_after:
-                    self._out.finish(arrival)
-            self._staging[index : index + 1] = [made]
-        return self._staging[index]
-
-    def _largest_bytes(self) -> int:
-        return max(
-            sum(aligned_bytes(shelf.memory.nbytes) for shelf in shelves)
-            for shelves, home in zip(self._shelves, self._homes, strict=True)
-            if home is StateHome.STREAMED
-        )
-
-    def _let_go(self, but: int = 1) -> None:
-        # all but the last: else the device would wait for a copy that has only just begun
-        while len(self._leaving) > but:
-            _, arrival = self._leaving.pop(0)
-            self._out.wait(arrival)
+            staging.memory = staging.memory.new_empty(0)  # before the new one takes its own
+            staging.memory = staging.memory.new_empty(nbytes)
+        return staging
 
 
 def units_of(units: Sequence[Unit]) -> dict[int, int]:
     """Return the index of each parameter's unit, by the parameter's id."""
     pairs = enumerate(units)
     return {id(parameter): i for i, unit in pairs for _, parameter in unit.named_sharded()}
-
-
-def groups_of(optimizer: Optimizer) -> dict[int, int]:
-    """Return the index of each parameter's group, by the parameter's id."""
-    groups = enumerate(optimizer.param_groups)
-    return {id(p): index for index, group in groups for p in group["params"]}

@@ -160,7 +160,6 @@ def _rows_shown(
 def update_rows(
     optimizer: Optimizer,
     chosen: Sequence[Sequence[Tensor]],
-    clip_value: float | None = None,
     staged: Mapping[tuple[int, str], Tensor] = MappingProxyType({}),
 ) -> None:
     """Update this rank's rows of some parameters of each group, as ``step`` updates them.
@@ -172,8 +171,6 @@ def update_rows(
         return
     update = part_of(optimizer, chosen)
     with _rows_shown(update, staged):
-        for group in update.param_groups if clip_value is not None else ():
-            torch.nn.utils.clip_grad_value_(group["params"], cast(float, clip_value))
         step_without_hooks(update)
     optimizer.state.update(update.state)
 

@@ -6,7 +6,7 @@ fails, see [Note: failures] in failure.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -286,7 +286,6 @@ class Executor:
         step, self.failure.gave_up = self.step, False
         step.gradient_scale = 1.0 / (step.weights.scale * self.weighing.total * divisor)
         self._hide_held_gradients()
-        self.updates.begin_backward()
         self.hooks.in_backward = True
         # hooks may have freed units that the forward left gathered (checkpoints, samples)
         for unit in gathered_after(step.program.forward):
@@ -314,6 +313,14 @@ class Executor:
             raise explained from failure
         self.updates.finish()
         self.link.after(instruction)
+
+    def before_step(self) -> Container[int]:
+        """Update what the optimizer's own step leaves out; return ids of updated parameters."""
+        return self.updates.before_step(self)
+
+    def after_step(self) -> None:
+        """Wait for updates that the host makes meanwhile."""
+        self.updates.after_step(self)
 
     def evaluate(
         self,

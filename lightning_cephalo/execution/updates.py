@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import nn
 
 from lightning_cephalo.common.errors import CephaloError
-from lightning_cephalo.plan.program import Instruction, Operation
+from lightning_cephalo.plan.program import Instruction, Operation, late_updates
 from lightning_cephalo.plan.state_homes import StateHome
 from lightning_cephalo.sharding.spent_gradients import SentGradient, mark_sent
 from lightning_cephalo.sharding.unit import Unit
@@ -37,36 +37,39 @@ from lightning_cephalo.sharding.unit import Unit
 if TYPE_CHECKING:
     from lightning_cephalo.execution.executor import Executor
 
-_OWN_UPDATE = Instruction(Operation.UPDATE)
-
 
 class Updater(Protocol):
-    """Updates parameters as the user's optimizer does; ``adapters/early_update.py`` has one."""
+    """Updates units in the backward; ``adapters/early_update.py`` has one."""
 
     def is_exact(self) -> bool:
         """Return whether updates in this step's backward give what the optimizer's step gives."""
 
-    def update(self, parameters: Sequence[nn.Parameter], on_host: bool = False) -> list[bool]:
-        """Update sharded parameters by their gradients, and return for each whether it was."""
-
-    def holds(self, parameter: nn.Parameter) -> bool:
-        """Return whether the optimizer updates this sharded parameter."""
+    def update(self, parameters: Sequence[nn.Parameter], on_host: bool) -> list[bool]:
+        """Update parameters of a unit by their gradients, and return for each whether it was."""
 
     def check(self) -> None:
         """Raise if code has changed in the backward what updates there had used before."""
 
-    def finish(self) -> None:
-        """End a step, behind the optimizer's own."""
 
+class UnitUpdates(Protocol):
+    """Updates one unit at a time and moves its state; ``adapters/moved_state.py`` has one.
 
-class StateMover(Protocol):
-    """Moves and updates the state of units; ``adapters/moved_state.py`` has one."""
+    Attributes:
+        homes: Where the state of each unit lives; empty: all of it is on the device.
+        updated: Ids of the parameters that the step has updated so far.
+    """
+
+    homes: tuple[StateHome, ...]
+    updated: set[int]
+
+    def holds(self, parameter: nn.Parameter) -> bool:
+        """Return whether the optimizer updates this sharded parameter."""
 
     def fetch(self, unit: int) -> None:
         """Start to copy a unit's state to the device."""
 
-    def update(self, unit: int, on_host: bool) -> None:
-        """Update a unit's parameters by the gradients that they hold."""
+    def update_late(self, unit: int, on_host: bool) -> None:
+        """Update what a unit holds gradients of behind the backward."""
 
     def send_gradients(self, parameters: Sequence[nn.Parameter]) -> list[SentGradient | None]:
         """Start to copy gradients to the host, which will use them; None: there is none."""
@@ -77,11 +80,14 @@ class StateMover(Protocol):
     def store(self, unit: int) -> None:
         """Start to copy a unit's state back, or take what the host has updated."""
 
-    def update_left(self) -> Container[int]:
-        """Update what the program has left out; return the ids of all updated parameters."""
+    def left(self) -> list[int]:
+        """Return units whose state is away that hold gradients still, in the backward's order."""
+
+    def on_host(self) -> list[int]:
+        """Return the units that the host updates now."""
 
     def finish(self) -> None:
-        """End a step."""
+        """End a step, behind the optimizer's own."""
 
 
 class Updates:
@@ -89,8 +95,7 @@ class Updates:
 
     Attributes:
         updater: Updates units inside the backward; None: none is.
-        mover: Moves state that lives in host memory; None: all of it is on the device.
-        planned: Where the state of each unit lives, while there is a mover.
+        mover: Updates units one by one, wherever their state is; None: no training has begun.
         is_on: Whether units are updated inside the backward of the step that runs.
         drops: Whether steps hold no gradients of units, and update nothing.
         sends_gradients: Whether gradients of the next step may leave for the host.
@@ -99,12 +104,10 @@ class Updates:
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = list(units)
         self.updater: Updater | None = None
-        self.mover: StateMover | None = None
-        self.planned: tuple[StateHome, ...] = ()
+        self.mover: UnitUpdates | None = None
         self.is_on = self.drops = self.sends_gradients = False
-        self._updated = 0
-        self._may = self._may_again = False
-        self._sends = self._is_late = self._has_gradients = False
+        self._updated: set[int] = set()
+        self._may = self._may_again = self._sends = self._is_late = False
 
     # -- a step -------------------------------------------------------------------------------
 
@@ -117,7 +120,7 @@ class Updates:
 
     def passes(self) -> dict[str, Any]:
         """Return the options of ``compile_step`` that the step has."""
-        homes = () if self.drops or self.mover is None else self.planned
+        homes = () if self.drops or self.mover is None else self.mover.homes
         return {
             "updates_early": self.is_on or self.drops,
             "homes": homes,
@@ -128,9 +131,6 @@ class Updates:
         """Learn whether all ranks may update early; return whether that changes this step."""
         before, self.is_on = self.is_on, everyone
         return before is not everyone
-
-    def begin_backward(self) -> None:
-        self._has_gradients = True
 
     @contextmanager
     def dropping(self) -> Iterator[None]:
@@ -144,7 +144,7 @@ class Updates:
     @property
     def left_half_updated(self) -> bool:
         """Whether units were updated in a step whose other updates have not come."""
-        return self._updated > 0
+        return bool(self._updated)
 
     def repeat(self) -> None:
         """Let the step that begins next be the one of before, which has failed."""
@@ -167,41 +167,37 @@ class Updates:
 
     def finish(self) -> None:
         """Give all gradients back that the optimizer's step has used."""
-        self._updated = 0
-        if self.is_on and self.updater is not None:
-            self.updater.finish()
-            for unit in self._units:
-                parameters = unit.reduced_parameters()
-                updated = [p.grad is not None and self.updater.holds(p) for p in parameters]
-                unit.give_back(updated, keeps_unused=False)
-        if self.mover is not None:
-            self.mover.finish()
-        self._has_gradients = self._is_late = False
+        self._updated, self._is_late = set(), False
+        if self.mover is None:
+            return
+        for unit in self._units if self.is_on else ():
+            parameters = unit.reduced_parameters()
+            updated = [p.grad is not None and self.mover.holds(p) for p in parameters]
+            unit.give_back(updated, keeps_unused=False)
+        self.mover.finish()
 
     # -- instructions -------------------------------------------------------------------------
 
     def update(self, executor: Executor, instruction: Instruction) -> None:
         """Update a unit; also on a rank that has failed: the others make it."""
         index, on_host = instruction.unit, instruction.operation is Operation.HOST_UPDATE
-        if self._is_late:
-            assert self.mover is not None
-            self._updated += 1
-            self.mover.update(index, on_host)
+        if self._is_late and self.mover is not None:
+            self._updated.add(index)
+            self.mover.update_late(index, on_host)
             return
         unit = self._units[index]
         executor.await_reduce_of(unit)
         if not self.drops:
-            self._updated += 1
+            self._updated.add(index)
             executor.failure.guarded(self._update_early, executor, index, on_host)
         if self.drops or executor.failure.error is not None:
             unit.drop_gradients()  # the next units need the memory
 
     def _update_early(self, executor: Executor, index: int, on_host: bool) -> None:
         """Update what is known to have a gradient, and give the gradient's memory back."""
-        assert self.updater is not None
-        unit = self._units[index]
-        self._publish(executor, index)
-        unit.give_back(self.updater.update(unit.reduced_parameters(), on_host))
+        unit = self._publish(executor, index)
+        if self.updater is not None:
+            unit.give_back(self.updater.update(unit.reduced_parameters(), on_host))
 
     def send_gradient(self, executor: Executor, instruction: Instruction) -> None:
         """Let the gradients of a unit leave for the host, where they are known to exist."""
@@ -209,50 +205,53 @@ class Updates:
         executor.failure.guarded(self._send, executor, instruction.unit)
 
     def _send(self, executor: Executor, index: int) -> None:
-        assert self.mover is not None
-        unit = self._units[index]
-        self._publish(executor, index)
+        unit, mover = self._publish(executor, index), self.mover
         parameters = unit.reduced_parameters()
-        sent = self.mover.send_gradients(parameters)
+        sent = [] if mover is None else mover.send_gradients(parameters)
         unit.give_back([each is not None for each in sent])
         for parameter, each in zip(parameters, sent, strict=True):
-            if each is not None:
-                mark_sent(parameter, each)
+            mark_sent(parameter.grad, each)
 
-    def _publish(self, executor: Executor, index: int) -> None:
+    def _publish(self, executor: Executor, index: int) -> Unit:
         step, unit = executor.step, self._units[index]
         unit.publish(unit.surely_used(step.used[index], bool(step.calls)))
+        return unit
 
     def move(self, executor: Executor, instruction: Instruction) -> None:
         """Start to copy a unit's state, there or back."""
-        mover = self.mover
-        assert mover is not None
-        move = mover.fetch if instruction.operation is Operation.FETCH_STATE else mover.store
         if self._is_late:  # behind the last exchange: an error ends the step at once
-            move(instruction.unit)
+            self._move(instruction)
         else:
-            executor.failure.guarded(move, instruction.unit)
+            executor.failure.guarded(self._move, instruction)
 
-    def run_before_step(self, executor: Executor) -> Container[int]:
+    def _move(self, instruction: Instruction) -> None:
+        if self.mover is None:
+            return
+        if instruction.operation is Operation.FETCH_STATE:
+            self.mover.fetch(instruction.unit)
+        else:
+            self.mover.store(instruction.unit)
+
+    def before_step(self, executor: Executor) -> Container[int]:
+        """Update units whose state is in host memory; return the ids of all updated parameters."""
         if self.mover is None:
             return ()
         self._is_late = True
-        # a step that is skipped has no gradients of its own
-        own = executor.step.program.update if self._has_gradients else (_OWN_UPDATE,)
-        executor.run(own[: own.index(_OWN_UPDATE)])
-        return self.mover.update_left()
+        left = self.mover.left()
+        busy = [unit for unit in self.mover.on_host() if unit in left]  # one update at a time
+        executor.run([*_stores(busy), *late_updates(left, self.mover.homes)])
+        return self.mover.updated
 
-    def run_after_step(self, executor: Executor) -> None:
-        if self.mover is not None and self._has_gradients:
-            own = executor.step.program.update
-            executor.run(own[own.index(_OWN_UPDATE) + 1 :])
+    def after_step(self, executor: Executor) -> None:
+        """Wait for what the host updates; the counterpart of :meth:`before_step`."""
+        executor.run(_stores([] if self.mover is None else self.mover.on_host()))
 
     def explain(self, failure: BaseException) -> None:
         """Let an error say that it leaves weights half-updated, if it does."""
         if not self.left_half_updated:
             return
         said = (
-            f"Weights are half-updated: this step had updated {self._updated} of"
+            f"Weights are half-updated: this step had updated {len(self._updated)} of"
             f" {len(self._units)} units. Continue from the last checkpoint:"
             " fit(model, ckpt_path=...)."
         )
@@ -266,16 +265,5 @@ class Updates:
             warnings.warn(said, stacklevel=2)
 
 
-class LateUpdates:
-    """What comes before and behind the optimizer's own step, where state lives in host memory."""
-
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
-
-    def before_step(self) -> Container[int]:
-        """Update units whose state is in host memory; return the ids of all updated parameters."""
-        return self._executor.updates.run_before_step(self._executor)
-
-    def after_step(self) -> None:
-        """Wait for what the host updates; the counterpart of :meth:`before_step`."""
-        self._executor.updates.run_after_step(self._executor)
+def _stores(units: Sequence[int]) -> list[Instruction]:
+    return [Instruction(Operation.STORE_STATE, unit) for unit in units]

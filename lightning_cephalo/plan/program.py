@@ -623,9 +623,17 @@ def move_state(program: Program, homes: Sequence[StateHome]) -> Program:
             backward.append(instruction)
             if instruction.operation is Operation.UPDATE and home is StateHome.STREAMED:
                 backward.append(replace(instruction, operation=Operation.STORE_STATE))
-    late = [unit for unit in reduced if unit not in early]
-    on_host = [unit for unit in late if homes[unit] is StateHome.HOST]
-    streamed = [unit for unit in late if homes[unit] is StateHome.STREAMED]
+    update = late_updates([unit for unit in reduced if unit not in early], homes)
+    update += program.update
+    back = [unit for unit in reduced if homes[unit] is StateHome.HOST]
+    update += [Instruction(Operation.STORE_STATE, unit) for unit in back]
+    return replace(program, backward=tuple(backward), update=tuple(update))
+
+
+def late_updates(units: Sequence[int], homes: Sequence[StateHome]) -> list[Instruction]:
+    """Return updates behind the backward, of units whose state is in host memory."""
+    on_host = [unit for unit in units if homes[unit] is StateHome.HOST]
+    streamed = [unit for unit in units if homes[unit] is StateHome.STREAMED]
     update = [Instruction(Operation.HOST_UPDATE, unit) for unit in on_host]
     for index in range(len(streamed) + STAGED_UNITS - 1):
         if index < len(streamed):
@@ -634,10 +642,7 @@ def move_state(program: Program, homes: Sequence[StateHome]) -> Program:
             unit = streamed[index - STAGED_UNITS + 1]
             update.append(Instruction(Operation.UPDATE, unit))
             update.append(Instruction(Operation.STORE_STATE, unit))
-    back = [unit for unit in reduced if homes[unit] is StateHome.HOST]
-    update += program.update
-    update += [Instruction(Operation.STORE_STATE, unit) for unit in back]
-    return replace(program, backward=tuple(backward), update=tuple(update))
+    return update
 
 
 def send_gradients(program: Program, homes: Sequence[StateHome]) -> Program:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -11,79 +10,45 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_cephalo.accelerator.host_room import taken_bytes
-from lightning_cephalo.adapters import precision
 from lightning_cephalo.adapters.checkpoint import Placed, rows_like
 from lightning_cephalo.adapters.held_state import UnitState, held_by_unit
 from lightning_cephalo.adapters.moved_state import MovedState, units_of
-from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.common.errors import HostMemoryError
 from lightning_cephalo.common.quantities import format_mib
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.observe.memory import RankMemory
 from lightning_cephalo.plan import Plan, PlanError, RankPlan
 from lightning_cephalo.plan.state_homes import StateHome, home_bytes, state_homes
+from lightning_cephalo.preparation.limits import HostMemory
 from lightning_cephalo.profiling.state_rates import homes_of_units, trained_sizes
-from lightning_cephalo.ranks.control import ControlGroup
+
+
+def check_homes(plan: Plan, stays: str, scales_loss: bool) -> None:
+    """Raise if optimizer state cannot live where a plan says; ``stays``: why it has to stay."""
+    if plan.moves_state and stays:
+        raise PlanError(
+            "The plan keeps optimizer state in host memory (resident_fraction), but it has to"
+            f" stay on the devices: {stays}. Leave resident_fraction out of the plan, or"
+            " optimizer_offload= out of the strategy."
+        )
+    if any(rank.host_update_fraction for rank in plan.ranks) and scales_loss:
+        raise PlanError(
+            "The plan lets the host update parameters (host_update_fraction), which loss"
+            " scaling (16-mixed) does not support. Leave host_update_fraction out of the plan,"
+            ' or use precision="bf16-mixed".'
+        )
 
 
 class HostState:
-    """Optimizer state that may live in host memory, under one plan after the other."""
+    """Where the optimizer state of ranks lives, under one plan after the other."""
 
-    def __init__(
-        self,
-        model: ShardedModel,
-        capacity_bytes: float,
-        control: ControlGroup,
-        limited_by: str = "",
-    ) -> None:
-        self._limited_by = limited_by
-        self._model, self._capacity_bytes, self._control = model, capacity_bytes, control
-        self._at_end = ExitStack()
-        self._needs_device = ""  # why state cannot live in host memory
-        self._scales_loss = False
-        self._has_begun = False
-        self.moved: MovedState | None = None
-
-    def begin(
-        self, optimizers: Sequence[Optimizer], view: TrainerView, plan: Plan, stays: str
-    ) -> None:
-        """Let state live where the plan says, unless something makes it stay; collective."""
-        self._scales_loss = precision.loss_scaler(view.precision) is not None
-        self._needs_device = stays
-        self.check(plan)
-        self._has_begun = True
-        self._control.together("allocating host memory", lambda: self._begin(plan, optimizers))
-
-    def _begin(self, plan: Plan, optimizers: Sequence[Optimizer]) -> None:
-        try:
-            self.follow(plan, optimizers)
-        except HostMemoryError as error:
-            if not self._limited_by:
-                raise
-            raise HostMemoryError(f"{error}{self._limit()}") from error
-
-    def _limit(self) -> str:
-        """Return a sentence on what allows less than the host has, behind a space; may be empty."""
-        return f" The host's memory is limited by {self._limited_by}." if self._limited_by else ""
-
-    def check(self, plan: Plan) -> None:
-        """Raise if optimizer state cannot live where a plan says; the same on all ranks."""
-        if plan.moves_state and self._needs_device:
-            raise PlanError(
-                "The plan keeps optimizer state in host memory (resident_fraction), but it has to"
-                f" stay on the devices: {self._needs_device}. Leave resident_fraction out of the"
-                " plan, or optimizer_offload= out of the strategy."
-            )
-        if any(rank.host_update_fraction for rank in plan.ranks) and self._scales_loss:
-            raise PlanError(
-                "The plan lets the host update parameters (host_update_fraction), which loss"
-                " scaling (16-mixed) does not support. Leave host_update_fraction out of the plan,"
-                ' or use precision="bf16-mixed".'
-            )
+    def __init__(self, model: ShardedModel, host: HostMemory, rank: int) -> None:
+        self._model, self._host, self._rank = model, host, rank
+        self.moved = MovedState(model.units, model.accelerator)
 
     def check_room(self, own: RankPlan, optimizers: Sequence[Optimizer]) -> None:
         """Raise if this rank's state does not fit into its host's memory."""
-        if not own.moves_state or not optimizers or not self._has_begun:
+        if not own.moves_state or not optimizers:
             return
         homes = self._planned_homes(own)
         whole = [sum(flat.contents.numel for flat in unit.trained) for unit in self._model.units]
@@ -91,29 +56,20 @@ class HostState:
         needed = self._taken_bytes(rows, homes, held_by_unit(optimizers, self._model)) + (
             own.host_bytes or 0.0
         )
-        if needed > self._capacity_bytes:
+        by = self._host.limited_by
+        limit = f" The host's memory is limited by {by}." if by else ""
+        if needed > self._host.capacity_bytes:
             raise HostMemoryError(
                 f"The plan keeps {format_mib(needed)} of optimizer state and boundaries in host"
-                f" memory; this rank may use {format_mib(self._capacity_bytes)}. Raise"
+                f" memory; this rank may use {format_mib(self._host.capacity_bytes)}. Raise"
                 " Planner(host_memory_cap=...), or use a plan that keeps more on the devices"
-                f" (resident_fraction).{self._limit()}"
+                f" (resident_fraction).{limit}"
             )
 
     def follow(self, plan: Plan, optimizers: Sequence[Optimizer]) -> None:
         """Move this rank's state to where a plan says; its rows are already the plan's."""
-        if not optimizers or not self._has_begun or self._needs_device:
-            return
-        executor, homes = self._model.executor, self._homes(plan, self._control.rank)
-        executor.updates.planned = homes
-        if self.moved is not None:
-            self.moved.follow(homes, optimizers)
-        elif any(home is not StateHome.RESIDENT for home in homes):
-            arena = executor.arena
-            capacity_bytes = self._capacity_bytes - (0 if arena is None else arena.held_bytes)
-            units, accelerator = self._model.units, self._model.accelerator
-            self.moved = MovedState(units, accelerator, capacity_bytes, homes, optimizers)
-            self._at_end.callback(self.moved.close)
-            executor.updates.mover = self.moved
+        room_bytes = self._host.capacity_bytes - (plan.ranks[self._rank].host_bytes or 0.0)
+        self.moved.follow(self._homes(plan, self._rank), room_bytes, optimizers)
 
     def predicted(
         self, plan: Plan, memory: Sequence[RankMemory], optimizers: Sequence[Optimizer]
@@ -130,7 +86,7 @@ class HostState:
 
     def placing(self, plan: Plan) -> Placed:
         """Return what puts this rank's rows of full state where a plan has them."""
-        units, homes = units_of(self._model.units), self._homes(plan, self._control.rank)
+        units, homes = units_of(self._model.units), self._homes(plan, self._rank)
 
         def placed(parameter: Tensor, value: Tensor) -> Tensor:
             unit = units.get(id(parameter))
@@ -140,10 +96,6 @@ class HostState:
                 return rows_like(parameter, value, torch.device("cpu"))
 
         return placed
-
-    def close(self) -> None:
-        """Give the host memory back."""
-        self._at_end.close()
 
     def _homes(self, plan: Plan, rank: int) -> tuple[StateHome, ...]:
         """Return where the state of each unit lives on a rank; as the planner has it."""

@@ -21,11 +21,12 @@ from lightning_cephalo.adapters.checkpoint import (
     release_optimizer,
     shard_optimizer,
 )
-from lightning_cephalo.adapters.early_update import EarlyUpdater, may_send_gradients
+from lightning_cephalo.adapters.early_update import EarlyUpdater
 from lightning_cephalo.adapters.held_state import OptimizerFacts
 from lightning_cephalo.adapters.logging import StepLogs
 from lightning_cephalo.adapters.module_copies import ModuleCopies
 from lightning_cephalo.adapters.moved_state import MovedState
+from lightning_cephalo.adapters.precision import loss_scaler
 from lightning_cephalo.adapters.rows_of_state import RowsOfState
 from lightning_cephalo.adapters.torchmetrics import metrics_within, synchronise_lists
 from lightning_cephalo.adapters.updates import OptimizerUpdates
@@ -47,7 +48,7 @@ from lightning_cephalo.plan.memory_pressure import lower_capacity
 from lightning_cephalo.plan.state_groups import members_of
 from lightning_cephalo.preparation.batches import Batches
 from lightning_cephalo.preparation.first_shares import first_shares
-from lightning_cephalo.preparation.host_state import HostState
+from lightning_cephalo.preparation.host_state import HostState, check_homes
 from lightning_cephalo.preparation.job import Job
 from lightning_cephalo.preparation.limits import (
     check_plan,
@@ -141,6 +142,7 @@ class Session:
             self._at_end.callback(switch_off_caches(module))
         self.plan = _plan_before(job, self.model.fractions)
         view = TrainerView(module.trainer)
+        self._scales_loss = loss_scaler(view.precision) is not None
         self.logs = StepLogs(view, groups, accelerator.device, lambda: self.batches.are_lacking)
         if groups.control.world_size > 1:
             executor = self.model.executor
@@ -162,20 +164,17 @@ class Session:
         self.predicted_memory: tuple[RankMemory, ...] = ()
         self._averages: AveragedWeights | None = None
         self._updater: EarlyUpdater | None = None
-        self._may_send: Callable[[Optimizer], bool] = lambda _: False
-        host = job.limits[groups.control.rank].host
-        self._host_state = HostState(
-            self.model, host.capacity_bytes, groups.control, host.limited_by
-        )
-        self._at_end.callback(self._host_state.close)
+        rank = groups.control.rank
+        self._host_state = HostState(self.model, job.limits[rank].host, rank)
+        self._at_end.callback(self.moved.close)
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         """Make None of a copy: users copy callbacks, and with them the strategy."""
         return not_connected, ()
 
     @property
-    def moved(self) -> MovedState | None:
-        """Optimizer state that lives in host memory; None: all of it is on the device."""
+    def moved(self) -> MovedState:
+        """Optimizer state that may live in host memory."""
         return self._host_state.moved
 
     # -- training -----------------------------------------------------------------------------
@@ -207,26 +206,30 @@ class Session:
         self.hold(optimizers)
         for optimizer in optimizers:
             self.updates.of(optimizer)
-        self._host_state.begin(optimizers, view, self.plan, self.job.optimizers.stays)
+        place = partial(self._place_state, self.plan.ranks[self.control.rank])
+        self.control.together("allocating host memory", place)
         self._predict_host_memory()
-        if self.late:
-            self._may_send = lambda own: may_send_gradients(self.late, own, view)
+        if not optimizers:
             return
         consequence = ""
         if self.plan.early_update:
             more_bytes = state_bytes(self.model) - state_bytes(self.model, early=True)
             most = format_mib(more_bytes * max(self.model.fractions))
             consequence = f" The plan counts on early ones: ranks hold up to {most} more."
-        self._updater = EarlyUpdater(optimizers[0], view, consequence, self.moved)
-        self.model.executor.updates.updater = self._updater
+        self._updater = EarlyUpdater(optimizers[0], view, self.moved, self.late, consequence)
+        updates = self.model.executor.updates
+        updates.updater, updates.mover = self._updater, self.moved
+
+    def _place_state(self, own: RankPlan) -> None:
+        self._host_state.check_room(own, self.optimizers)
+        self._host_state.follow(self.plan, self.optimizers)
 
     def load_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load an optimizer state of full tensors, to where the plan has it; collective."""
         owned = self.updates.of(optimizer)
         placed = self._host_state.placing(self.plan) if owned is None else owned.placed
         load_full_optimizer_state(optimizer, state, placed)
-        if self.moved is not None:
-            self.moved.settle(optimizer)
+        self.moved.settle(optimizer)
 
     def _predict_host_memory(self) -> None:
         memory = self._host_state.predicted(self.plan, self.predicted_memory, self.optimizers)
@@ -234,11 +237,8 @@ class Session:
 
     def look_for_early_update(self, optimizer: Optimizer) -> None:
         """Look whether the next step may update units early; called on every rank before it."""
-        if self.moved is not None:
-            self.moved.begin(optimizer)
-            self.model.executor.updates.sends_gradients = self._may_send(optimizer)
         if self._updater is not None:
-            self._updater.look(optimizer)
+            self.model.executor.updates.sends_gradients = self._updater.look(optimizer)
 
     def enforce_limits(self) -> None:
         """Enforce every rank's limits; if any is too small, raise TooLittleMemoryError on all."""
@@ -288,9 +288,8 @@ class Session:
         self.model.release_buffers()  # modes decide which of them are needed
         self._move_shards(plan, keeps_gradients)
         self.plan = plan
-        self._host_state.follow(plan, self.optimizers)
-        if self._updater is not None:  # it may have begun with all state on the device
-            self._updater.moved = self.moved
+        if self._updater is not None:  # else the optimizers hold no rows yet
+            self._host_state.follow(plan, self.optimizers)
         self.predicted_memory = adoption.memory
         self._predict_host_memory()
         self.user_collectives.expect([len(rank.microbatch_sizes) for rank in plan.ranks])
@@ -320,7 +319,7 @@ class Session:
             )
         check_plan(plan, job.limits)
         self.check_modes(plan)
-        self._host_state.check(plan)
+        check_homes(plan, job.optimizers.stays, self._scales_loss)
         self.user_collectives.check([len(rank.microbatch_sizes) for rank in plan.ranks])
 
     def check_modes(self, plan: Plan) -> None:

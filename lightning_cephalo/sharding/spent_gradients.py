@@ -48,20 +48,11 @@ def is_spent(gradient: Tensor | None) -> bool:
     return _stand_in(gradient) is not None
 
 
-def mark_sent(parameter: Tensor, sent: SentGradient) -> None:
-    """Say that the gradient of a parameter, which has a stand-in, is in host memory."""
-    stand_in = _stand_in(parameter.grad)
-    assert stand_in is not None
-    stand_in.sent = sent
-
-
-def take_sent(gradient: Tensor | None) -> SentGradient | None:
-    """Return what is known of a gradient that the host will use, which counts as used then."""
+def mark_sent(gradient: Tensor | None, sent: SentGradient | None) -> None:
+    """Note what is known of a gradient that the host will use; None: it is none of these."""
     stand_in = _stand_in(gradient)
-    if stand_in is None:
-        return None
-    found, stand_in.sent = stand_in.sent, None
-    return found
+    if stand_in is not None:
+        stand_in.sent = sent
 
 
 def sent_gradient(gradient: Tensor | None) -> SentGradient | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,11 +27,13 @@ from lightning.pytorch.callbacks import (
 from plans import PLANS, QUIET
 from torch import Tensor, nn
 
+from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.adapters.early_update import (
     EarlyUpdater,
     late_by_job,
     late_by_optimizer,
 )
+from lightning_cephalo.adapters.moved_state import MovedState
 from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.common.errors import UnitUseError, UnsupportedError
 from lightning_cephalo.execution.observer import Observer
@@ -501,6 +504,14 @@ def test_no_other_value_than_auto_and_false_is_taken(value):
         CephaloStrategy(planner=Planner(early_update=value))
 
 
+def _updater(optimizer: torch.optim.Optimizer) -> EarlyUpdater:
+    """An updater whose one unit has all parameters of the optimizer."""
+    named = [("p", p) for group in optimizer.param_groups for p in group["params"]]
+    unit: Any = SimpleNamespace(named_sharded=lambda: named)
+    units = MovedState([unit], accelerator_of(torch.device("cpu")))
+    return EarlyUpdater(optimizer, TrainerView(Trainer(accelerator="cpu", **QUIET)), units)
+
+
 def test_options_that_are_written_replaced_or_of_another_type_count_as_changed():
     rate, plain = torch.tensor(0.1), [nn.Parameter(torch.ones(2))]
     plain[0].grad = torch.ones(2)
@@ -513,7 +524,7 @@ def test_options_that_are_written_replaced_or_of_another_type_count_as_changed()
         lambda: group.pop("amsgrad"),
     )
     for change in changes:
-        updater = EarlyUpdater(optimizer, TrainerView(Trainer(accelerator="cpu", **QUIET)))
+        updater = _updater(optimizer)
         updater.look(optimizer)
         assert updater.is_exact() and updater.update(plain) == [True]
         group["betas"] = tuple(group["betas"])  # equal
@@ -526,8 +537,7 @@ def test_options_that_are_written_replaced_or_of_another_type_count_as_changed()
 def test_a_step_of_another_optimizer_than_the_first_is_late():
     parameter = nn.Parameter(torch.ones(2))
     first, other = (torch.optim.SGD([parameter], lr=0.1) for _ in range(2))
-    trainer = Trainer(accelerator="cpu", **QUIET)
-    updater = EarlyUpdater(first, TrainerView(trainer))
+    updater = _updater(first)
     updater.look(first)
     assert updater.is_exact()
     with pytest.warns(UserWarning, match="another optimizer has taken the place"):

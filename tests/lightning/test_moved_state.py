@@ -93,8 +93,7 @@ class Notes(Callback, Observer):
         named = pl_module.named_parameters()
         self.values = {name: p.full_tensor().detach().clone() for name, p in named}
         self.state = trainer.strategy.optimizer_state(trainer.optimizers[0])
-        session = trainer.strategy.session
-        self.host_bytes = 0 if session.moved is None else session.moved.host_bytes
+        self.host_bytes = trainer.strategy.session.moved.host_bytes
 
 
 def trainer(plan: Plan, early: Any, strategy: Any = None, **options: Any) -> Trainer:
@@ -316,7 +315,7 @@ def test_what_cannot_be_is_named_on_all_ranks():
     other, own = in_ranks(2, _bad)
     for whole, small, *_ in (other, own):
         assert "(resident_fraction), but it has to stay on the devices: Adafactor is none" in whole
-        assert "HostMemoryError: Optimizer state needs" in small and "host_memory_cap=" in small
+        assert "HostMemoryError: The plan keeps" in small and "host_memory_cap=" in small
     assert own[2].startswith("TypeError: cannot unpack") and "Weights are half-updated" in own[2]
     assert "Rank 1" in other[2] and "failed: TypeError: cannot unpack" in other[2]
     for lacks, told in zip(own[3:], other[3:], strict=True):

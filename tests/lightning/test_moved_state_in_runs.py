@@ -69,8 +69,7 @@ class Averages(Callback):
             parameter.data.copy_(self.values[name])
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        moved = trainer.strategy.session.moved
-        self.host_bytes = 0 if moved is None else moved.host_bytes
+        self.host_bytes = trainer.strategy.session.moved.host_bytes
 
     @torch.no_grad()
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:

@@ -17,7 +17,6 @@ from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.accelerator.cgroup import memory_limit
 from lightning_cephalo.accelerator.cpu import Cpu
 from lightning_cephalo.accelerator.host import USABLE_SHARE, host_share
-from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.common.errors import HostMemoryError
 from lightning_cephalo.observe.memory import RankMemory
 from lightning_cephalo.plan import (
@@ -33,7 +32,7 @@ from lightning_cephalo.plan.moving import choices
 from lightning_cephalo.plan.state_homes import home_bytes
 from lightning_cephalo.preparation import limits
 from lightning_cephalo.preparation.host_state import HostState
-from lightning_cephalo.preparation.limits import Cap, Limits
+from lightning_cephalo.preparation.limits import Cap, HostMemory, Limits
 from lightning_cephalo.sharding.discovery import UnitKind
 
 RANK = RankProfile(
@@ -78,9 +77,10 @@ def _all_cut() -> list[Any]:
 
 def test_ranks_whose_rows_are_cut_differently_move_the_units_that_the_planner_has():
     units = [*_all_cut(), _cut(16, 64, False)]
+    device = torch.device("cpu")
     model: Any = SimpleNamespace(
         units=units,
-        accelerator=SimpleNamespace(pins_host_memory=False),
+        accelerator=accelerator_of(device),
         sharded_in_place_of=lambda parameter: None,
     )
     whole = (*(rows * width for rows, width in SHAPES), 0)
@@ -93,8 +93,7 @@ def test_ranks_whose_rows_are_cut_differently_move_the_units_that_the_planner_ha
         unit_parameters=whole,
         moment_bytes=8.0,
     )
-    control: Any = None
-    state = HostState(model, 1e9, control)
+    state = HostState(model, HostMemory(1e9), 0)
     parameters = [unit.named_sharded()[0][1] for unit in units]
     groups = [{"params": parameters[:3]}, {"params": parameters[3:], "amsgrad": True}]
     optimizers = [torch.optim.Adam(groups)]
@@ -181,20 +180,10 @@ def test_a_given_plan_that_asks_more_than_the_control_group_allows_names_it(tmp_
         units=units,
         accelerator=accelerator_of(torch.device("cpu")),
         sharded_in_place_of=lambda parameter: None,
-        executor=SimpleNamespace(updates=SimpleNamespace(planned=()), arena=None),
     )
-    control: Any = SimpleNamespace(
-        rank=0, gather=lambda row: [row], together=lambda doing, function: function()
-    )
-    trainer: Any = SimpleNamespace(
-        lightning_module=SimpleNamespace(automatic_optimization=True), precision_plugin=None
-    )
-    host = own.host
-    state = HostState(model, host.capacity_bytes, control, host.limited_by)
+    state = HostState(model, own.host, 0)
     optimizers = [torch.optim.Adam([unit.named_sharded()[0][1] for unit in units])]
     plan = Plan((RankPlan((1,), 1.0, resident_fraction=0.0),))
     said = r"may use 0\.\d MiB.* limited by its control group \(.*memory\.max: 1\.0 MiB\)"
-    with pytest.raises(HostMemoryError, match=said):
-        state.begin(optimizers, TrainerView(trainer), plan, "")
     with pytest.raises(HostMemoryError, match=said):
         state.check_room(plan.ranks[0], optimizers)
