@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+from lightning.pytorch.utilities.memory import recursive_detach
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -23,7 +24,6 @@ from lightning_cephalo.adapters.repeated_step import Attempts
 from lightning_cephalo.adapters.step_notes import StepNotes, TellsRanks
 from lightning_cephalo.adapters.step_outputs import outputs_everywhere
 from lightning_cephalo.data.cutting import (
-    detached,
     evaluation_samples,
     evaluation_weight,
     joined_result,
@@ -185,7 +185,7 @@ class ManualSteps(Steps):
         with memory.step():
             _, outcome = self._run_forward(batch, arguments)
         self._watch.finish_step(counts=not memory.slowed)
-        return detached(outcome.results[0])
+        return recursive_detach(outcome.results[0])
 
     def _forward_of(
         self, calls: Sequence[MicrobatchCall], note: Note, failure: Exception | None

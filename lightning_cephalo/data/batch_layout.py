@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from lightning_cephalo.data.containers import (
     mapped,
     rebuild,
     spell,
+    walk,
 )
 
 Splitter = Callable[[Any, Sequence[int]], list[Any]]
@@ -49,32 +50,18 @@ class NoSamples(NamedTuple):
     shown: Any
 
 
-class _Compared(NamedTuple):
-    """A leaf of two batches: the dimension that is the number of samples, and why it is no row."""
-
-    path: Path
-    dimension: int | None
-    problem: str = ""
-
-
 @dataclass(frozen=True)
 class BatchLayout:
     """The leaves of a batch that have one row per sample; without arguments it guesses.
 
     A guess takes the batch size from dimension 0 of the first array, or without arrays from the
     first flat list. Every array, and every list without arrays, of that length is cut.
-
-    Args:
-        rows: paths of the leaves that have one row per sample.
-        leaves: paths of these and of all arrays, in batches to which ``rows`` applies.
-        counted: a leaf, and its dimension that is the number of samples.
-        splitter: the user's own function, which cuts instead of the layout.
     """
 
     rows: frozenset[Path] = frozenset()
-    leaves: frozenset[Path] = frozenset()
-    counted: tuple[Path, int] | None = None
-    splitter: Splitter | None = None
+    leaves: frozenset[Path] = frozenset()  # rows and all arrays, in batches to which rows applies
+    counted: tuple[Path, int] | None = None  # a leaf, and its dimension that is their number
+    splitter: Splitter | None = None  # the user's, which cuts instead of the layout
 
     @classmethod
     def learn(
@@ -87,26 +74,19 @@ class BatchLayout:
     ) -> BatchLayout:
         """Learns the layout from two collated batches of the first ``sizes`` samples.
 
-        Raises:
-            BatchSplitError: a leaf neither has one row per sample nor is the same for all
-                (time-major, packed, an object of unknown type), or no leaf has rows.
+        Raises BatchSplitError if a leaf neither has one row per sample nor is the same for all
+        (time-major, packed, an object of unknown type), or if no leaf has rows.
         """
         found = list(_compared(larger, smaller, sizes))
-        shown = ((each.path, each.dimension) for each in found if each.dimension is not None)
-        counted = next(shown, None)
+        counts = [(path, dimension) for path, dimension, _ in found if dimension is not None]
         if splitter is not None:
-            return cls(counted=counted, splitter=splitter)
-        for each in found:
-            if each.problem:
-                raise not_splittable(each.problem)
-        if counted is None:
-            raise not_splittable(
-                f"no tensor or list in it grows with the number of samples ({sizes[1]} and"
-                f" {sizes[0]} were tried)",
-                larger,
-            )
-        rows = frozenset(each.path for each in found if each.dimension is not None)
-        return cls(rows, frozenset(path for path, _ in _leaves(larger, rows)), counted)
+            return cls(counted=counts[0] if counts else None, splitter=splitter)
+        problems = [problem for *_, problem in found if problem]
+        if problems or not counts:
+            none = f"no tensor or list in it grows with the number of samples {sizes[::-1]}"
+            raise not_splittable((problems or [none])[0], larger)
+        rows = frozenset(path for path, _ in counts)
+        return cls(rows, frozenset(_leaves(larger, rows)), counts[0])
 
     def batch_size(self, batch: Any) -> int:
         """Returns the number of samples; raises BatchSplitError if it is unknown."""
@@ -116,7 +96,9 @@ class BatchLayout:
             return known
         if self.counted is not None:
             path, dimension = self.counted
-            leaf: Any = _at(batch, path)
+            leaf: Any = batch
+            for key in path:
+                leaf = dict(children_of(leaf) or ()).get(key)
             if is_array(leaf) and dimension < leaf.ndim:
                 return int(leaf.shape[dimension])
             if not is_array(leaf) and dimension == 0 and hasattr(leaf, "__len__"):
@@ -129,22 +111,16 @@ class BatchLayout:
         return _guessed_size(batch)
 
     def split(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
-        """Splits ``batch`` into consecutive batches of ``sizes`` samples.
+        """Splits ``batch`` into consecutive batches of ``sizes`` samples, which are views.
 
-        Tensors and arrays are views. A padded batch keeps the padding of the whole batch, which the
-        same samples have on one device.
-
-        Raises:
-            BatchSplitError: the batch cannot be cut, ``sizes`` do not sum to its samples, or the
-                user's function returned a different number of parts.
+        A padded batch keeps the padding of the whole batch, which the same samples have on one
+        device. Raises BatchSplitError if it cannot be cut so.
         """
         if self.splitter is not None:
             parts = list(self.splitter(batch, list(sizes)))
             if len(parts) != len(sizes):
-                raise not_splittable(
-                    f"split_batch returned {len(parts)} parts for the {len(sizes)} sizes "
-                    f"{tuple(sizes)}"
-                )
+                counts = f"{len(parts)} parts for the {len(sizes)} sizes {tuple(sizes)}"
+                raise not_splittable(f"split_batch returned {counts}")
             return parts
         rows = self._rows_of(batch, sum(sizes))
         ends = list(accumulate(sizes))
@@ -161,11 +137,11 @@ class BatchLayout:
 
     def _rows_of(self, batch: Any, count: int) -> Set[Path]:
         """Returns the leaves with rows, learned or guessed; all have ``count`` of them."""
-        leaves = dict(_leaves(batch, self.rows))
         rows: Set[Path] = self.rows
+        leaves = _leaves(batch, rows)
         if not rows or leaves.keys() != self.leaves:
             rows = _guessed_rows(batch)
-            leaves = dict(_leaves(batch, rows))
+            leaves = _leaves(batch, rows)
         lengths = {spell(path): len(leaves[path]) for path in rows}
         if set(lengths.values()) - {count}:
             raise not_splittable(
@@ -176,8 +152,8 @@ class BatchLayout:
 
 def _compared(
     larger: Any, smaller: Any, sizes: tuple[int, int], path: Path = ()
-) -> Iterator[_Compared]:
-    """Yields the leaves of two batches of ``sizes`` samples."""
+) -> Iterator[tuple[Path, int | None, str]]:
+    """Yields each leaf of two batches, its dimension of ``sizes``, and why it cannot be cut."""
     inside, other = children_of(larger), children_of(smaller)
     problem = (
         f"{spell(path)} is {describe(larger)} for {sizes[0]} samples and"
@@ -188,38 +164,23 @@ def _compared(
         grown = [at for at, pair in enumerate(pairs) if pair == sizes]
         is_same = not grown and (not pairs or pairs[0][0] == pairs[0][1])
         is_fine = larger.ndim == smaller.ndim and (is_same or grown == [0])
-        yield _Compared(path, grown[0] if grown else None, "" if is_fine else problem)
+        yield path, grown[0] if grown else None, "" if is_fine else problem
     elif is_sequence(larger) and is_sequence(smaller) and (len(larger), len(smaller)) == sizes:
-        yield _Compared(path, 0)
+        yield path, 0, ""
     elif inside is None and other is None:
         hides = any(is_array(each) or hides_arrays(each) for each in (larger, smaller))
-        yield _Compared(path, None, problem if hides else "")
+        yield path, None, problem if hides else ""
     elif [key for key, _ in inside or ()] != [key for key, _ in other or ()]:
-        yield _Compared(path, None, problem)
+        yield path, None, problem
     else:
         for (key, one), (_, another) in zip(inside or (), other or (), strict=True):
             yield from _compared(one, another, sizes, (*path, key))
 
 
-def _leaves(batch: Any, ends: Set[Path] = frozenset()) -> list[tuple[Path, Any]]:
-    """Returns arrays, and what is at ``ends``, with their paths."""
-    found: list[tuple[Path, Any]] = []
-
-    def visit(node: Any, path: Path) -> None:
-        if path in ends or is_array(node):
-            found.append((path, node))
-        else:
-            for key, child in children_of(node) or ():
-                visit(child, (*path, key))
-
-    visit(batch, ())
-    return found
-
-
-def _at(batch: Any, path: Path) -> Any:
-    for key in path:
-        batch = dict(children_of(batch) or ()).get(key)
-    return batch
+def _leaves(batch: Any, rows: Set[Path]) -> dict[Path, Any]:
+    """Returns arrays, and what is at ``rows``."""
+    found = walk(batch, lambda path, _: path in rows)
+    return {path: leaf for path, leaf in found if path in rows or is_array(leaf)}
 
 
 def _cut(batch: Any, rows: Set[Path], start: int, stop: int) -> Any:
@@ -232,7 +193,7 @@ def _cut(batch: Any, rows: Set[Path], start: int, stop: int) -> Any:
             return part.data
         return part if is_array(leaf) else rebuild(leaf, part)
 
-    part = mapped(batch, cut, rows)
+    part = mapped(batch, cut, lambda path, _: path in rows)
     # Hugging Face keeps the tokenizer's per-sample results in addition to an encoding's tensors.
     encodings = getattr(batch, "_encodings", None)
     if isinstance(encodings, list) and part is not batch:
@@ -243,17 +204,12 @@ def _cut(batch: Any, rows: Set[Path], start: int, stop: int) -> Any:
 def _guessed_size(batch: Any) -> int:
     """Returns the length of the first array, or without any of the first flat list."""
 
-    def flat(node: Any) -> Iterator[Any]:
-        children = children_of(node) or []
-        if is_sequence(node) and all(children_of(child) is None for _, child in children):
-            yield node
-        for _, child in children:
-            yield from flat(child)
+    def is_flat(_: Path, node: Any) -> bool:
+        return is_sequence(node) and all(children_of(child) is None for child in node)
 
-    arrays = (leaf for _, leaf in _leaves(batch) if leaf.ndim)
-    first = next(arrays, None)
-    if first is None:
-        first = next(flat(batch), None)
+    arrays = (leaf for _, leaf in walk(batch) if is_array(leaf) and leaf.ndim)
+    lists = (leaf for _, leaf in walk(batch, is_flat) if is_sequence(leaf))
+    first = next(chain(arrays, lists), None)
     if first is None:
         raise not_splittable("it holds no tensor or list with a batch dimension", batch)
     return len(first)
@@ -261,17 +217,14 @@ def _guessed_size(batch: Any) -> int:
 
 def _guessed_rows(batch: Any) -> Set[Path]:
     """Returns the leaves with as many rows as the first array or flat list."""
-    count, rows = _guessed_size(batch), set[Path]()
+    count = _guessed_size(batch)
 
-    def visit(node: Any, path: Path) -> None:
-        if is_array(node):
-            rows.update([path] if node.ndim and len(node) == count else [])
-        elif is_sequence(node) and len(node) == count and not contains_arrays(node):
-            rows.add(path)
-        elif hides_arrays(node) and children_of(node) is None:
-            raise not_splittable(f"{spell(path)} is {describe(node)}", batch)
-        for key, child in () if path in rows else children_of(node) or ():
-            visit(child, (*path, key))
+    def is_row(_: Path, node: Any) -> bool:
+        may_be = node.ndim if is_array(node) else is_sequence(node) and not contains_arrays(node)
+        return bool(may_be) and len(node) == count
 
-    visit(batch, ())
-    return rows
+    found = dict(walk(batch, is_row))
+    for path, leaf in found.items():
+        if hides_arrays(leaf):
+            raise not_splittable(f"{spell(path)} is {describe(leaf)}", batch)
+    return {path for path, leaf in found.items() if is_row(path, leaf)}

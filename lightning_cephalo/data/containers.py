@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, MutableMapping, Set
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,6 +16,11 @@ from torch.nn.utils.rnn import PackedSequence
 
 Path: TypeAlias = tuple[Any, ...]
 """Keys, indices and field names from the root of a batch to a node."""
+
+IsLeaf: TypeAlias = Callable[[Path, Any], bool]
+"""Whether a container counts as a leaf."""
+
+_NEVER: IsLeaf = lambda path, node: False  # noqa: E731
 
 
 def is_array(node: object) -> bool:
@@ -44,6 +49,25 @@ def children_of(node: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
+def walk(node: Any, is_leaf: IsLeaf = _NEVER, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yields paths and leaves; containers for which ``is_leaf`` is true are leaves, too."""
+    children = None if is_leaf(path, node) else children_of(node)
+    if children is None:
+        yield path, node
+    for key, child in children or ():
+        yield from walk(child, is_leaf, (*path, key))
+
+
+def mapped(
+    node: Any, function: Callable[[Path, Any], Any], is_leaf: IsLeaf = _NEVER, path: Path = ()
+) -> Any:
+    """Returns a batch with ``function(path, leaf)`` for each leaf that `walk` yields."""
+    children = None if is_leaf(path, node) else children_of(node)
+    if children is None:
+        return function(path, node)
+    return rebuild(node, [mapped(each, function, is_leaf, (*path, key)) for key, each in children])
+
+
 def rebuild(node: Any, children: list[Any]) -> Any:
     """Returns a container like ``node`` with ``children`` instead, in the same order."""
     if isinstance(node, tuple):
@@ -61,16 +85,6 @@ def rebuild(node: Any, children: list[Any]) -> Any:
         for field, child in zip(dataclasses.fields(node), children, strict=True):
             object.__setattr__(clone, field.name, child)  # as frozen ones reject assignment
     return clone
-
-
-def mapped(
-    node: Any, function: Callable[[Path, Any], Any], ends: Set[Path] = frozenset(), path: Path = ()
-) -> Any:
-    """Returns a batch with ``function(path, leaf)`` for each leaf; ``ends`` count as leaves."""
-    children = None if path in ends else children_of(node)
-    if children is None:
-        return function(path, node)
-    return rebuild(node, [mapped(each, function, ends, (*path, key)) for key, each in children])
 
 
 def own_copy(node: Any, *, with_arrays: bool) -> Any:
@@ -91,9 +105,7 @@ def own_copy(node: Any, *, with_arrays: bool) -> Any:
 
 def contains_arrays(node: object) -> bool:
     """Returns whether ``node``, or a known container inside it, holds a tensor or numpy array."""
-    if isinstance(node, torch.Tensor | np.ndarray):
-        return True
-    return any(contains_arrays(child) for _, child in children_of(node) or ())
+    return any(isinstance(leaf, torch.Tensor | np.ndarray) for _, leaf in walk(node))
 
 
 def hides_arrays(node: object) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils import _pytree as pytree
 from lightning_cephalo.common.errors import BatchSplitError, CephaloError
 from lightning_cephalo.common.weighted_mean import weighted_mean
 from lightning_cephalo.data.batch_layout import BatchLayout, NoSamples
-from lightning_cephalo.data.containers import children_of, own_copy, rebuild
+from lightning_cephalo.data.containers import children_of, own_copy
 from lightning_cephalo.data.shares import deal, split_sizes
 
 
@@ -24,36 +25,32 @@ class StepResultError(CephaloError, TypeError, MisconfigurationException):
 
 @dataclass(frozen=True)
 class BatchCutter:
-    """Cuts the batches of the training loaders into microbatches.
-
-    ``spec`` nests several loaders' batches, and is None for a single one. With ``leaves_whole``
-    nothing is ever cut, so batches may be anything.
-    """
+    """Cuts the batches of the training loaders into microbatches."""
 
     layouts: tuple[BatchLayout, ...]
-    spec: Any
+    spec: Any  # nests several loaders' batches; None: there is one loader
     microbatch_sizes: tuple[int, ...]
-    leaves_whole: bool = False
+    leaves_whole: bool = False  # nothing is ever cut, so batches may be anything
 
     def cut(self, batch: Any, lacks: Sequence[bool] = ()) -> list[tuple[Any, int]]:
-        """Return the microbatches and their numbers of samples; none without samples.
+        """Return the microbatches and their numbers of samples, summed over all loaders.
 
-        ``lacks`` marks loaders of which this rank has no samples; empty: it has of all. The
-        number is the sum over all loaders, whose parts of some microbatches may have no rows.
+        ``lacks`` marks loaders of which this rank has no samples; empty: it has of all. Parts of
+        some loaders may have no rows.
         """
         if self.leaves_whole:
             return [(batch, evaluation_samples(batch))]
         parts = [batch] if self.spec is None else self.spec.flatten_up_to(batch)
-        flags = lacks or [False] * len(parts)
         counts = [
             0 if lacking or part is None else layout.batch_size(part)
-            for part, layout, lacking in zip(parts, self.layouts, flags, strict=True)
+            for part, layout, lacking in zip(
+                parts, self.layouts, lacks or [False] * len(parts), strict=True
+            )
         ]
-        if not max(counts):
+        most = max(counts)
+        if not most:
             return []
-        sizes: Sequence[int] = [max(counts)]
-        if self.microbatch_sizes:
-            sizes = split_sizes(max(counts), self.microbatch_sizes)
+        sizes = split_sizes(most, self.microbatch_sizes) if self.microbatch_sizes else (most,)
         columns = [
             _pieces(part, layout, count, sizes)
             for part, layout, count in zip(parts, self.layouts, counts, strict=True)
@@ -80,17 +77,15 @@ def _pieces(
 
 def shown(batch: Any, spec: Any = None) -> tuple[Any, tuple[bool, ...]]:
     """Return what hooks see of a batch, and whether it counts nowhere; of several loaders, each."""
-    if isinstance(batch, NoSamples):
-        return batch.shown, (True,)
-    if batch is None:
-        return batch, (False,)
-    children = [child for _, child in children_of(batch) or ()]
-    parts = children if spec is None else spec.flatten_up_to(batch)
+    if spec is None:  # several loaders of an evaluation yield a tree, too
+        parts, tree = pytree.tree_flatten(batch, lambda node: isinstance(node, NoSamples))
+    else:
+        parts, tree = spec.flatten_up_to(batch), spec
     if not any(isinstance(part, NoSamples) for part in parts):
         return batch, (False,) * (1 if spec is None else len(parts))
-    flags = tuple(part is None or isinstance(part, NoSamples) for part in parts)
     seen = [part.shown if isinstance(part, NoSamples) else part for part in parts]
-    return rebuild(batch, seen) if spec is None else pytree.tree_unflatten(seen, spec), flags
+    lacks = tuple(part is None or isinstance(part, NoSamples) for part in parts)
+    return pytree.tree_unflatten(seen, tree), lacks
 
 
 def loss_and_weight(result: Any, samples: int) -> tuple[Tensor, float | Tensor]:
@@ -150,20 +145,13 @@ class EmptyPredictions:
     def of_step(self, result: Any, samples: int, dataloader: Any) -> Any:
         """Return a prediction step's result, or an empty one without samples."""
         if samples and dataloader not in self._empty:
-            self._empty[dataloader] = _without_rows(result, samples)
+            layout, self._empty[dataloader] = BatchLayout(), None
+            with suppress(BatchSplitError):
+                if layout.batch_size(result) == samples:
+                    # a view would keep the whole result alive
+                    empty = own_copy(layout.take(result, 0, 0), with_arrays=True)
+                    self._empty[dataloader] = empty
         return result if samples else self._empty.get(dataloader)
-
-
-def _without_rows(result: Any, samples: int) -> Any:
-    """Return a result without rows; None if it lacks one row per sample."""
-    layout = BatchLayout()
-    try:
-        if layout.batch_size(result) != samples:
-            return None
-        # a view would keep the whole result alive
-        return own_copy(layout.take(result, 0, 0), with_arrays=True)
-    except BatchSplitError:
-        return None
 
 
 def joined_result(results: Sequence[Any], weights: Sequence[float], counts: Sequence[int]) -> Any:
@@ -196,10 +184,3 @@ def _joined(
     if have_rows and len({value.shape[1:] for value in values}) == 1:
         return torch.cat(values)
     return values[-1]
-
-
-def detached(result: Any) -> Any:
-    """Return a result of ``training_step`` without graphs."""
-    if isinstance(result, Mapping):
-        return {key: detached(value) for key, value in result.items()}
-    return result.detach() if isinstance(result, Tensor) else result

@@ -8,7 +8,7 @@ would overlap. So samplers run under separate global states, and their own gener
 from __future__ import annotations
 
 import random
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,49 +18,42 @@ from torch.utils.data import Sampler
 
 GENERATOR_TYPES = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _SAMPLER_ATTRIBUTES = ("sampler", "_sampler", "batch_sampler", "base_sampler")
-
-
-def _read_global() -> tuple[Any, Any, Any]:
-    return torch.get_rng_state(), np.random.get_state(), random.getstate()
-
-
-def _write_global(states: tuple[Any, Any, Any]) -> None:
-    torch.set_rng_state(states[0])
-    np.random.set_state(states[1])
-    random.setstate(states[2])
+# the objects whose methods ``np.random.rand`` and ``random.random`` are
+_GLOBAL: tuple[Any, ...] = (
+    torch.default_generator,
+    np.random.rand.__self__,  # type: ignore[attr-defined]
+    random.random.__self__,  # type: ignore[attr-defined]
+)
 
 
 @contextmanager
 def preserved_randomness() -> Generator[None, None, None]:
     """Restores the CPU generators of torch, numpy and ``random`` afterwards."""
-    states = _read_global()
+    states = read_states(_GLOBAL)
     try:
         yield
     finally:
-        _write_global(states)
+        write_states(_GLOBAL, states)
 
 
 class SeparateRandomness:
     """Separate global CPU random states, which follow from ``entropy``."""
 
     def __init__(self, entropy: Sequence[int]) -> None:
-        words = np.random.SeedSequence(entropy).generate_state(3, np.uint64)
-        self._states = (
-            torch.Generator().manual_seed(int(words[0]) >> 1).get_state(),
-            # RandomState seeds are 32 bits wide
-            np.random.RandomState(int(words[1]) % 2**32).get_state(),
-            random.Random(int(words[2])).getstate(),
-        )
+        words = [int(word) for word in np.random.SeedSequence(entropy).generate_state(3, np.uint64)]
+        seeded = np.random.RandomState(words[1] % 2**32)  # whose seeds are 32 bits wide
+        torchs = torch.Generator().manual_seed(words[0] >> 1)
+        self._states = read_states((torchs, seeded, random.Random(words[2])))
 
     @contextmanager
     def active(self) -> Generator[None, None, None]:
         """Swaps the states in for a ``with`` block; the next block continues them."""
         with preserved_randomness():
-            _write_global(self._states)
+            write_states(_GLOBAL, self._states)
             try:
                 yield
             finally:
-                self._states = _read_global()
+                self._states = read_states(_GLOBAL)
 
 
 def samplers_within(source: object) -> list[Any]:
@@ -91,15 +84,19 @@ def generators_of(source: object) -> list[Any]:
     return list(held.values())
 
 
+def _access(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], Any]]:
+    """Returns what reads a generator's state, and what sets it."""
+    if isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+        return lambda: bits.state, lambda state: setattr(bits, "state", state)
+    if isinstance(generator, random.Random):
+        return generator.getstate, generator.setstate
+    return generator.get_state, generator.set_state
+
+
 def read_states(generators: Iterable[Any]) -> list[Any]:
     """Returns the states of ``generators``, picklable."""
-    return [_state_of(generator) for generator in generators]
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+    return [_access(generator)[0]() for generator in generators]
 
 
 def write_states(generators: Sequence[Any], states: Sequence[Any]) -> None:
@@ -110,9 +107,4 @@ def write_states(generators: Sequence[Any], states: Sequence[Any]) -> None:
             f"{len(generators)} and rank 0's {len(states)}. Build the same sampler on every rank."
         )
     for generator, state in zip(generators, states, strict=True):
-        if isinstance(generator, np.random.Generator):
-            generator.bit_generator.state = state
-        elif isinstance(generator, random.Random):
-            generator.setstate(state)
-        else:
-            generator.set_state(state)
+        _access(generator)[1](state)

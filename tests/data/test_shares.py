@@ -1,6 +1,5 @@
 """Dealing is exact, proportional, and the same on every rank."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,41 +42,22 @@ def test_deal_breaks_ties_by_the_larger_share_then_the_lower_rank():
     assert deal(3, (2, 2, 2, 2)) == (1, 1, 1, 0)
 
 
-def test_deal_of_nothing_is_nothing_even_without_shares():
-    assert deal(0, (0, 0)) == (0, 0)
-
-
-@pytest.mark.parametrize(("total", "shares"), [(-1, (1,)), (1, (2, -1)), (1, (0, 0)), (1, ())])
-def test_deal_refuses_what_cannot_be_dealt(total, shares):
-    with pytest.raises(ValueError, match="Expects"):
-        deal(total, shares)
-
-
-@given(st.integers(0, 200), st.lists(st.integers(0, 9), max_size=6).filter(any))
+@given(st.integers(0, 200), st.lists(st.integers(1, 9), min_size=1, max_size=6))
 def test_split_sizes_sum_to_the_count_and_never_exceed_the_planned_memory(count, sizes):
     split = split_sizes(count, sizes)
 
     assert sum(split) == count
     assert max(split, default=0) <= max(sizes)
+    assert 0 not in split
     if count == sum(sizes):
         assert split == tuple(sizes)
-    else:
-        assert 0 not in split
 
 
 def test_split_sizes_of_fewer_samples_keeps_the_order_of_the_plan():
     assert split_sizes(7, (4, 4, 3)) == (4, 3)
     assert split_sizes(4, (4, 4, 3)) == (4,)
     assert split_sizes(0, (4, 4, 3)) == ()
-    assert split_sizes(0, ()) == ()
 
 
 def test_split_sizes_of_more_samples_goes_on_with_the_largest_size():
     assert split_sizes(17, (2, 4, 3)) == (2, 4, 3, 4, 4)
-
-
-def test_split_sizes_refuses_samples_on_a_rank_without_microbatches():
-    with pytest.raises(ValueError, match="batch_size="):
-        split_sizes(2, ())
-    with pytest.raises(ValueError, match="0 or more"):
-        split_sizes(-1, (2,))
