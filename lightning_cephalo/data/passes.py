@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -28,23 +28,14 @@ from lightning_cephalo.data.shares import deal
 
 @dataclass(frozen=True)
 class Position:
-    """A place in the passes over a loader; a checkpoint keeps ``vars()`` of it, plain values.
+    """A place in the passes over a loader; a checkpoint keeps ``vars()`` of it, plain values."""
 
-    Attributes:
-        epoch: epoch of the pass that runs or has ended.
-        number: number of the pass in the epoch.
-        step: global steps of the pass that are trained.
-        items: samples (or lists of a batch sampler) in a global step.
-        start: states of generators and samplers when the pass began.
-        now: their states at the checkpoint; workers may have read ahead.
-    """
-
-    epoch: int
-    number: int
-    step: int
-    items: int
-    start: list[Any]
-    now: list[Any]
+    epoch: int  # of the pass that runs or has ended
+    number: int  # of the pass in the epoch
+    step: int  # global steps of the pass that are trained
+    items: int  # samples (or lists of a batch sampler) in a global step
+    start: list[Any]  # states of generators and samplers when the pass began
+    now: list[Any]  # their states at the checkpoint; workers may have read ahead
 
 
 class Continue(Enum):
@@ -75,51 +66,43 @@ class Pass:
 
 
 class Passes:
-    """The passes over a loader, whose samples a sampler or a stream deals; equal on every rank.
-
-    Args:
-        items: samples of a global step, or lists of a batch sampler; 0 if steps have any sizes.
-        source: a sampler, whose generators and states are saved; None for a stream.
-        others: more generators to save.
-        is_stateful: whether the loader is restored by a state of its own.
-    """
+    """The passes over a loader, whose samples a sampler or a stream deals; equal on every rank."""
 
     def __init__(
         self,
         dealing: Dealing,
-        items: int,
-        source: object = None,
-        others: Sequence[Any] = (),
+        items: int,  # samples of a global step, or lists of a batch sampler; 0 if they vary
+        source: object = None,  # a sampler, whose generators and states are saved
+        others: Sequence[Any] = (),  # generators that are saved, too
         *,
-        is_stateful: bool = False,
+        is_stateful: bool = False,  # the loader is restored by a state of its own
     ) -> None:
         self.seed, self.epoch, self.items = dealing.seed, dealing.epoch, items
         self.begun = 0  # passes, in all epochs
-        self._epochs_ahead = 0  # that Lightning counts more than were trained
+        # epochs that Lightning counts more than were trained; None: the next one that it sets tells
+        self._epochs_ahead: int | None = 0
         self._whole = sum(dealing.sizes) if items else 0
-        self._source, self._others = source, others
-        self._is_stateful = is_stateful
+        self._source, self._others, self._is_stateful = source, others, is_stateful
         # A loader that restarts within an epoch (CombinedLoader's max_size_cycle) draws a new
         # order, as a torch sampler does; DistributedSampler would repeat the last order.
         self._number = 0
         self._pass = Pass((), 0, dealing.sizes)
-        self._began: tuple[int, int, list[Any]] | None = None
-        self._resumed: tuple[Position, Continue] | None = None
-        self._undoes_draws = self._must_learn_epochs = False
+        self._latest: Position | None = None  # the pass that has begun, or that is resumed
+        self._resumed: tuple[int, list[Any] | None] = (0, None)  # steps that it skips, its states
+        self._at_next_epoch: list[Any] | None = None  # states
 
     def set_epoch(self, epoch: int) -> None:
         """Makes the next pass that of ``epoch``; also sets it in the user's samplers."""
-        if self._must_learn_epochs:  # the first epoch that Lightning sets is the continued one
-            self._must_learn_epochs = False
+        if self._epochs_ahead is None:
             self._epochs_ahead = epoch - self.epoch
         self._set_epoch(epoch - self._epochs_ahead)
 
     def _set_epoch(self, epoch: int) -> None:
         if epoch != self.epoch:
             self.epoch, self._number = epoch, 0
-            if self._resumed is not None and self._resumed[1] is Continue.AT_END:
-                self._restore(self._resumed[0].now)  # the loader may have drawn since
-                self._resumed = None
+            if self._at_next_epoch is not None:
+                self._restore(self._at_next_epoch)  # the loader may have drawn since
+                self._at_next_epoch, self._resumed = None, (0, None)
         for sampler in samplers_within(self._source):
             if callable(getattr(sampler, "set_epoch", None)):
                 sampler.set_epoch(epoch)
@@ -127,18 +110,11 @@ class Passes:
     def begin(self) -> Pass:
         """Begins a pass."""
         self.begun += 1
-        skipped = 0
-        if self._resumed is not None:
-            position, way = self._resumed
-            if way is not Continue.BEHIND:
-                skipped, self._number = position.step, position.number
-                # the loader may have drawn from its sampler's generator since
-                self._restore(position.start)
-            elif self._undoes_draws:
-                self._restore(position.now)
-            if way is not Continue.AT_END:
-                self._resumed = None
-        self._began = (self.epoch, self._number, self._states())
+        (skipped, states), self._resumed = self._resumed, (0, None)
+        if states is not None:
+            self._restore(states)  # the loader may have drawn from its sampler's generator since
+        states = self._states()
+        self._latest = Position(self.epoch, self._number, 0, self.items, states, states)
         entropy = (self.seed % 2**64, self.epoch, self._number)
         self._number += 1
         # a new one: an unfinished iterator of another pass must not write into it
@@ -170,8 +146,13 @@ class Passes:
         """
         self._restore(position.now)
         self._set_epoch(position.epoch + (way is Continue.BEHIND))
-        self._resumed, self._undoes_draws = (position, way), undoes_draws
-        self._must_learn_epochs = True
+        self._epochs_ahead = None
+        if way is Continue.BEHIND:
+            self._resumed = 0, position.now if undoes_draws else None
+            return
+        self._latest, self._number = position, position.number
+        self._resumed = position.step, position.start
+        self._at_next_epoch = position.now if way is Continue.AT_END else None
 
     def position(
         self, trained: int, length: int | None, *, cycles: bool, ahead: int
@@ -190,21 +171,17 @@ class Passes:
         if self.begun and not self._is_stateful and not least <= self._pass.steps <= step + ahead:
             return None
         now = self._states()
-        if self._began is not None:
-            return Position(*self._began[:2], step, self.items, self._began[2], now)
-        if self._resumed is not None and self._resumed[1] is not Continue.BEHIND:
-            resumed = self._resumed[0]
-            return Position(resumed.epoch, resumed.number, step, self.items, resumed.start, now)
-        # the steps are those of an earlier epoch
-        return Position(self.epoch - bool(step), 0, step, self.items, now, now)
-
-    @property
-    def _generators(self) -> list[Any]:
-        return [*generators_of(self._source), *self._others]
+        if self._latest is None:  # the steps are those of an earlier epoch
+            return Position(self.epoch - bool(step), 0, step, self.items, now, now)
+        return replace(self._latest, step=step, now=now)
 
     @property
     def _stateful(self) -> list[Any]:
         return [sampler for sampler in samplers_within(self._source) if is_stateful(sampler)]
+
+    @property
+    def _generators(self) -> list[Any]:
+        return [*generators_of(self._source), *self._others]
 
     def _states(self) -> list[Any]:
         """Returns states without numpy's types, which a checkpoint of weights may not hold."""
@@ -217,11 +194,9 @@ class Passes:
 
     def _restore(self, states: Sequence[Any]) -> None:
         generators, samplers = self._generators, self._stateful
-        if len(states) != len(generators) + len(samplers):
-            raise ValueError(
-                f"Expects the generators and stateful samplers of the checkpoint, {len(states)},"
-                f" but the loader has {len(generators) + len(samplers)}. Build the same sampler."
-            )
+        held = len(generators) + len(samplers)
+        if len(states) != held:
+            raise ValueError(f"it has {len(states)} generators and stateful samplers, not {held}")
         write_states(generators, states[: len(generators)])
         for sampler, state in zip(samplers, states[len(generators) :], strict=True):
             sampler.load_state_dict(state)
