@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.data.passes import Passes
-from lightning_cephalo.data.reading import rank_batch_sampler
-from lightning_cephalo.data.streams import DealtStream, OwnPart
+from lightning_cephalo.data.streams import OwnPart
 from lightning_cephalo.plan import Plan
 from lightning_cephalo.ranks.control import ControlGroup
 
@@ -34,8 +33,8 @@ class Dealt(NamedTuple):
 
 def dealt_in(loader: Any) -> Dealt:
     """Return a rebuilt loader with its passes."""
-    sampler = loader if isinstance(loader, DealtStream) else rank_batch_sampler(loader)
-    return Dealt(loader, None if sampler is None else sampler.passes)
+    passes = getattr(loader, "passes", None)
+    return Dealt(loader, passes if isinstance(passes, Passes) else None)
 
 
 Mark = tuple[tuple[Passes, int], ...]

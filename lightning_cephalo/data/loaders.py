@@ -18,17 +18,15 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from lightning_cephalo.common.errors import BatchSplitError, UnsupportedError
+from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.data import reading
-from lightning_cephalo.data.batch_layout import BatchLayout, not_splittable
-from lightning_cephalo.data.dealing import Dealing, EmptyFetch, RankCollate
+from lightning_cephalo.data.dealing import Dealing, DealtSamples, as_it_is
 from lightning_cephalo.data.fingerprints import fingerprint
 from lightning_cephalo.data.randomness import (
     SeparateRandomness,
@@ -50,24 +48,19 @@ def dealt_loader(loader: Any, dealing: Dealing) -> Any:
     Raises:
         ValueError: a DistributedSampler for several ranks, ``batch_size=None`` with a map-style
             dataset, or a global batch size that does not fit the batch sampler.
-        BatchSplitError: a ready batch that cannot be cut.
-        UnsupportedError: a loader that can be read only once, or holds an iterator.
+        UnsupportedError: a loader that holds an iterator.
     """
     loader, ranks = reading.original_of(loader), len(dealing.sizes)
     # A collective: called unconditionally, before anything can differ between ranks.
     generators = generators_of(loader)
     write_states(generators, dealing.broadcast(read_states(generators)))
-    if ranks > 1 or not dealing.trains:
-        reading.refuse_one_pass(loader)
     _reject_distributed_sampler(loader, ranks)
     total = dealing.global_batch_size or reading.global_batch_size(loader, ranks)
     # A custom batch sampler's lists may have any lengths. Dealing the length of the first list here
     # would only make the proportions coarser.
     if total is not None and total != sum(dealing.sizes) and not reading.has_custom_lists(loader):
         dealing = replace(dealing, sizes=deal(total, dealing.sizes))
-    if reading.is_stream(loader):
-        return _deal_stream(loader, dealing)
-    return _deal_map_style(loader, dealing)
+    return (_deal_stream if reading.is_stream(loader) else _deal_map_style)(loader, dealing)
 
 
 def own_part(loader: Any, dealing: Dealing) -> OwnPart:
@@ -89,15 +82,13 @@ def own_part(loader: Any, dealing: Dealing) -> OwnPart:
 
 
 def _deal_stream(loader: Any, dealing: Dealing) -> DealtStream:
-    source, items, changes = loader, 0, _equal_seeds(loader)
-    if not reading.yields_ready_batches(loader):
+    source, items = loader, 0
+    if dealing.trains and not reading.yields_ready_batches(loader):
         if len(dealing.sizes) > 1:
             _warn_unless_it_begins_anew(loader, dealing.seed)
-            if not dealing.trains:
-                dealing = replace(dealing, layout=_evaluation_layout(loader, dealing))
-        if dealing.layout.splitter is not _left_whole:
-            items = sum(dealing.sizes)
-            source = reading.with_batch_size(loader, items)
+        items = sum(dealing.sizes)
+        source = reading.with_batch_size(loader, items)
+    changes = _equal_seeds(loader)
     if changes:
         source = reading.with_changes(source, **changes)
     return DealtStream(source, dealing, loader, items)
@@ -115,17 +106,6 @@ def _warn_unless_it_begins_anew(loader: DataLoader[Any], seed: int) -> None:
             " its last reader has stopped, as an open file does, loses these. So begin anew in"
             " __iter__, and seed what is random, or draw from the global generators."
         )
-
-
-def _evaluation_layout(loader: Any, dealing: Dealing) -> BatchLayout:
-    try:
-        return reading.learn_layout(loader, splitter=dealing.layout.splitter)
-    except (BatchSplitError, ValueError):  # or nothing can be read
-        return BatchLayout(splitter=_left_whole)
-
-
-def _left_whole(batch: Any, sizes: Any) -> Any:
-    raise not_splittable("its layout could not be learned", batch)
 
 
 def _equal_seeds(loader: Any) -> dict[str, Any]:
@@ -152,23 +132,18 @@ def _deal_map_style(loader: DataLoader[Any], dealing: Dealing) -> DataLoader[Any
         mine = RankBatchSampler(lists, dealing, lists_per_step=each)
     else:  # the same samples, but drop_last must refer to the global batch
         mine = RankBatchSampler(lists.sampler, dealing, drop_last=lists.drop_last)
-    # Lightning's predict loop reads the indices from its own wrapper, around our sampler.
+    changes: dict[str, Any] = {"batch_sampler": mine, "passes": mine.passes, "dealt_from": loader}
     wrapper: Any = loader.batch_sampler
-    changes: dict[str, Any] = {"batch_sampler": mine}
-    if wrapper is not lists:
+    if wrapper is not lists:  # Lightning's predict loop reads the indices from it
         changes["batch_sampler"] = type(wrapper)(mine)
     if ranks > 1:  # a single rank is never without samples
-        changes["collate_fn"] = RankCollate(loader.collate_fn, loader.dataset)
-        if hasattr(loader.dataset, "__getitems__"):
-            changes["dataset"] = EmptyFetch(loader.dataset)
-    # Not earlier: Lightning's wrapper copies attributes, and would pickle the loader.
-    mine.original = loader
+        changes["dataset"] = DealtSamples(loader.dataset, loader.collate_fn)
+        changes["collate_fn"] = as_it_is
     return reading.with_changes(loader, **changes)
 
 
 def _reject_distributed_sampler(loader: Any, world_size: int) -> None:
-    roots = (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
-    for sampler in chain.from_iterable(samplers_within(root) for root in roots):
+    for sampler in samplers_within(loader):
         if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
             raise ValueError(
                 f"The DataLoader has a {type(sampler).__name__} for {sampler.num_replicas} ranks "
@@ -181,7 +156,7 @@ def _reject_distributed_sampler(loader: Any, world_size: int) -> None:
 def _lists_per_step(loader: DataLoader[Any], world_size: int, total: int | None) -> int:
     if total is None:
         return world_size
-    size = reading.loader_batch_size(loader)
+    size = reading.global_batch_size(loader, 1)
     if not size or total % size:
         raise ValueError(
             f"Expects a global_batch_size that is a multiple of the batch sampler's lists, but got "

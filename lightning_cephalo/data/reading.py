@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import chain, cycle, islice
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from lightning_cephalo.common.errors import BatchSplitError, UnsupportedError
+from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.data.batch_layout import BatchLayout, Splitter
 from lightning_cephalo.data.containers import own_copy
 from lightning_cephalo.data.dealing import Broadcast, fetch
@@ -29,10 +29,6 @@ from lightning_cephalo.data.randomness import (
     read_states,
     write_states,
 )
-from lightning_cephalo.data.samplers import RankBatchSampler
-from lightning_cephalo.data.streams import RankLoader
-
-# -- what a loader is -----------------------------------------------------------------------------
 
 
 def is_stream(loader: Any) -> bool:
@@ -64,37 +60,21 @@ def has_custom_lists(loader: Any) -> bool:
     return not (lists is None or type(lists) is BatchSampler or is_copy)
 
 
-def rank_batch_sampler(loader: Any) -> RankBatchSampler | None:
-    """Returns the `RankBatchSampler` of a rebuilt loader, or None."""
-    sampler = unwrapped_batch_sampler(loader)
-    return sampler if isinstance(sampler, RankBatchSampler) else None
-
-
 def original_of(loader: Any) -> Any:
     """Returns the user's loader; Lightning puts rebuilt ones into the user's CombinedLoader."""
-    if isinstance(loader, RankLoader):
-        return loader.original
-    sampler = rank_batch_sampler(loader)
-    return loader if sampler is None or sampler.original is None else sampler.original
-
-
-def loader_batch_size(loader: Any) -> int | None:
-    """Returns the samples per batch, or the first list's; None if only iterating would show it."""
-    loader = original_of(loader)
-    if not isinstance(loader, DataLoader):
-        return None
-    if loader.batch_size is not None:
-        return loader.batch_size
-    lists = unwrapped_batch_sampler(loader)
-    size = getattr(lists, "batch_size", None)
-    if isinstance(size, int) or lists is None:
-        return size
-    return next((len(first) for first in first_items(lists, 1)), None)
+    return getattr(loader, "dealt_from", loader)
 
 
 def global_batch_size(loader: Any, world_size: int) -> int | None:
-    """Returns the samples per step over all ranks, as under DDP; None for ready batches."""
-    size = loader_batch_size(loader)
+    """Returns the samples per step over all ranks, as under DDP; None if only reading shows it."""
+    loader = original_of(loader)
+    if not isinstance(loader, DataLoader):
+        return None
+    size, lists = loader.batch_size, unwrapped_batch_sampler(loader)
+    if size is None:
+        size = getattr(lists, "batch_size", None)
+    if not isinstance(size, int) and lists is not None:
+        size = next((len(first) for first in first_items(lists, 1)), None)
     return None if size is None else size * world_size
 
 
@@ -110,13 +90,7 @@ def refuse_one_pass(loader: Any) -> None:
 
 
 def with_changes(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
-    """Returns a copy of a loader, without a running iterator, with other values of attributes.
-
-    A built DataLoader forbids to set some, as its sampler was made for its dataset. Ours was not.
-
-    Raises:
-        UnsupportedError: the loader holds an iterator, of which the copy would get the batches.
-    """
+    """Returns a copy of a loader, without a running iterator, with other values of attributes."""
     changes["_iterator"] = None
     for name, value in vars(loader).items():
         if isinstance(value, _BaseDataLoaderIter) and name not in changes:
@@ -125,7 +99,7 @@ def with_changes(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
                 " cephalo could deal them. Create it in __iter__, or give a plain DataLoader."
             )
     copied = copy.copy(loader)
-    for name, value in changes.items():
+    for name, value in changes.items():  # a DataLoader forbids to set some
         object.__setattr__(copied, name, value)
     return copied
 
@@ -135,9 +109,6 @@ def with_batch_size(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
     lists: Any = loader.batch_sampler
     lists = type(lists)(loader.sampler, size, loader.drop_last)
     return with_changes(loader, batch_size=size, batch_sampler=lists)
-
-
-# -- random states --------------------------------------------------------------------------------
 
 
 def agreed_seed(broadcast: Broadcast) -> int:
@@ -158,9 +129,6 @@ def untouched(loader: Any) -> Generator[None, None, None]:
             write_states(held, states)
 
 
-# -- samples --------------------------------------------------------------------------------------
-
-
 def first_rows(loader: Any, layout: BatchLayout) -> int:
     """Returns the samples of the first ready batch; 0 if there is none."""
     with untouched(loader):
@@ -177,12 +145,8 @@ def sample_batches(
 ) -> list[Any]:
     """Returns collated batches of ``sizes`` of the loader's first samples, for profiling.
 
-    For a map-style dataset no iterator is started; keys repeat if there are too few. Else one new
-    iterator is started in this process, and its first ready batch is cut. A loader that cannot be
-    iterated twice loses that batch. All random generators are restored.
-
-    Raises:
-        ValueError: the dataset is empty, or a ready batch is smaller than asked for.
+    Samples repeat if there are too few. Of ready batches the first is cut. Raises ValueError if
+    that is smaller than asked for, or if there are no samples.
     """
     loader = original_of(loader)
     count = max(sizes)
@@ -230,19 +194,9 @@ def first_items(source: Any, count: int) -> list[Any]:
 
 def learn_layout(loader: Any, *, splitter: Splitter | None = None) -> BatchLayout:
     """Returns the layout, learned from two batches; raises BatchSplitError without a cut."""
-    loader = original_of(loader)
+    loader, sizes = original_of(loader), (7, 5)
     if yields_ready_batches(loader):
         # Ready batches come in one size, so there is nothing to compare.
         return BatchLayout(splitter=splitter)
-
-    def learned(sizes: tuple[int, int]) -> BatchLayout:
-        larger, smaller = sample_batches(loader, sizes)
-        return BatchLayout.learn(larger, smaller, sizes, splitter=splitter)
-
-    try:
-        return learned((3, 2))
-    except BatchSplitError as error:
-        # a padded length may equal the number of samples by chance
-        with suppress(BatchSplitError):
-            return learned((7, 5))
-        raise error
+    larger, smaller = sample_batches(loader, sizes)
+    return BatchLayout.learn(larger, smaller, sizes, splitter=splitter)

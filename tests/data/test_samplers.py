@@ -336,12 +336,6 @@ def test_batch_sizes_change_at_a_step_of_the_running_pass_and_in_later_ones():
     assert [len(keys) for keys in samplers[0]] == [2] * 4
 
 
-@pytest.mark.parametrize(("rank", "sizes"), [(2, (1, 1)), (0, (0, 0)), (0, (2, -1)), (0, ())])
-def test_impossible_batch_sizes_are_refused(rank, sizes):
-    with pytest.raises(ValueError, match="batch size"):
-        ranked(range(4), rank, sizes)
-
-
 def test_the_sampler_pickles_and_goes_on_the_same():
     sampler = ranked(GloballyRandom(20), 1, (3, 2), seed=3)
     copy = pickle.loads(pickle.dumps(sampler))

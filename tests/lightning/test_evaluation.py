@@ -186,9 +186,9 @@ def test_predictions_of_all_ranks_are_those_of_one_device(
 
 
 class Writer(BasePredictionWriter):
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, counts: tuple[int, ...]) -> None:
         super().__init__("batch_and_epoch")
-        self.folder = folder
+        self.folder, self.counts = folder, counts
 
     def write_on_batch_end(
         self,
@@ -201,7 +201,8 @@ class Writer(BasePredictionWriter):
         dataloader_idx: int,
     ) -> None:
         assert list(batch_indices) == prediction["index"].tolist()
-        assert pl_module.indices(batch) == (list(batch_indices) or [0])  # a repeated one
+        repeated = [self.counts[dataloader_idx] - 1]
+        assert pl_module.indices(batch) == (list(batch_indices) or repeated)
 
     def write_on_epoch_end(
         self, trainer: Any, pl_module: Any, predictions: Any, batch_indices: Any
@@ -220,7 +221,13 @@ def test_a_prediction_writer_gets_the_indices_of_its_predictions(
 ) -> None:
     data = [DataLoader(samples(count), batch_size=2, num_workers=workers) for count in counts]
     module = Evaluated(tmp_path)
-    run("predict", "even", module, data if len(data) > 1 else data[0], callbacks=[Writer(tmp_path)])
+    run(
+        "predict",
+        "even",
+        module,
+        data if len(data) > 1 else data[0],
+        callbacks=[Writer(tmp_path, counts)],
+    )
     written = [json.loads((tmp_path / f"written{rank}.json").read_text()) for rank in range(2)]
     for loader_index, count in enumerate(counts):
         indices = [i for rank in written for i in rank[loader_index]]
