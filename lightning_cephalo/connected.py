@@ -109,7 +109,7 @@ class ConnectedStrategy(ParallelStrategy):
 
     @property
     def _view(self) -> TrainerView:
-        return TrainerView(self._module.trainer)
+        return TrainerView.of_module(self._module)
 
     @property
     def _module(self) -> LightningModule:

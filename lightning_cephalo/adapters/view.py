@@ -28,6 +28,11 @@ class TrainerView:
 
     of: Trainer
 
+    @classmethod
+    def of_module(cls, module: LightningModule) -> TrainerView:
+        """Return the view of the Trainer that runs a module."""
+        return cls(module.trainer)
+
     # -- what runs ----------------------------------------------------------------------------
 
     @property

@@ -26,18 +26,13 @@ class BackwardPass:
     """What marks call: the place of the backward in its program."""
 
     def __init__(self) -> None:
-        self._running: Executor | None = None  # no cycle in between: it keeps process groups
+        self._executor: Executor  # while it runs: a cycle keeps process groups
         self._rest: Iterator[Instruction] = iter(())
         self._due: set[tuple[int, int]] = set()
         self._passing: Instruction | None = None
         self._has_broken = False
         self._record: RecomputedVisit | None = None
         self._retains = False
-
-    @property
-    def _executor(self) -> Executor:
-        assert self._running is not None
-        return self._running
 
     def run(
         self,
@@ -48,7 +43,7 @@ class BackwardPass:
     ) -> None:
         """Run them all; what fails in the engine is noted, as other ranks go on."""
         step = executor.step
-        self._running, self._rest = executor, iter(instructions)
+        self._executor, self._rest = executor, iter(instructions)
         self._passing, self._has_broken = None, False
         self._retains = retain
         try:
@@ -60,7 +55,8 @@ class BackwardPass:
                 self._go_on(instruction)
             self._end_visit()
         finally:
-            self._running, self._due = None, set()
+            self._due = set()
+            del self._executor
             step.roots.clear()
 
     def _run_engine(self, step: Step, *, retain: bool) -> None:

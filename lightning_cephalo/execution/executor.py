@@ -121,9 +121,7 @@ class Executor:
 
     @property
     def overlay(self) -> Overlay:
-        overlay = self._places.overlay
-        assert overlay is not None
-        return overlay
+        return self._places.overlay
 
     @property
     def recomputing(self) -> Recomputing:
@@ -333,7 +331,7 @@ class Executor:
         Ranks may call units differently often (text generation): all go on to the last call.
         """
         calls = [] if call is None else [call]
-        places = replace(self._places, overlay=None, arena=None)
+        places = replace(self._places, arena=None)
         options = MicrobatchOptions(recompute=False)
         microbatches = [
             Microbatch(index, each.step, places, options, self.backward_pass)

@@ -236,8 +236,8 @@ class Microbatch:
 
     def _found(self, forward: UnitForward, modes: ThreadState) -> Found:
         """Note the state in which a unit's body begins."""
-        places, overlay = self._places, self._places.overlay
-        view = None if overlay is None else overlay.now(forward.with_buffers)
+        places = self._places
+        view = places.overlay.now(forward.with_buffers)
         return Found(places.accelerator.random_states(), modes, view)
 
     def behind_visit(self) -> None:

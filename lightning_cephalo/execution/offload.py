@@ -34,10 +34,34 @@ def powers_of_two(nbytes: int) -> list[int]:
 
 @dataclass
 class OffloadedTensor:
+    """A leaf whose values are in host memory; ``returning``: a copy on its way, and its end."""
+
     leaf: Tensor
     host: Tensor
-    returning: Tensor | None = None
-    arrival: Any = None
+    copies: Told
+    returning: tuple[Tensor, Any] | None = None
+
+    def fetch(self) -> tuple[Tensor, Any]:
+        """Begin to copy the values back, unless it has begun."""
+        if self.returning is None:
+            shape, stride = self.host.shape, self.host.stride()
+            values = torch.empty_strided(
+                shape, stride, dtype=self.leaf.dtype, device=self.leaf.device
+            )
+            self.returning = values, self.copies.start(values, self.host)
+        return self.returning
+
+    def restore(self) -> None:
+        """Give the leaf its values; later work runs after their copy."""
+        values, arrival = self.fetch()
+        self.copies.wait(arrival)
+        self.leaf.data, self.returning = values, None
+
+    def discard(self) -> None:
+        """Drop the values, and release the device memory of a copy that may be under way."""
+        if self.returning is not None:  # only work that waits for the copy may reuse the memory
+            self.copies.wait(self.returning[1])
+        self.returning = None
 
 
 class HostArena:
@@ -96,28 +120,7 @@ class HostArena:
             # only work that waits for the copy may reuse the memory
             self._leaving.append((values, copied))
         take_memory(leaf)
-        return OffloadedTensor(leaf, host)
-
-    def prefetch(self, away: OffloadedTensor) -> None:
-        if away.returning is not None:
-            return
-        away.returning = torch.empty_strided(
-            away.host.shape, away.host.stride(), dtype=away.leaf.dtype, device=away.leaf.device
-        )
-        away.arrival = self._copies.start(away.returning, away.host)
-
-    def restore(self, away: OffloadedTensor) -> None:
-        self.prefetch(away)
-        self._copies.wait(away.arrival)
-        assert away.returning is not None
-        away.leaf.data = away.returning
-        away.returning = away.arrival = None
-
-    def discard(self, away: OffloadedTensor) -> None:
-        """Drop the values, and release the device memory of a copy that may be under way."""
-        # only work that waits for the copy may reuse the memory
-        self._copies.wait(away.arrival)
-        away.returning = away.arrival = None
+        return OffloadedTensor(leaf, host, self._copies)
 
     def _let_go_of_copied(self, but: int) -> None:
         while len(self._leaving) > but:

@@ -277,6 +277,7 @@ class Merge:
     def combine(self, codes: Sequence[float]) -> dict[str, Any]:
         """Write the buffers, and return the values of attributes; collective."""
         flags, values = [int(code) for code in codes], {}
+        packed, self._packed = self._packed, None
         is_new = any(flag & _NEW for flag in flags)
         if is_new or any(flag & _NUMBERS for flag in flags):
             shares = self._control.gather(self._share)
@@ -285,8 +286,8 @@ class Merge:
             values = _merged_numbers(shares)
         if is_new or any(flag & _TENSORS for flag in flags):
             if is_new or not all(flag & _TENSORS for flag in flags):
-                self._packed = self._control.together("merging what the step writes", self._pack)
-            values |= self._merge()
+                packed = self._control.together("merging what the step writes", self._pack)
+            values |= self._merge(packed)
             if is_new:
                 self._control.together("comparing integer buffers", self.check)
         return values
@@ -311,9 +312,9 @@ class Merge:
         where = device if is_sent else torch.device("cpu")
         return Packed(parts, torch.tensor(self._weights, dtype=torch.float64, device=where))
 
-    def _merge(self) -> dict[str, Tensor]:
-        packed, self._packed = self._packed, None
-        assert packed is not None
+    def _merge(self, packed: Packed | None) -> dict[str, Tensor]:
+        if packed is None:
+            return {}
         differs, names = packed.merge(self._control.world_size > 1)
         if differs is not None:
             readback = self._accelerator.readback()

@@ -13,7 +13,6 @@ Source: torch's own ``checkpoint(use_reentrant=False)``. The inputs here can mov
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -90,7 +89,7 @@ class Places:
     """Where a body finds its state, equal for all visits of a step."""
 
     accelerator: Accelerator
-    overlay: Overlay | None
+    overlay: Overlay
     arena: HostArena | None
     saved_again: SavedAgain = field(default_factory=SavedAgain)
     recomputing: Recomputing = field(default_factory=Recomputing)
@@ -114,7 +113,7 @@ class RecomputedVisit:
         self._saved_count = 0
         self._counts = False
         self._values: list[Any] | None = None
-        self._body: Callable[..., Any] | None = None
+        self._body: Callable[..., Any] = _never
         self._parts = 0  # of its backward that have begun
         self._met: list[tuple[Any, tuple[Tensor, ...]]] = []
         self._met_again: Iterator[tuple[Any, tuple[Tensor, ...]]] = iter(())
@@ -169,18 +168,16 @@ class RecomputedVisit:
     def offload(self) -> None:
         """Move inputs that nobody else holds to host memory."""
         arena = self._places.arena
-        assert arena is not None
         for tensor in self._tensors:
-            if is_held_alone(tensor):
+            if arena is not None and is_held_alone(tensor):
                 away = arena.offload(tensor)
                 if away is not None:
                     self._away.append(away)
 
     def fetch(self) -> None:
         """Begin to copy them back."""
-        assert self._places.arena is not None
         for away in self._away:
-            self._places.arena.prefetch(away)
+            away.fetch()
 
     # -- backward -----------------------------------------------------------------------------
 
@@ -202,12 +199,10 @@ class RecomputedVisit:
         self._parts, self._values = 0, None
         if keeps:
             return
-        arena = self._places.arena
         for away in self._away:  # without gradients its values were never restored
-            assert arena is not None
-            arena.discard(away)
+            away.discard()
         self._away, self._inputs, self._tensors, self._met = [], [], [], []
-        self._body = None
+        self._body = _never
 
     def _value(self, index: int) -> Tensor:
         if not self._parts:
@@ -221,10 +216,8 @@ class RecomputedVisit:
 
     def _compute_again(self) -> list[Any]:
         places, found, body = self._places, self._found, self._body
-        assert body is not None
         for away in self._away:
-            assert places.arena is not None
-            places.arena.restore(away)
+            away.restore()
         self._away = []
         self._refuse_changed_inputs()
         saved, count = places.saved_again, self._saved_count
@@ -242,8 +235,7 @@ class RecomputedVisit:
             accelerator.restore_random_states(found.random)
             push_saved_tensor_hooks(saved.pack, _never)
             try:
-                overlay = places.overlay
-                with nullcontext() if overlay is None else overlay.replayed(found.view):
+                with places.overlay.replayed(found.view):
                     body(*args, **kwargs)
             except _Enough:
                 pass
@@ -275,7 +267,7 @@ def _leaves(values: Sequence[Any]) -> list[Any]:
     return found
 
 
-def _never(packed: Any) -> Tensor:
+def _never(*args: Any, **kwargs: Any) -> Tensor:
     raise gradient_through_units()
 
 

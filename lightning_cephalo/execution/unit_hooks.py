@@ -10,6 +10,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -201,7 +202,9 @@ class UnitForward(ReplacedForward):
         # `module.compile()` would trace into the scheduler: the cut must be outside of it
         self._compiled = module._compiled_call_impl
         self.is_compiled = self._compiled is not None
-        self.body = module.forward if self._compiled is None else self._compiled_body
+        self.body = module.forward
+        if self._compiled is not None:
+            self.body = partial(self._compiled_body, self._compiled)
         if self._compiled is not None and (module._forward_hooks or module._forward_pre_hooks):
             raise UnitUseError(
                 f"{type(module).__name__} was compiled in place and has forward hooks, which would"
@@ -229,11 +232,10 @@ class UnitForward(ReplacedForward):
         other.body = body
         return other
 
-    def _compiled_body(self, *args: Any, **kwargs: Any) -> Any:
-        assert self._compiled is not None
+    def _compiled_body(self, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._restore_forward()
         try:
-            return self._compiled(*args, **kwargs)
+            return compiled(*args, **kwargs)
         finally:
             self._module.forward = self
 

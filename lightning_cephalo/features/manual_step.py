@@ -288,17 +288,20 @@ class PhasedSteps:
                 " because the backward runs over units, one by one, on all ranks. Multiply the loss"
                 " instead of a gradient."
             )
-        assert self.running is not None
+        running = self.check_is_running()
         if self.is_measured:
             self.losses.append(loss.detach())
-        self.running.need_backward(loss, bool(retain_graph))
+        running.need_backward(loss, bool(retain_graph))
 
-    def check_is_running(self) -> None:
-        if self.running is None:
+    def check_is_running(self) -> ManualMicrobatch:
+        """Return the microbatch that runs, which is the one of this step."""
+        running = self.running
+        if running is None:
             raise UnsupportedError(
                 "manual_backward() outside of training_step: all ranks run the backward together,"
                 " unit by unit. Call it in training_step()."
             )
+        return running
 
     @property
     def running(self) -> ManualMicrobatch | None:
@@ -448,9 +451,9 @@ class PhasedSteps:
             warn_of_own_gradient()
 
     def refuse_gradients_through_units(self, outputs: Sequence[Tensor], inputs: Any) -> None:
-        assert self.running is not None
+        running = self.running
         wanted = [each for each in inputs if isinstance(each, Tensor) and each.requires_grad]
-        if self.running.visits_between(outputs, wanted):
+        if running is not None and running.visits_between(outputs, wanted):
             raise UnsupportedError(
                 "torch.autograd.grad() of something that units have computed (a gradient penalty?)"
                 " under strategy='cephalo': a unit's graph exists only in the layered backward."

@@ -23,7 +23,6 @@ from lightning_cephalo.features.normalisation import (
     joined,
     no_moments,
     refuse_single_value,
-    update_running,
 )
 from lightning_cephalo.plan.program import ROOT, Instruction, Operation, Visit
 from lightning_cephalo.sharding.collectives import all_gather_rows
@@ -90,8 +89,6 @@ def _normalise(microbatch: Microbatch, index: int, norm: nn.SyncBatchNorm, value
     meeting.bring(value)
     unit = ROOT if entered is None else entered.unit
     microbatch.meet(Visit(unit, differentiable, index), meeting)
-    assert meeting.statistics is not None
-    update_running(norm, meeting.statistics)
     if entered is not None:
         return meeting.normalised(value)
     microbatch.mark_behind_meeting(differentiable=differentiable)
@@ -103,13 +100,12 @@ def _normalise(microbatch: Microbatch, index: int, norm: nn.SyncBatchNorm, value
 def _normalise_again(visit: RecomputedVisit, norm: nn.SyncBatchNorm, value: Tensor) -> Tensor:
     """Return the output of a layer while its unit is computed again."""
     meeting = visit.meet_again()
-    if meeting is None or meeting.norm is not norm or meeting.statistics is None:
+    if meeting is None or meeting.norm is not norm:
         raise UnitUseError(
             "A unit calls its layers of torch.nn.SyncBatchNorm otherwise when it is computed"
             " again for the backward. Use CephaloStrategy(recompute=False)."
         )
     meeting.bring(value)  # its graph saves what that of the first run has saved
-    update_running(norm, meeting.statistics)
     output: Tensor = meeting.normalised(value)
     return output
 
@@ -121,7 +117,7 @@ class Meetings:
         self._layers = layers
         self._device = device
         self._brought: Tensor | None = None
-        self._taken: Tensor | None = None
+        self._taken: list[Tensor] = []
 
     def run(self, executor: Executor, instruction: Instruction) -> None:
         """Let microbatches meet at a visit, in a forward or a backward."""
@@ -165,16 +161,14 @@ class Meetings:
         """Return the sum over all ranks of the gradients of statistics."""
         self._brought = gradient
         backward.run_to(Operation.MEET, position)
-        taken, self._taken = self._taken, None
-        assert taken is not None
-        return taken
+        return self._taken.pop()
 
     def _backward(self, executor: Executor, visit: Visit) -> None:
         own, self._brought = self._brought, None
         if own is None:  # nothing here depends on them
             own = no_moments(self._layers[visit.meeting], self._device)[1:]
         with executor.link.waiting():
-            self._taken = self._of_ranks(executor, own).sum(0)
+            self._taken = [self._of_ranks(executor, own).sum(0)]
 
     def _of_ranks(self, executor: Executor, own: Tensor) -> Tensor:
         """Return the rows of all ranks, stacked; in rank order, so that sums are equal on all."""

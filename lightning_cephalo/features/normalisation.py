@@ -68,21 +68,23 @@ def joined(rows: Tensor) -> Tensor:
     return torch.cat([count[None], mean, deviations.sum(0) + between])
 
 
-def update_running(norm: nn.SyncBatchNorm, statistics: Statistics) -> None:
+_RUNNING = ("num_batches_tracked", "running_mean", "running_var")
+
+
+def _update_running(norm: nn.SyncBatchNorm, statistics: Statistics) -> None:
     """Move the running statistics of a layer, as torch's batch normalisation does."""
     if not norm.track_running_stats:
         return
     with torch.no_grad():
-        assert norm.num_batches_tracked is not None
-        assert norm.running_mean is not None and norm.running_var is not None
-        norm.num_batches_tracked.add_(1)
+        steps, mean, variance = (norm.get_buffer(name) for name in _RUNNING)
+        steps.add_(1)
         momentum = norm.momentum
         if momentum is None:  # the mean over all steps
-            momentum = 1.0 / float(norm.num_batches_tracked)
+            momentum = 1.0 / float(steps)
         count = statistics.count
         unbiased = statistics.variance * (count / (count - 1.0))
-        norm.running_mean.mul_(1.0 - momentum).add_(statistics.mean * momentum)
-        norm.running_var.mul_(1.0 - momentum).add_(unbiased * momentum)
+        mean.mul_(1.0 - momentum).add_(statistics.mean * momentum)
+        variance.mul_(1.0 - momentum).add_(unbiased * momentum)
 
 
 class Meeting:
@@ -117,9 +119,14 @@ class Meeting:
         self.row = _Moments.apply(value, self)
 
     def normalised(self, value: Tensor) -> Tensor:
-        """Return the normalised values; gradients of the statistics go to :attr:`joint`."""
+        """Return the normalised values; gradients of the statistics go to :attr:`joint`.
+
+        Moves the running statistics of the layer.
+        """
         norm, statistics = self.norm, self.statistics
-        assert statistics is not None
+        if statistics is None:
+            raise RuntimeError("A layer normalises before all ranks have met.")
+        _update_running(norm, statistics)
         wide = at_least_float32(value.dtype)
         if norm.affine:
             weight, bias = norm.weight.to(wide), norm.bias.to(wide)

@@ -80,9 +80,8 @@ def loss_over_batch(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor
         return function(*tensors)
     asking = Asking(tensors)
     microbatch.wait_for_all(AT_BATCH, asking)
-    assert asking.answer is not None
-    asking.answer.share.compute(function)
-    return asking.answer.loss_of(tensors)
+    (answer,) = asking.answers
+    return answer.loss_of(tensors, answer.share.compute(function))
 
 
 def was_called() -> bool:
@@ -99,11 +98,11 @@ class Asking:
     """The rows of one microbatch that waits, and what it gets."""
 
     tensors: Tensors
-    answer: Answer | None = None
+    answers: list[Answer] = field(default_factory=list)  # one, as soon as all have asked
 
     @property
     def is_answered(self) -> bool:
-        return self.answer is not None
+        return bool(self.answers)
 
 
 @dataclass
@@ -116,10 +115,10 @@ class WholeBatch:
     gradients: list[Tensor | None] = field(default_factory=list)
     of_parameters: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
-    def compute(self, function: Callable[..., Tensor]) -> None:
-        """Compute the loss and its gradients, for the first microbatch that asks."""
+    def compute(self, function: Callable[..., Tensor]) -> Tensor:
+        """Return the loss; the first microbatch that asks computes it and its gradients."""
         if self.loss is not None:
-            return
+            return self.loss
         loss = function(*self.rows)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise UnitUseError(
@@ -147,6 +146,7 @@ class WholeBatch:
                 else:
                     self.of_parameters.append((leaf, exact))
         self.loss = loss.detach()
+        return self.loss
 
 
 @dataclass(frozen=True)
@@ -158,11 +158,10 @@ class Answer:
     factor: float
     is_first: bool
 
-    def loss_of(self, tensors: Sequence[Tensor]) -> Tensor:
+    def loss_of(self, tensors: Sequence[Tensor], loss: Tensor) -> Tensor:
         """Return the loss, with a graph to this microbatch's rows and its part of parameters."""
         share = self.share
-        assert share.loss is not None
-        carried = torch.zeros((), device=share.loss.device)
+        carried = torch.zeros((), device=loss.device)
         pairs = zip(tensors, share.gradients, self.starts, strict=True)
         for tensor, gradient, start in pairs:
             if gradient is not None and tensor.requires_grad:
@@ -173,7 +172,7 @@ class Answer:
                 part = (parameter.to(gradient.dtype) * gradient).sum()
                 carried = carried + part * (self.factor / share.ranks)
         # the value of the loss, with the gradient of `carried`
-        return share.loss + (carried - carried.detach()).to(share.loss.dtype)
+        return loss + (carried - carried.detach()).to(loss.dtype)
 
 
 def exchange_rows(
@@ -282,7 +281,7 @@ def go_on(executor: Executor, others_returned: bool) -> None:
         executor.give_up(doing)
         raise
     for asking, answer in zip(asked, answers, strict=True):
-        asking.answer = answer
+        asking.answers = [answer]
     step.calls = [replace(each, weight_of=partial(_weight_of, each)) for each in step.calls]
     last, head = len(step.visits) - 1, with_loss(step.visits, executor.ends)
     unit = ROOT if head == NONE else step.visits[head].unit

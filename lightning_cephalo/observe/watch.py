@@ -208,13 +208,11 @@ class Watch:
         step_s = self._ended_s - self._started_s
         if counts:
             self._steps_s.append(step_s)
-        is_recorded = self._recorder is not None and self._model.executor.link.is_observed_by(
-            self._recorder
-        )
+        recorder, link = self._recorder, self._model.executor.link
+        is_recorded = recorder is not None and link.is_observed_by(recorder)
         self._detach()
-        if self._timing.finish() and is_recorded:
-            assert self._recorder is not None
-            self._recorder.finish()
+        if self._timing.finish() and recorder is not None and is_recorded:
+            recorder.finish()
         if self._read() and counts and not is_recorded:
             self._latest_busy_s = self._busy_s[-1]
 

@@ -141,7 +141,7 @@ class Session:
         if job.trains:
             self._at_end.callback(switch_off_caches(module))
         self.plan = _plan_before(job, self.model.fractions)
-        view = TrainerView(module.trainer)
+        view = TrainerView.of_module(module)
         self._scales_loss = loss_scaler(view.precision) is not None
         self.logs = StepLogs(view, groups, accelerator.device, lambda: self.batches.are_lacking)
         if groups.control.world_size > 1:

@@ -33,5 +33,5 @@ def close_connections() -> None:
             # group sends no host memory.
             with suppress(RuntimeError):
                 receive = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=_TAG)
-                assert receive is not None
-                receive.wait(_LIMIT)
+                if receive is not None:
+                    receive.wait(_LIMIT)

@@ -212,10 +212,9 @@ _CONNECTIONS: weakref.WeakKeyDictionary[dist.ProcessGroup, Connection] = weakref
 
 def current() -> Connection | None:
     """Return the connection over the default group, also of the user's; None if there is none."""
-    if not (dist.is_available() and dist.is_initialized()):
+    default = dist.group.WORLD if dist.is_available() else None
+    if default is None:
         return None
-    default = dist.group.WORLD
-    assert default is not None
     known = _CONNECTIONS.get(default)
     return note(None) if known is None else known
 

@@ -162,6 +162,14 @@ def communicates(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
     return backend_of(group).runs_on_device
 
 
+def everyone() -> dist.ProcessGroup:
+    """Return the group of all ranks."""
+    group = dist.group.WORLD
+    if group is None:
+        raise RuntimeError("There is no process group.")
+    return group
+
+
 def all_gather_rows(
     local: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup
 ) -> torch.Tensor:

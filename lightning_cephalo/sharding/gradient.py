@@ -132,15 +132,15 @@ class Gradient:
             parameter.grad = None
         accumulate = any(parameter.grad is not None for parameter in self._sharded)
         slices = armed.memory.slices(cut)
-        if self.reduced.shard is None:
+        shard = self.reduced.shard
+        if shard is None:
+            shard = slices.own
             if in_place and not accumulate:
-                self.reduced = Reduced(slices.faces, slices.own, armed.buffer)
+                self.reduced = Reduced(slices.faces, shard, armed.buffer)
             else:
                 # every element will be written: zeros would cost another pass
-                own = torch.empty_like(slices.own)
-                self.reduced = Reduced(cut.faces(own), own)
-        shard = self.reduced.shard
-        assert shard is not None
+                shard = torch.empty_like(shard)
+                self.reduced = Reduced(cut.faces(shard), shard)
         if accumulate:
             self._keep_only_held()
 

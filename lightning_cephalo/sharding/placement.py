@@ -25,7 +25,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from lightning_cephalo.accelerator.torch_versions import computes_by_itself
 from lightning_cephalo.common.errors import UnsupportedError
-from lightning_cephalo.sharding.collectives import all_gather_rows, broadcast
+from lightning_cephalo.sharding.collectives import all_gather_rows, broadcast, everyone
 
 WHOLE_MODEL = (
     "To save the model or a part of it, enter `with trainer.strategy.full_parameters():` on every"
@@ -362,10 +362,8 @@ def full_parameter(sharded: nn.Parameter) -> nn.Parameter:
 
 def default_mesh(device_type: str, group: dist.ProcessGroup | None = None) -> DeviceMesh:
     """Build the one-dimensional mesh over the ranks of a group; None: over all ranks."""
-    group = group or dist.group.WORLD
-    assert group is not None
     # `init_device_mesh` would create another group where gloo serves a machine with other devices
-    return DeviceMesh.from_group(group, device_type)
+    return DeviceMesh.from_group(group or everyone(), device_type)
 
 
 def agreed(number: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_cephalo.common.errors import UnsupportedError
-from lightning_cephalo.sharding.collectives import all_gather_rows
+from lightning_cephalo.sharding.collectives import all_gather_rows, everyone
 from lightning_cephalo.sharding.placement import (
     in_rows,
     local_part,
@@ -37,9 +37,8 @@ def refuse_different(values: Sequence[Tensor], like: DTensor, name: str) -> None
     """
     own = torch.cat([_sums(value).to(local_part(like).device) for value in values])
     mesh, ones = like.device_mesh, [len(own)] * dist.get_world_size()
-    assert dist.group.WORLD is not None
     # of all ranks, also where groups of them hold the whole tensor each
-    ranks = all_gather_rows(own.to(mesh.device_type), ones, dist.group.WORLD)
+    ranks = all_gather_rows(own.to(mesh.device_type), ones, everyone())
     for value, found in zip(values, ranks.view(-1, len(values), 3).cpu().unbind(1), strict=True):
         rounds = value.is_floating_point() or value.is_complex()
         rounding = torch.finfo(value.dtype).eps if rounds else 0.0

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_cephalo.common.errors import UnitUseError
-from lightning_cephalo.sharding.collectives import all_gather_rows
+from lightning_cephalo.sharding.collectives import all_gather_rows, everyone
 from lightning_cephalo.sharding.flat import show_in
 from lightning_cephalo.sharding.placement import full_parameter, local_part, own_part
 from lightning_cephalo.sharding.write_guard import GatheredParameter, LockedRows
@@ -91,10 +91,9 @@ def _refuse_use(parameters: list[nn.Parameter]) -> None:
     flags = [bool(in_use)]
     # ranks run different numbers of microbatches: in one of them no rank may communicate
     if parameters and not inside and dist.get_world_size() > 1:
-        assert dist.group.WORLD is not None
         flag = torch.tensor([bool(in_use)], device=parameters[0].device, dtype=torch.uint8)
         ones = [1] * dist.get_world_size()
-        flags = all_gather_rows(flag, ones, dist.group.WORLD).bool().tolist()
+        flags = all_gather_rows(flag, ones, everyone()).bool().tolist()
     if any(flags):
         why = why or f"rank {flags.index(True)} uses parameters"
         raise UnitUseError(

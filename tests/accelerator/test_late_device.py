@@ -31,10 +31,10 @@ def test_offloaded_values_are_waited_for_and_kept_until_they_are_copied():
         held = [(leaf, arena.offload(leaf)) for leaf in leaves(6)]
         assert all(leaf.untyped_storage().nbytes() == 4 for leaf, _ in held)
         for _, away in reversed(held):
-            arena.prefetch(away)  # long before it is needed
+            away.fetch()  # long before it is needed
         for at in reversed(range(len(held))):
             leaf, away = held[at]
-            arena.restore(away)
+            away.restore()
             assert torch.equal(leaf.detach(), torch.full((1000,), float(at)))
 
 
@@ -43,9 +43,8 @@ def test_memory_that_values_are_on_their_way_to_is_not_given_back_before_they_ha
     arena.start()
     (leaf,) = leaves(1)
     away = arena.offload(leaf)
-    arena.prefetch(away)
-    returning = away.returning
-    arena.discard(away)
+    returning, _ = away.fetch()
+    away.discard()
     assert away.returning is None and torch.equal(returning, torch.zeros(1000))
 
 

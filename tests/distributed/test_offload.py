@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -244,8 +246,8 @@ def test_the_ring_is_allocated_once():
             values = leaf.detach().clone()
             away = arena.offload(leaf)
             assert leaf.untyped_storage().nbytes() == 4 and leaf.shape == (size,)
-            arena.prefetch(away)
-            arena.restore(away)
+            away.fetch()
+            away.restore()
             assert torch.equal(leaf.detach(), values)
     assert taken == [2**20]
 
@@ -271,7 +273,7 @@ def test_layouts_come_back_as_they_were():
     leaf = torch.randn(4, 6).t().requires_grad_()
     stride, values = leaf.stride(), leaf.detach().clone()
     away = arena.offload(leaf)
-    arena.restore(away)
+    away.restore()
     assert leaf.stride() == stride and torch.equal(leaf.detach(), values)
     assert arena.offload(torch.zeros(1).expand(5).requires_grad_()) is None
 
@@ -283,9 +285,18 @@ class NotingArena(HostArena):
         super().__init__(Device(host_memory, pins=False), math.inf)
         self.fetched: list[OffloadedTensor] = []
 
-    def prefetch(self, away: OffloadedTensor) -> None:
-        super().prefetch(away)
-        self.fetched.append(away)
+    def offload(self, leaf: torch.Tensor) -> OffloadedTensor | None:
+        away = super().offload(leaf)
+        return None if away is None else Noting(**vars(away), fetched=self.fetched)
+
+
+@dataclass
+class Noting(OffloadedTensor):
+    fetched: list[OffloadedTensor] = field(kw_only=True)
+
+    def fetch(self) -> tuple[torch.Tensor, Any]:
+        self.fetched.append(self)
+        return super().fetch()
 
 
 class SideBranch(Blocks):
@@ -423,7 +434,7 @@ def test_a_pinned_ring_takes_powers_of_two_and_keeps_them():
             leaf = torch.full((1_000_000,), float(index)).requires_grad_()
             kept.append((index, leaf, arena.offload(leaf)))
         for index, leaf, away in kept:
-            arena.restore(away)
+            away.restore()
             assert torch.equal(leaf.detach(), torch.full((1_000_000,), float(index)))
     assert taken == [2**26, 2**24, 2**26] and arena.held_bytes == sum(taken)
 

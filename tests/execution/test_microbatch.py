@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,7 +63,8 @@ def microbatch_of(step: Callable[[Callable[..., Any]], Any], **options: Any) -> 
         )
         return microbatch.visit(index, trainable, forward, args, kwargs)
 
-    places = Places(Cpu(torch.device("cpu")), None, None)
+    overlay: Any = SimpleNamespace(now=lambda modules: None, replayed=lambda view: nullcontext())
+    places = Places(Cpu(torch.device("cpu")), overlay, None)
     options = MicrobatchOptions(**{"recompute": True, **options})
     microbatch = Microbatch(0, lambda: step(visit), places, options, Passing())
     return microbatch
