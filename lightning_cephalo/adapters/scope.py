@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from lightning_cephalo.adapters.stepping import copy_of, step_without_hooks
+from lightning_cephalo.sharding.placement import like_parameter
 
 # Steps of a trial: more than the periods of common slow updates (5, 6 and 10).
 _STEPS = 12
@@ -42,41 +42,30 @@ class Scope(Enum):
     PARAMETER = "parameter"
 
 
-_KNOWN: dict[type[Optimizer], Scope] = {
-    **dict.fromkeys(
-        (
-            torch.optim.SGD,
-            torch.optim.Adam,
-            torch.optim.AdamW,
-            torch.optim.Adamax,
-            torch.optim.NAdam,
-            torch.optim.RAdam,
-            torch.optim.RMSprop,
-            torch.optim.Adagrad,
-            torch.optim.Adadelta,
-            torch.optim.ASGD,
-            torch.optim.Rprop,
-        ),
-        Scope.ELEMENT,
-    ),
-    torch.optim.Adafactor: Scope.PARAMETER,
+# By package and class. Element-wise in the versions of docs/optimizers.md; of packages other than
+# torch, a trial checks that they still are.
+_ELEMENT_WISE = {
+    "torch": "SGD Adam AdamW Adamax NAdam RAdam RMSprop Adagrad Adadelta ASGD Rprop",
+    "adabelief_pytorch": "AdaBelief",
+    "lion_pytorch": "Lion",
+    "schedulefree": "AdamWScheduleFree RAdamScheduleFree SGDScheduleFree",
 }
-if hasattr(torch.optim, "Muon"):  # from torch 2.9 on
-    _KNOWN[torch.optim.Muon] = Scope.PARAMETER
+_SCOPES = {
+    **{(p, name): Scope.ELEMENT for p, names in _ELEMENT_WISE.items() for name in names.split()},
+    ("torch", "Adafactor"): Scope.PARAMETER,
+    ("torch", "Muon"): Scope.PARAMETER,
+}
 
-# Element-wise in the versions of docs/optimizers.md; a trial checks that they still are.
-_ELEMENT_WISE_PACKAGES = {
-    ("adabelief_pytorch", "AdaBelief"),
-    ("lion_pytorch", "Lion"),
-    ("schedulefree", "AdamWScheduleFree"),
-    ("schedulefree", "RAdamScheduleFree"),
-    ("schedulefree", "SGDScheduleFree"),
-}
+
+def listed_scope(optimizer: Optimizer) -> Scope | None:
+    """Return the scope of torch's own optimizers and of some packages'; None for others."""
+    kind = type(optimizer)
+    return _SCOPES.get((kind.__module__.partition(".")[0], kind.__name__))
 
 
 def known_scope(optimizer: Optimizer) -> Scope | None:
     """Return the scope of torch's own optimizers; None for others, and for subclasses."""
-    return _KNOWN.get(type(optimizer))
+    return listed_scope(optimizer) if type(optimizer).__module__.startswith("torch.") else None
 
 
 def not_element_wise(optimizer: Optimizer) -> str:
@@ -89,12 +78,6 @@ def not_element_wise(optimizer: Optimizer) -> str:
 def parameters_of(optimizer: Optimizer) -> list[Any]:
     """Return the parameters of all groups of an optimizer."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def is_listed(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer is one of a package whose updates were found element-wise."""
-    kind = type(optimizer)
-    return (kind.__module__.partition(".")[0], kind.__name__) in _ELEMENT_WISE_PACKAGES
 
 
 def is_named(optimizer: Optimizer, elementwise: Sequence[type[Optimizer] | str]) -> bool:
@@ -118,44 +101,66 @@ def parameters_elsewhere(optimizer: Optimizer) -> list[str]:
         return any(id(leaf) in own or isinstance(leaf, Optimizer | nn.Module) for leaf in leaves)
 
     attributes = vars(optimizer).items()
+    torchs = ("state", "param_groups", "defaults")
+    return [name for name, value in attributes if name not in torchs and holds(value)]
+
+
+def state_bytes_per_element(optimizer: Optimizer) -> list[int]:
+    """Return the bytes of state per element of a parameter, by parameter group.
+
+    A copy of the optimizer updates one small parameter of each group. 8 for Adam in fp32, and as
+    with Adam if no copy can tell: updates are not element-wise, or options are for devices only.
+    """
+    if listed_scope(optimizer) is Scope.ELEMENT:
+        with suppress(Exception), torch.random.fork_rng(devices=[]):
+            return _tried_bytes(optimizer)
+    first = [group["params"][:1] for group in optimizer.param_groups]
+    return [sum(MOMENTS * p.element_size() for p in each) for each in first]
+
+
+def _tried_bytes(optimizer: Optimizer) -> list[int]:
+    members = [
+        [nn.Parameter(torch.zeros(2, 2, dtype=p.dtype)) for p in group["params"][:1]]
+        for group in optimizer.param_groups
+    ]
+    own = _copy(optimizer, members)
+    for parameter in parameters_of(own):
+        parameter.grad = torch.ones_like(parameter)
+    step_without_hooks(own)
+    entries = [[v for p in each for v in own.state.get(p, {}).values()] for each in members]
     return [
-        name for name, value in attributes
-        if name not in ("state", "param_groups", "defaults") and holds(value)
-    ]  # fmt: skip
+        sum(v.element_size() for v in each if isinstance(v, Tensor) and v.shape == (2, 2))
+        for each in entries
+    ]
+
+
+def _copy(optimizer: Optimizer, members: Sequence[Sequence[Tensor]]) -> Any:
+    own: Any = copy_of(optimizer, members, on_host=True)
+    if callable(getattr(own, "train", None)):
+        own.train()
+    return own
 
 
 # -- trials ---------------------------------------------------------------------------------------
 
-_Place = tuple[int, int]  # a parameter's group, and its index there
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """A parameter of a trial, or some of its rows: where it starts, and where gradients pull it."""
-
-    start: Tensor
-    target: Tensor
-
-    def rows(self, rows: slice) -> _Piece:
-        # every rank has all of a 0-d parameter
-        return _Piece(self.start[rows], self.target[rows]) if self.start.ndim else self
+_Place = tuple[int, int]
+"""A parameter's group, and its index there."""
+_Pieces = Mapping[_Place, tuple[Tensor, Tensor]]
+"""By parameter of a trial, or rows of it, where it starts and where gradients pull it."""
+_Run = Mapping[_Place, tuple[list[Tensor], Any]]
+"""By parameter, its values before and after every step, and its state at the end."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """The result of a trial.
-
-    Attributes:
-        why: Why updates do not run on rows, or on single parameters; empty: they do.
-        moves_first: Whether the step changes parameters before it calls the closure.
-        draws: Whether it draws random numbers.
-        ran: Whether copies could be tried to the end.
-    """
+    """Why updates do not run on rows, or on single parameters; empty: they do, if a trial ran."""
 
     why: str = ""
-    moves_first: bool = False
-    draws: bool = False
     ran: bool = True
+
+
+class _UnfitError(Exception):
+    """The optimizer uses its closure in a way that ranks could not follow."""
 
 
 def try_out(optimizer: Optimizer, *, by_rows: bool) -> Trial:
@@ -168,62 +173,18 @@ def try_out(optimizer: Optimizer, *, by_rows: bool) -> Trial:
         return Trial("it has state already, so that no copy of it can be tried", ran=False)
     with torch.random.fork_rng(devices=[]):
         try:
-            return _trial(optimizer, _pieces(optimizer), by_rows)
+            return Trial(_difference(optimizer, _pieces(optimizer), by_rows))
+        except _UnfitError as found:
+            return Trial(str(found))
         except Exception as failure:
             return Trial(f"a trial raised {type(failure).__name__}: {failure}", ran=False)
 
 
-def state_bytes_per_element(optimizer: Optimizer) -> list[int]:
-    """Return the bytes of state per element of a parameter, by parameter group.
-
-    A copy of the optimizer updates one small parameter of each group. 8 for Adam in fp32, and as
-    with Adam if no copy can tell: updates are not element-wise, or options are for devices only.
-    """
-    if known_scope(optimizer) is Scope.ELEMENT or is_listed(optimizer):
-        with suppress(Exception), torch.random.fork_rng(devices=[]):
-            return _tried_bytes(optimizer)
-    first = [group["params"][:1] for group in optimizer.param_groups]
-    return [sum(MOMENTS * p.element_size() for p in each) for each in first]
-
-
-def _tried_bytes(optimizer: Optimizer) -> list[int]:
-    pieces = {}
-    for g, group in enumerate(optimizer.param_groups):
-        if group["params"]:
-            dtype = group["params"][0].dtype
-            pieces[g, 0] = _Piece(*(torch.full((2, 2), value, dtype=dtype) for value in (0.0, 1.0)))
-    # torch's own make all of their state in the first step
-    run = _run(optimizer, pieces, _STEPS if known_scope(optimizer) is None else 1)
-    found = [0] * len(optimizer.param_groups)
-    for (g, _), entries in run.state.items():
-        rows = [v for v in entries.values() if isinstance(v, Tensor) and v.shape == (2, 2)]
-        found[g] = sum(row.element_size() for row in rows)
-    return found
-
-
-def _trial(optimizer: Optimizer, pieces: Mapping[_Place, _Piece], by_rows: bool) -> Trial:
-    before = torch.get_rng_state()
-    whole = _run(optimizer, pieces)
-    draws = not torch.equal(before, torch.get_rng_state())
-    found = partial(Trial, moves_first=whole.moves_first, draws=draws)
-    if whole.evaluations > 1:
-        return found("it evaluates its closure several times a step")
-    if by_rows:
-        cuts = (slice(2), slice(2, None))
-        parts = [{place: each.rows(rows) for place, each in pieces.items()} for rows in cuts]
-    else:
-        order = list(pieces)
-        parts = [{place: pieces[place] for place in order[first::2]} for first in (0, 1)]
-    # of another loss: ranks compute other ones
-    runs = [_run(optimizer, part, loss=3.0) for part in parts if part]
-    return found(_difference(runs, whole, pieces, by_rows))
-
-
-def _pieces(optimizer: Optimizer) -> dict[_Place, _Piece]:
+def _pieces(optimizer: Optimizer) -> _Pieces:
     """Return a small random tensor for some of the parameters of every group."""
     generator = torch.Generator().manual_seed(7)
     counts: dict[tuple[str, int], int] = {}
-    found: dict[_Place, _Piece] = {}
+    found: dict[_Place, tuple[Tensor, Tensor]] = {}
     for g, group in enumerate(optimizer.param_groups):
         options = repr({k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr")})
         for i, parameter in enumerate(group["params"]):
@@ -233,86 +194,72 @@ def _pieces(optimizer: Optimizer) -> dict[_Place, _Piece]:
                 counts[kind] = count + 1
                 shape = _SHAPES[count][: parameter.ndim]
                 start, target = (torch.randn(shape, generator=generator) for _ in range(2))
-                found[g, i] = _Piece(start.to(parameter.dtype), target.to(parameter.dtype))
+                found[g, i] = start.to(parameter.dtype), target.to(parameter.dtype)
     return found
 
 
-@dataclass
-class _Run:
-    """What a copy has made of its parameters: values after every step, and state."""
-
-    values: dict[_Place, list[Tensor]] = field(default_factory=dict)
-    state: dict[_Place, Any] = field(default_factory=dict)
-    moves_first: bool = False
-    evaluations: int = 0
-
-
-def _run(
-    optimizer: Optimizer, pieces: Mapping[_Place, _Piece], steps: int = _STEPS, loss: float = 1.0
-) -> _Run:
-    """Let a copy of the optimizer update parameters by gradients that pull them to targets."""
-    held: dict[_Place, nn.Parameter] = {}
-    members: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
-    for (g, i), piece in pieces.items():
-        held[g, i] = nn.Parameter(piece.start.clone())
-        held[g, i].__dict__.update(optimizer.param_groups[g]["params"][i].__dict__)
-        members[g].append(held[g, i])
-    own: Any = copy_of(optimizer, members, on_host=True)
-    if callable(getattr(own, "train", None)):
-        own.train()
-    run = _Run()
-    for step in range(steps):
-        last = {place: tensor.detach().clone() for place, tensor in held.items()}
-        evaluations = 0
-
-        def closure(step: int = step, last: Mapping[_Place, Tensor] = last) -> Tensor:
-            nonlocal evaluations
-            if not evaluations:
-                run.moves_first |= not all(
-                    torch.equal(tensor.nan_to_num(), last[place].nan_to_num())
-                    for place, tensor in held.items()
-                )
-            evaluations += 1
-            for place, tensor in held.items():
-                # gradients of many sizes, so that clipping by a norm of all becomes visible
-                pull = tensor.detach() - pieces[place].target
-                tensor.grad = pull * 10.0 ** (sum(place) % 3 - 1)
-            return torch.tensor(loss / (step + 1))
-
-        step_without_hooks(own, closure)
-        run.evaluations = max(run.evaluations, evaluations)
-        for place, tensor in held.items():
-            run.values.setdefault(place, []).append(tensor.detach().clone())
-    run.state = {place: own.state[p] for place, p in held.items() if p in own.state}
-    return run
-
-
-def _difference(
-    runs: Sequence[_Run], whole: _Run, pieces: Mapping[_Place, _Piece], by_rows: bool
-) -> str:
+def _difference(optimizer: Optimizer, pieces: _Pieces, by_rows: bool) -> str:
     """Return what differs between parts and the whole, in a few words; empty: nothing."""
-    where = "is cut into rows" if by_rows else "stands alone"
-    for place, values in whole.values.items():
-        own = [run for run in runs if place in run.values]
-        steps = zip(*(run.values[place] for run in own), strict=True)
-        joined = [torch.cat(parts) if values[-1].ndim else parts[0] for parts in steps]
-        if not _equal(joined, values, pieces[place].start):
+    whole, order = _run(optimizer, pieces), list(pieces)
+    if by_rows:
+        cuts = (slice(2), slice(2, None))
+        # every rank has all of a 0-d parameter
+        parts: list[_Pieces] = [
+            {at: (s[rows], t[rows]) if s.ndim else (s, t) for at, (s, t) in pieces.items()}
+            for rows in cuts
+        ]
+    else:
+        parts = [{place: pieces[place] for place in order[first::2]} for first in (0, 1)]
+    # of another loss: ranks compute other ones
+    runs = [_run(optimizer, part, loss=3.0) for part in parts if part]
+    for place, (values, state) in whole.items():
+        steps = zip(*(run[place][0] for run in runs if place in run), strict=True)
+        if not _equal([torch.cat(s) if s[0].ndim else s[0] for s in steps], values):
+            where = "is cut into rows" if by_rows else "stands alone"
             return f"a parameter that {where}, or another loss, changes an update"
-        if by_rows:
-            leaves = pytree.tree_leaves(whole.state.get(place, {}))
-            if any(
-                isinstance(v, Tensor) and v.ndim and v.shape != values[-1].shape for v in leaves
-            ):
-                return "its state has other rows than the parameters"
+        tensors = [v for v in pytree.tree_leaves(state) if isinstance(v, Tensor) and v.ndim]
+        if by_rows and any(each.shape != values[0].shape for each in tensors):
+            return "its state has other rows than the parameters"
     return ""
 
 
-def _equal(found: Sequence[Tensor], wanted: Sequence[Tensor], start: Tensor) -> bool:
+def _run(optimizer: Optimizer, pieces: _Pieces, loss: float = 1.0) -> _Run:
+    """Let a copy of the optimizer update parameters by gradients that pull them to targets."""
+    groups = optimizer.param_groups
+    held = {
+        (g, i): like_parameter(start.clone(), groups[g]["params"][i])
+        for (g, i), (start, _) in pieces.items()
+    }
+    values = {place: [start] for place, (start, _) in pieces.items()}
+    own = _copy(
+        optimizer, [[p for (g, _), p in held.items() if g == n] for n in range(len(groups))]
+    )
+    for step in range(1, _STEPS + 1):
+
+        def closure(step: int = step) -> Tensor:
+            for place, tensor in held.items():
+                if tensor.grad is not None:
+                    raise _UnfitError("it evaluates its closure several times a step")
+                if not torch.equal(tensor.nan_to_num(), values[place][-1].nan_to_num()):
+                    raise _UnfitError("it changes parameters before it calls its closure")
+                # gradients of many sizes, so that clipping by a norm of all becomes visible
+                pull = tensor.detach() - pieces[place][1]
+                tensor.grad = pull * 10.0 ** (sum(place) % 3 - 1)
+            return torch.tensor(loss / step)
+
+        step_without_hooks(own, closure)
+        for place, tensor in held.items():
+            tensor.grad = None
+            values[place].append(tensor.detach().clone())
+    return {place: (values[place], own.state.get(p, {})) for place, p in held.items()}
+
+
+def _equal(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
     """Return whether values after every step are alike, until they are not finite any more."""
     for one, other in zip(found, wanted, strict=True):
         if not other.isfinite().all():
             break
-        most = (other - start).abs().max() if other.numel() else 0.0
+        most = (other - wanted[0]).abs().max() if other.numel() else 0.0
         if not bool(((one - other).abs() <= _ALIKE * most).all()):
             return False
     return True

@@ -71,17 +71,11 @@ class OptimizerUpdates:
         _check_held(optimizer)
         claim = f"Planner(elementwise=[{name!r}])"
         is_named = scope.is_named(optimizer, self._elementwise)
-        is_claimed = is_named or scope.is_listed(optimizer)
+        is_claimed = is_named or scope.listed_scope(optimizer) is Scope.ELEMENT
         trial = scope.try_out(optimizer, by_rows=is_claimed)
-        if trial.moves_first:
-            raise UnsupportedError(
-                f"{name} changes parameters before it calls its closure, where each rank holds rows"
-                " of them. Use a form of it that calls the closure first (for ScheduleFree: the"
-                " class without 'Closure' in its name)."
-            )
         if is_named and not trial.ran:
             rank_zero_warn(f"{claim} is followed. It could not be checked: {trial.why}.")
-        elif is_named and trial.why and not trial.draws:
+        elif is_named and trial.why:
             raise UnsupportedError(
                 f"{claim} names an optimizer whose updates of rows, in a trial, are not those of"
                 f" whole parameters: {trial.why}. Do not name it."
