@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import chain
 from types import MappingProxyType
 from typing import Any, Protocol, cast
@@ -60,22 +61,32 @@ def local_update(
 ) -> Iterator[None]:
     """While active, ``optimizer.step`` updates plain tensors; hooks and closures find DTensors."""
     # rows are right for element-wise updates, and for all on a single rank
-    exchange = _RowsUpdate(optimizer, elsewhere) if owned is None else owned
+    show = partial(_rows_updated, optimizer, elsewhere) if owned is None else owned.shown
+    shown, evaluations = ExitStack(), 0
     depth = 0  # torch runs hooks again where a step calls that of its base class
 
     def before(_: Optimizer, args: Any, kwargs: Any) -> Any:
-        nonlocal depth
+        nonlocal depth, evaluations
         depth += 1
         if depth > 1:
             return None
+        evaluations = 0
         options = dict(kwargs)
         given = len(args) > 1 or "closure" in options
         closure = args[1] if len(args) > 1 else options.pop("closure", None)
 
         def closure_and_exchange() -> Any:
-            exchange.before_closure()
+            nonlocal evaluations
+            evaluations += 1
+            if evaluations > 1 and owned is not None:
+                raise UnsupportedError(
+                    f"{type(optimizer).__name__} evaluates its closure several times a step, and"
+                    " ranks may do so differently often. Use a form of it that evaluates its"
+                    " closure once a step."
+                )
+            shown.close()  # of an evaluation before
             outcome = closure() if closure is not None else None
-            exchange.show()
+            shown.enter_context(show())
             return outcome
 
         if given:
@@ -88,51 +99,27 @@ def local_update(
         nonlocal depth
         depth -= 1
         if depth == 0:
-            exchange.finish(None)
+            shown.close()
 
     handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
     # Private: there is no public way to run before the user's own hooks, which must find DTensors.
     hooks = cast("OrderedDict[int, Any]", optimizer._optimizer_step_post_hooks)
     hooks.move_to_end(handles[1].id, last=False)
     try:
-        yield
-    except Exception as failure:
-        exchange.finish(failure)
-        raise
+        with shown:
+            yield
     finally:
         for handle in handles:
             handle.remove()
-        exchange.restore()
 
 
-class _RowsUpdate:
-    """The updates of an optimizer on this rank's rows."""
-
-    def __init__(self, optimizer: Optimizer, elsewhere: UpdatesElsewhere | None) -> None:
-        self._optimizer, self._elsewhere = optimizer, elsewhere
-        self._shown = ExitStack()
-        self._is_shown = False
-
-    def before_closure(self) -> None:
-        self.finish(None)  # of an evaluation before
-
-    def show(self) -> None:
-        """Put this rank's rows in place of DTensors."""
-        updated = () if self._elsewhere is None else self._elsewhere.before_step()
-        self._shown.enter_context(_rows_shown(self._optimizer, updated=updated))
-        self._is_shown = True
-
-    def finish(self, failure: BaseException | None) -> None:
-        """Put the DTensors back where rows are shown, with the update's additions to the state."""
-        was_shown = self._is_shown
-        self.restore()
-        if was_shown and failure is None and self._elsewhere is not None:
-            self._elsewhere.after_step()
-
-    def restore(self) -> None:
-        """Put the DTensors back after a failure too."""
-        self._is_shown = False
-        self._shown.close()
+@contextmanager
+def _rows_updated(optimizer: Optimizer, elsewhere: UpdatesElsewhere | None) -> Iterator[None]:
+    updated = () if elsewhere is None else elsewhere.before_step()
+    with _rows_shown(optimizer, updated=updated):
+        yield
+    if elsewhere is not None:
+        elsewhere.after_step()
 
 
 @contextmanager

@@ -8,7 +8,9 @@ see the same entries: tensors as DTensors whose rows lie on the owner, else equa
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Container, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -23,7 +25,7 @@ from lightning_cephalo.adapters.stepping import Shown
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.owners import Owners, on_owner
-from lightning_cephalo.sharding.placement import local_part
+from lightning_cephalo.sharding.placement import like_parameter, local_part
 from lightning_cephalo.sharding.same_values import cut_gradients
 
 _PLAIN = (bool, int, float, complex, str, type(None))
@@ -35,8 +37,6 @@ class OwnedUpdate:
     def __init__(self, optimizer: Optimizer, owners: Owners, control: ControlGroup) -> None:
         self._optimizer, self._owners, self._control = optimizer, owners, control
         self._whole: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._shown: Shown | None = None
-        self._meanwhile = ExitStack()
         owners.assign(self._parameters())
 
     def _parameters(self) -> list[DTensor]:
@@ -44,129 +44,110 @@ class OwnedUpdate:
 
     # -- a step -------------------------------------------------------------------------------
 
-    def before_closure(self) -> None:
-        """Refuse a second evaluation, which ranks may make differently often."""
-        if self._shown is not None:
-            raise UnsupportedError(
-                f"{type(self._optimizer).__name__} evaluates its closure several times a step, and"
-                " ranks may do so differently often. Use a form of it that evaluates its closure"
-                " once a step."
-            )
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show whole parameters in place of DTensors; then all ranks get new values and state.
 
-    def show(self) -> None:
-        """Put whole parameters in place of DTensors; collective."""
-        optimizer, owners, parameters = self._optimizer, self._owners, self._parameters()
+        Collective, at both ends.
+        """
+        control, owners, parameters = self._control, self._owners, self._parameters()
+        name = type(self._optimizer).__name__
         owners.assign(parameters)  # groups may have come since the last step
         cut_gradients(parameters)
-        doing = f"making room for the whole parameters of {type(optimizer).__name__}"
-        whole = self._control.together(doing, lambda: [self._room(p) for p in parameters])
+        doing = f"making room for the whole parameters of {name}"
+        whole = control.together(doing, lambda: [self._room(p) for p in parameters])
+        graded = [i for i, p in enumerate(parameters) if p.grad is not None]
         with torch.no_grad():
             owners.collect(parameters, [local_part(p) for p in parameters], whole)
-            graded = [i for i, p in enumerate(parameters) if p.grad is not None]
             owners.collect(
                 [parameters[i] for i in graded],
                 [local_part(cast(Tensor, parameters[i].grad)) for i in graded],
                 [None if whole[i] is None else whole[i].grad for i in graded],
             )
-        # private, as in adapters/optimizer.py: no mode of the user sees the exchange
-        self._meanwhile.enter_context(torch._C.DisableTorchFunction())
-        pairs = [
-            [(p, self._whole[p]) for p in group["params"] if owners.owns(p)]
-            for group in optimizer.param_groups
-        ]
-        self._shown = Shown(optimizer, pairs, lambda _, __, value: local_part(value), self._face)
+        doing, failure, message = f"updating by {name}", None, None
+        try:
+            with self._whole_shown():
+                yield
+            doing = "reading the optimizer's state"
+            message = self._message()
+        except Exception as error:
+            failure = error
+        messages = control.gather(message)
+        if all(each is not None for each in messages):
+            parameters = self._parameters()
+            made = [self._whole[p].detach() if owners.owns(p) else None for p in parameters]
+            with torch.no_grad():
+                owners.spread(parameters, made, [local_part(p).detach() for p in parameters])
+            self._take(messages)
+        for own in self._whole.values():
+            own.grad, own.data = None, own.new_empty(0)
+        if any(each is None for each in messages):
+            control.raise_if_any_failed(failure, doing)
 
     def _room(self, parameter: DTensor) -> Tensor | None:
         """Return memory for a whole parameter and its gradient, if this rank owns it."""
         if not self._owners.owns(parameter):
             return None
-        if parameter not in self._whole:
-            device = local_part(parameter).device
-            values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-            made = nn.Parameter(values, requires_grad=parameter.requires_grad)
-            made.__dict__.update(parameter.__dict__)  # the user's tags
-            self._whole[parameter] = made
-        whole = cast(nn.Parameter, self._whole[parameter])
-        storage = whole.untyped_storage()
-        if not storage.nbytes():
-            storage.resize_(whole.numel() * whole.element_size())
+        device = local_part(parameter).device
+        values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        whole = self._whole.setdefault(parameter, like_parameter(values, parameter))
+        whole.data = values
         whole.requires_grad_(parameter.requires_grad)
         whole.grad = None if parameter.grad is None else torch.empty_like(whole)
-        return whole
+        return cast(Tensor, whole)
 
-    def _face(self, name: str, parameter: Tensor, value: Tensor) -> Tensor:
+    @contextmanager
+    def _whole_shown(self) -> Iterator[None]:
+        pairs = [
+            [(p, self._whole[p]) for p in group["params"] if self._owners.owns(p)]
+            for group in self._optimizer.param_groups
+        ]
+        # private, as in adapters/optimizer.py: no mode of the user sees the exchange
+        with torch._C.DisableTorchFunction():
+            shown = Shown(self._optimizer, pairs, lambda _, __, v: local_part(v), self._as_state)
+            try:
+                yield
+            finally:
+                shown.end()
+
+    def _as_state(self, name: str, parameter: Tensor, value: Tensor) -> Tensor:
         if not value.ndim or type(value) not in (Tensor, nn.Parameter) or value.is_sparse:
             return value
         return on_owner(value, self._owners.rank, cast(DTensor, parameter), value)
-
-    def finish(self, failure: BaseException | None) -> None:
-        """End a step that has begun: new values and state for all ranks; collective."""
-        if self._shown is None:
-            return
-        self.restore()
-        doing, message = f"updating by {type(self._optimizer).__name__}", None
-        if failure is None:
-            try:
-                message = self._message()
-            except Exception as error:
-                doing, failure = "reading the optimizer's state", error
-        messages = self._control.gather(message)
-        if any(each is None for each in messages):
-            self._free()
-            self._control.raise_if_any_failed(failure, doing)
-        parameters = self._parameters()
-        whole = [self._whole[p].detach() if self._owners.owns(p) else None for p in parameters]
-        with torch.no_grad():
-            rows = [local_part(p).detach() for p in parameters]
-            self._owners.spread(parameters, whole, rows)
-        self._take(messages)
-        self._free()
-
-    def restore(self) -> None:
-        """Put the DTensors back; no communication."""
-        shown, self._shown = self._shown, None
-        if shown is not None:
-            shown.end()
-            self._meanwhile.close()
-
-    def _free(self) -> None:
-        """Free the memory of whole parameters, unless state shares it."""
-        state = self._optimizer.state.values()
-        leaves = pytree.tree_leaves([dict(e) if isinstance(e, dict) else e for e in state])
-        tensors = [local_part(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
-        shared = {each.untyped_storage()._cdata for each in tensors if not each.is_sparse}
-        for whole in self._whole.values():
-            whole.grad = None
-            if whole.untyped_storage()._cdata not in shared:
-                whole.untyped_storage().resize_(0)
 
     # -- what all ranks see -------------------------------------------------------------------
 
     def _message(self) -> tuple[dict[int, Any], dict[int, Any]]:
         """Return the state of what this rank owns, without values, and numbers among options."""
-        state, owned, start = {}, {}, 0
+        state, options, start = {}, {}, 0
+        # which ends with the step
+        memory = {p.untyped_storage().data_ptr() for p in self._whole.values() if p.numel()}
+        without_values = partial(self._without_values, memory)
         for number, group in enumerate(self._optimizer.param_groups):
             held = {i: p for i, p in enumerate(group["params"], start) if self._owners.owns(p)}
             start += len(group["params"])
             for index, parameter in held.items():
                 if parameter in self._optimizer.state:
                     entries = dict(self._optimizer.state[parameter])
-                    state[index] = pytree.tree_map(self._without_values, entries)
+                    state[index] = pytree.tree_map(without_values, entries)
             if held:
-                owned[number] = {n: value for n, value in group.items() if type(value) in _PLAIN}
-        return state, owned
+                options[number] = {n: v for n, v in group.items() if type(v) in _PLAIN}
+        return state, options
 
-    def _without_values(self, leaf: Any) -> Any:
+    def _without_values(self, memory: Container[int], leaf: Any) -> Any:
+        kind = type(leaf).__name__
         if isinstance(leaf, DTensor):
-            return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+            if local_part(leaf).untyped_storage().data_ptr() not in memory:
+                return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+            kind = "view of a parameter"
         if isinstance(leaf, Tensor) and not leaf.ndim:
             return leaf.detach().cpu().clone()
         if isinstance(leaf, _PLAIN):
             return leaf
         raise UnsupportedError(
-            f"{type(self._optimizer).__name__} keeps a {type(leaf).__name__} in its state, which"
-            " other ranks and checkpoints cannot hold: expected tensors, numbers and containers of"
-            " them. Use an optimizer with such state, or strategy='ddp'."
+            f"{type(self._optimizer).__name__} keeps a {kind} in its state, which other ranks and"
+            " checkpoints cannot hold: expected tensors with memory of their own, numbers and"
+            " containers of them. Use an optimizer with such state, or strategy='ddp'."
         )
 
     def _take(self, messages: list[Any]) -> None:

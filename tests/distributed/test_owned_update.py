@@ -25,9 +25,9 @@ SHARES = (0.25, 0.75)
 class _Ledger(torch.optim.Optimizer):
     """Its state has lists and numbers, and its groups count updates of what is in them."""
 
-    def __init__(self, params, evaluations=1):
+    def __init__(self, params, evaluations=1, more=lambda p: 0):
         super().__init__([{"params": [p]} for p in params], {"updates": 0})
-        self.evaluations, self.kept = evaluations, {}
+        self.evaluations, self.more, self.kept = evaluations, more, {}
 
     @torch.no_grad()
     def step(self, closure):
@@ -42,6 +42,7 @@ class _Ledger(torch.optim.Optimizer):
                     entries.update(sides=[torch.zeros_like(p), torch.zeros(2)], count=0, size=None)
                 entries["sides"][0] += p.grad
                 entries["count"] += 1
+                entries["more"] = self.more(p)
                 entries["size"] = p.grad.norm()
                 p.data = p.data - entries["sides"][0] / entries["size"]
                 assert self.kept.setdefault(id(p), entries["sides"][0]) is entries["sides"][0]
@@ -102,6 +103,10 @@ def _trained_by_owner(rank):
     twice = _Ledger(parameters, evaluations=2)
     with pytest.raises(UnsupportedError, match="_Ledger evaluates its closure several times"):
         _train(parameters, twice, OwnedUpdate(twice, Owners(SHARES, rank), control))
+    for kind, more in {"set": lambda p: {1}, "view of a parameter": lambda p: p.detach()}.items():
+        keeps = _Ledger(parameters, more=more)
+        with pytest.raises(UnsupportedError, match=f"_Ledger keeps a {kind} in its state"):
+            _train(parameters, keeps, OwnedUpdate(keeps, Owners(SHARES, rank), control))
     optimizer = _Ledger(parameters)
     owned, control.gathers = OwnedUpdate(optimizer, Owners(SHARES, rank), control), 0
     _train(parameters, optimizer, owned)
