@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
 from types import MappingProxyType
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,40 +24,22 @@ from torch.optim import Optimizer
 from lightning_cephalo.adapters.owned_update import OwnedUpdate
 from lightning_cephalo.adapters.stepping import Shown, copy_of, step_without_hooks
 from lightning_cephalo.common.errors import UnsupportedError
+from lightning_cephalo.execution.updates import LateUpdates
 from lightning_cephalo.sharding.collectives import all_reduce
-from lightning_cephalo.sharding.placement import (
-    agreed,
-    in_rows,
-    local_part,
-    rows_of,
-)
+from lightning_cephalo.sharding.placement import agreed, in_rows, local_part, rows_of
 from lightning_cephalo.sharding.same_values import cut_gradients
-from lightning_cephalo.sharding.spent_gradients import (
-    is_spent,
-    sent_gradient,
-)
-from lightning_cephalo.sharding.write_guard import Locked, spelled
+from lightning_cephalo.sharding.spent_gradients import is_spent, sent_gradient
 
 # No TorchFunctionMode sees a call inside. Private: torch has no public way to suspend a mode that
 # is not the innermost one.
 _without_torch_functions = torch._C.DisableTorchFunction
 
 
-class UpdatesElsewhere(Protocol):
-    """Updates parameters whose state is not on the device; ``step`` leaves them out."""
-
-    def before_step(self) -> Container[int]:
-        """Update them; return their ids. Gradients are final and clipped."""
-
-    def after_step(self) -> None:
-        """Wait until they are updated; hooks behind the step may read them."""
-
-
 @contextmanager
 def local_update(
     optimizer: Optimizer,
     owned: OwnedUpdate | None = None,
-    elsewhere: UpdatesElsewhere | None = None,
+    elsewhere: LateUpdates | None = None,
 ) -> Iterator[None]:
     """While active, ``optimizer.step`` updates plain tensors; hooks and closures find DTensors."""
     # rows are right for element-wise updates, and for all on a single rank
@@ -114,7 +96,7 @@ def local_update(
 
 
 @contextmanager
-def _rows_updated(optimizer: Optimizer, elsewhere: UpdatesElsewhere | None) -> Iterator[None]:
+def _rows_updated(optimizer: Optimizer, elsewhere: LateUpdates | None) -> Iterator[None]:
     updated = () if elsewhere is None else elsewhere.before_step()
     with _rows_shown(optimizer, updated=updated):
         yield
@@ -212,21 +194,18 @@ def clip_by_norm(parameters: Iterable[Tensor], largest: float) -> Tensor:
                 cast(Tensor, parameter.grad).abs()  # raises by name
         if not held:
             return torch.tensor(0.0)
-        parts: list[tuple[Tensor, Tensor]] = []
-        copies: list[tuple[Tensor, Tensor]] = []
         with _rows_of(held) as rows:
-            graded = [own.grad for own in rows if own.grad is not None]
-            found = iter(norms_of(graded) if graded else [])
-            for parameter in held:
-                own_sent = sent.get(id(parameter))
-                norm = next(found) if own_sent is None else own_sent.norm
-                (copies if rows_of(parameter) is None else parts).append((parameter, norm))
+            pairs = zip(held, rows, strict=True)
+            graded = {id(p): own.grad for p, own in pairs if own.grad is not None}
+            norms = {key: own.norm for key, own in sent.items()}
+            norms.update(zip(graded, norms_of(list(graded.values())), strict=True))
+            cut, copied = ([p for p in held if (rows_of(p) is None) is c] for c in (False, True))
             square, of_copies = (
-                _square_of_norm([norm for _, norm in each], rows[0].device)
-                for each in (parts, copies)
+                _square_of_norm([norms[id(p)] for p in each], rows[0].device)
+                for each in (cut, copied)
             )
-            if parts:
-                mesh = cast(DTensor, parts[0][0]).device_mesh
+            if cut:
+                mesh = cast(DTensor, cut[0]).device_mesh
                 all_reduce(square, mesh.get_group()).wait()
                 agreed(square, mesh)
             norm = (square + of_copies).sqrt().to(rows[0].dtype)
@@ -241,7 +220,8 @@ def clip_by_norm(parameters: Iterable[Tensor], largest: float) -> Tensor:
 
 def norms_of(gradients: list[Tensor]) -> list[Tensor]:
     """Return the norm of each gradient, as ``torch.nn.utils.get_total_norm`` computes it."""
-    return list(torch._foreach_norm(gradients))  # private: torch has no public form of it
+    # private: torch has no public form of it
+    return list(torch._foreach_norm(gradients)) if gradients else []
 
 
 def _square_of_norm(norms: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -255,23 +235,11 @@ def _square_of_norm(norms: Sequence[Tensor], device: torch.device) -> Tensor:
 def clip_by_value(parameters: Iterable[Tensor], largest: float) -> None:
     """Clamp the gradients' elements to ``largest``; UnsupportedError if some are on the host."""
     held = list(parameters)
-    left = [name for name in map(_name_of_sent, held) if name]
-    if left:
-        raise UnsupportedError(
-            f"Gradients are clipped by value, but those of {spelled(left)} are on the host already:"
-            " the step began with clipping by norm. Change gradient_clip_algorithm before a step,"
-            " such as in on_train_batch_start()."
-        )
+    for parameter in held:
+        if sent_gradient(parameter.grad) is not None:  # by a step that began with another clipping
+            cast(Tensor, parameter.grad).abs()  # raises by name
     with _without_torch_functions(), _rows_of(held) as rows:
         torch.nn.utils.clip_grad_value_(rows, largest)
-
-
-def _name_of_sent(parameter: Tensor) -> str:
-    """Return the full name of a parameter whose gradient is on the host; empty: it is not."""
-    gradient = parameter.grad
-    if gradient is None or sent_gradient(gradient) is None:
-        return ""
-    return str(cast(Locked, local_part(gradient)).full_name)
 
 
 @contextmanager
