@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from lightning_cephalo.adapters.owned_update import OwnedUpdate
 from lightning_cephalo.adapters.stepping import Shown, copy_of, step_without_hooks
 from lightning_cephalo.common.errors import UnsupportedError
-from lightning_cephalo.execution.updates import LateUpdates
+from lightning_cephalo.execution.executor import Executor
 from lightning_cephalo.sharding.collectives import all_reduce
 from lightning_cephalo.sharding.placement import agreed, in_rows, local_part, rows_of
 from lightning_cephalo.sharding.same_values import cut_gradients
@@ -39,7 +39,7 @@ _without_torch_functions = torch._C.DisableTorchFunction
 def local_update(
     optimizer: Optimizer,
     owned: OwnedUpdate | None = None,
-    elsewhere: LateUpdates | None = None,
+    elsewhere: Executor | None = None,
 ) -> Iterator[None]:
     """While active, ``optimizer.step`` updates plain tensors; hooks and closures find DTensors."""
     # rows are right for element-wise updates, and for all on a single rank
@@ -96,7 +96,7 @@ def local_update(
 
 
 @contextmanager
-def _rows_updated(optimizer: Optimizer, elsewhere: LateUpdates | None) -> Iterator[None]:
+def _rows_updated(optimizer: Optimizer, elsewhere: Executor | None) -> Iterator[None]:
     updated = () if elsewhere is None else elsewhere.before_step()
     with _rows_shown(optimizer, updated=updated):
         yield

@@ -17,7 +17,7 @@ from profiled import loader as profiled_loader
 from torch import Tensor, nn
 
 from lightning_cephalo import Plan
-from lightning_cephalo.common.errors import UnsupportedError
+from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.plan.program import Instruction, Operation
 
@@ -344,14 +344,16 @@ class ByValue(Partly):
 
 def _by_value() -> str:
     runs = trainer(moved("3:1", 0.0, 1.0), "auto", **DOES_NOT)
-    with pytest.raises(UnsupportedError) as refused:
+    with pytest.raises(UnitUseError) as refused:
         runs.fit(ByValue(), loader(46), loader(8))
     return str(refused.value)
 
 
 def test_gradients_that_have_left_are_not_clipped_by_value_in_silence():
     for said in in_ranks(2, _by_value):
-        assert said.startswith("The gradient of 'blocks.0.up.weight' is used (aten.abs")
+        assert said.startswith(
+            "The gradient of the parameter 'blocks.0.up.weight' is used (aten.abs"
+        )
         assert "after it has left for the host" in said
 
 
