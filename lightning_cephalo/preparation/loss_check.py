@@ -32,12 +32,16 @@ from lightning_cephalo.ranks.crash_report import is_lost_connection
 _ROUNDING, _ROUNDING_IN_HALF, _NOISE = 1e-4, 3e-2, 1e-5
 _TINY = 1e-12
 
+_SPLIT_BATCH = (
+    "If a tensor without a row per sample was cut, such as class weights of as many rows, give"
+    " CephaloStrategy(split_batch=function)."
+)
 _WAYS_OUT = (
     "If the loss is a mean over tokens, or over samples with weights, return"
     ' {"loss": loss, "weight": number of tokens or sum of weights}. If it compares samples with'
     " each other, has a term about the whole batch, or adds means over several dataloaders, whose"
     " batches are not always divided alike, let lightning_cephalo.loss_over_batch(function,"
-    " *tensors) compute that."
+    f" *tensors) compute that. {_SPLIT_BATCH}"
 )
 _MANUAL_WAYS_OUT = (
     "Losses that compare samples, advantages that are normalised over the batch, means over tokens"
@@ -110,7 +114,7 @@ def compare_losses(
         how = "steps without updates" if is_manual else "steps without gradients"
         Progress(session.job.options.verbose).warn(
             f"The loss of a batch was not compared with that of its parts ({how}, in evaluation"
-            f" mode). {failure}"
+            f" mode). {failure}. {_SPLIT_BATCH}"
         )
     elif control.rank == 0:
         every = [(number, each) for row in rows for number, each in enumerate(row, start=1)]

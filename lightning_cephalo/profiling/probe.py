@@ -143,7 +143,9 @@ class Prober:
                     raise ProfilingError(
                         f"Rank {rank} failed while profiling a microbatch of {samples(size)}:"
                         f" {text}\nProfiling calls training_step after the setup() hook and before"
-                        " training starts. CephaloStrategy(plan=...) trains without profiling."
+                        " training starts. CephaloStrategy(plan=...) trains without profiling. If a"
+                        " tensor without a row per sample was cut, such as class weights of as many"
+                        " rows, give CephaloStrategy(split_batch=function)."
                     ) from failure
             if failure is not None:
                 # its traceback holds the frames of the step, and the frames hold the activations
