@@ -54,21 +54,19 @@ class DealtLoaders:
 
     def refuse_other_sizes(self, old: Plan, new: Plan) -> None:
         """Raise if the loaders cannot deal the new plan's sizes."""
-        for loader, _ in () if deal_alike(old, new) else self.all:
-            why = ""
-            if isinstance(loader, OwnPart):
-                why = "each rank reads a stream of its own, in batches of fixed sizes"
-            elif self.cycle:
-                why = (
-                    "of several training dataloaders the shorter ones begin anew inside of an epoch"
-                    " (CombinedLoader mode 'max_size_cycle'; 'min_size' and 'max_size' can change)"
-                )
-            if why:
-                raise UnsupportedError(
-                    f"The new plan has other batches, but {why}. A plan for this run may change"
-                    " shares, microbatches, recomputation, offloading and resharding; keep its"
-                    " batches."
-                )
+        why = ""
+        if any(isinstance(loader, OwnPart) for loader, _ in self.all):
+            why = "each rank reads a stream of its own, in batches of fixed sizes"
+        elif self.cycle:
+            why = (
+                "of several training dataloaders the shorter ones begin anew inside of an epoch"
+                " (CombinedLoader mode 'max_size_cycle'; 'min_size' and 'max_size' can change)"
+            )
+        if why and not deal_alike(old, new):
+            raise UnsupportedError(
+                f"The new plan has other batches, but {why}. A plan for this run may change shares,"
+                " microbatches, recomputation, offloading and resharding; keep its batches."
+            )
 
     def mark(self) -> Mark:
         """Return where the loaders stand."""
@@ -106,9 +104,7 @@ class SamplerTakeover:
     ``deals`` is False if the user deals the samples, and has set ``use_distributed_sampler=False``.
     """
 
-    def __init__(self) -> None:
-        self.deals = False
-        self._is_taken = False
+    deals = _is_taken = False
 
     def take(self, view: TrainerView) -> None:
         """Take over; does nothing the second time."""

@@ -19,31 +19,22 @@ Gather = Callable[[list[float]], list[list[float]]]
 
 @dataclass(frozen=True)
 class Dealing:
-    """How the samples of a loader are dealt to the ranks.
-
-    Attributes:
-        rank: this rank.
-        sizes: samples per step of every rank. They are exact if they sum to the loader's global
-            batch, else proportions (for a second loader, and in evaluation).
-        seed: the seed of the order (`agreed_seed`).
-        trains: whether the loader is for training.
-        every_rank: give every rank a sample in each step; drop a step with too few for that, with
-            a warning. For steps whose code every rank must run.
-        global_batch_size: samples per step over all ranks; by default the loader's batch size
-            times the ranks. For a custom batch sampler a multiple of the length of its lists.
-        layout: the layout for cutting ready batches, and the first sample out of a batch.
-    """
+    """How the samples of a loader are dealt to the ranks."""
 
     rank: int
+    # of every rank in a step: exact if they sum to the loader's global batch, else proportions (of
+    # a second loader, and in evaluation)
     sizes: tuple[int, ...]
     seed: int
     broadcast: Broadcast
     gather: Gather
     epoch: int = 0
     trains: bool = True
+    # a step with too few samples for that is left out: every rank must run the code of each step
     every_rank: bool = False
+    # over all ranks; None: the loader's batch size times the ranks
     global_batch_size: int | None = None
-    layout: BatchLayout = field(default_factory=BatchLayout)
+    layout: BatchLayout = field(default_factory=BatchLayout)  # of ready batches
 
 
 class Idle(list[Any]):

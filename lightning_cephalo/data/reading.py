@@ -129,15 +129,11 @@ def untouched(loader: Any) -> Generator[None, None, None]:
             write_states(held, states)
 
 
-def first_rows(loader: Any, layout: BatchLayout) -> int:
-    """Returns the samples of the first ready batch; 0 if there is none."""
+def first_batch(loader: Any, layout: BatchLayout) -> tuple[Any, int]:
+    """Returns the first ready batch and its samples; None and 0 if there is none."""
     with untouched(loader):
-        return _first_batch(loader, layout)[1]
-
-
-def _first_batch(loader: Any, layout: BatchLayout) -> tuple[Any, int]:
-    batch = next(iter(loader), None)
-    return batch, 0 if batch is None else layout.batch_size(batch)
+        batch = next(iter(loader), None)
+        return batch, 0 if batch is None else layout.batch_size(batch)
 
 
 def sample_batches(
@@ -153,7 +149,7 @@ def sample_batches(
     with untouched(loader):
         if yields_ready_batches(loader):
             layout = layout or BatchLayout()
-            batch, rows = _first_batch(loader, layout)
+            batch, rows = first_batch(loader, layout)
             if rows < count:
                 raise ValueError(
                     f"Expects batches of at least {count} samples to profile with, but the first"

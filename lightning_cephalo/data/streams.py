@@ -80,12 +80,12 @@ class OwnPart(RankLoader):
     ``every_rank`` all end with the first.
     """
 
-    _shown: Any = None
+    _shown: Any = ()  # of a part that has nothing at all; None would let Lightning skip the step
 
     def __iter__(self) -> Iterator[Any]:
         for batch in chain(self.loader, repeat(_END)):
             is_batch = batch is not _END and batch is not None
-            if self._shown is None and is_batch:
+            if is_batch and self._shown is OwnPart._shown:
                 self._shown = own_copy(batch, with_arrays=True)
             everyones = [bool(row[0]) for row in self._dealing.gather([float(batch is not _END)])]
             if not (all(everyones) if self._dealing.every_rank else any(everyones)):

@@ -18,7 +18,7 @@ from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.data.batch_layout import BatchLayout
 from lightning_cephalo.data.reading import (
-    first_rows,
+    first_batch,
     global_batch_size,
     is_stream,
     learn_layout,
@@ -219,7 +219,7 @@ def _is_ready_stream(loader: Any) -> bool:
 def _first_rows(loaders: Loaders, layouts: Sequence[BatchLayout]) -> tuple[int, ...]:
     """Return the samples of the first batches of the streams of ready batches."""
     pairs = zip(loaders.flat, layouts, strict=True)
-    return tuple(first_rows(each, layout) for each, layout in pairs if _is_ready_stream(each))
+    return tuple(first_batch(each, layout)[1] for each, layout in pairs if _is_ready_stream(each))
 
 
 def _refuse_ranks_without_batches(everyones: Sequence[Sequence[int]]) -> None:

@@ -136,3 +136,13 @@ def test_what_cannot_be_cut_is_shown_as_it_is():
         return list(own_part(loaders[rank], dealing))
 
     assert group.run(rank_main) == [[1, 2], [3, NoSamples(3)]]
+
+
+def test_a_rank_without_any_batch_shows_no_none_which_lightning_would_skip():
+    loaders, group = ([1], []), ThreadGroup(2)
+
+    def rank_main(rank):
+        dealing = Dealing(rank, (1, 1), 0, same, group.gather(rank), trains=False)
+        return list(own_part(loaders[rank], dealing))
+
+    assert group.run(rank_main) == [[1], [NoSamples(())]]

@@ -24,7 +24,7 @@ from lightning_cephalo.common.errors import BatchSplitError, UnsupportedError
 from lightning_cephalo.data.batch_layout import BatchLayout, NoSamples
 from lightning_cephalo.data.cutting import evaluation_samples
 from lightning_cephalo.data.fingerprints import fingerprint
-from lightning_cephalo.data.reading import first_rows, refuse_one_pass, sample_batches
+from lightning_cephalo.data.reading import first_batch, refuse_one_pass, sample_batches
 
 
 class Lines(IterableDataset):
@@ -362,9 +362,9 @@ def test_a_ready_batch_that_cephalo_cannot_see_into_is_cut_by_the_users_function
             return (Sealed(batch.tolist()) for batch in self.batches)
 
     with pytest.raises(BatchSplitError, match=r"split_batch=function.*needs a len\(\)"):
-        first_rows(Seals(8, 4), BatchLayout())
+        first_batch(Seals(8, 4), BatchLayout())
     layout = BatchLayout(splitter=split)
-    assert first_rows(Seals(8, 4), layout) == 8
+    assert first_batch(Seals(8, 4), layout)[1] == 8
     loaders = [dealt(Seals(8, 4, 1), (6, 2), rank, layout=layout) for rank in range(2)]
     found = [[getattr(batch, "rows", batch) for batch in loader] for loader in loaders]
     shown = found[1].pop()
