@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain, cycle, islice
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from lightning_cephalo.common.errors import UnsupportedError
+from lightning_cephalo.common.errors import BatchSplitError, UnsupportedError
 from lightning_cephalo.data.batch_layout import BatchLayout, Splitter
 from lightning_cephalo.data.containers import own_copy
 from lightning_cephalo.data.dealing import Broadcast, fetch
@@ -190,9 +190,19 @@ def first_items(source: Any, count: int) -> list[Any]:
 
 def learn_layout(loader: Any, *, splitter: Splitter | None = None) -> BatchLayout:
     """Returns the layout, learned from two batches; raises BatchSplitError without a cut."""
-    loader, sizes = original_of(loader), (7, 5)
+    loader = original_of(loader)
     if yields_ready_batches(loader):
         # Ready batches come in one size, so there is nothing to compare.
         return BatchLayout(splitter=splitter)
-    larger, smaller = sample_batches(loader, sizes)
-    return BatchLayout.learn(larger, smaller, sizes, splitter=splitter)
+
+    def learned(sizes: tuple[int, int]) -> BatchLayout:
+        larger, smaller = sample_batches(loader, sizes)
+        return BatchLayout.learn(larger, smaller, sizes, splitter=splitter)
+
+    try:
+        return learned((3, 2))
+    except BatchSplitError as error:
+        # a padded length may equal the number of samples by chance, or collate_fn drop a sample
+        with suppress(BatchSplitError):
+            return learned((7, 5))
+        raise error

@@ -330,6 +330,15 @@ def test_reading_leaves_every_generator_and_the_loaders_position_alone():
 
 
 def test_the_layout_is_learned_from_the_loader():
+    def padded(samples):  # by chance to the number of samples, if these are 3 and 2
+        return torch.zeros(len(samples), {3: 3, 2: 2}.get(len(samples), 4))
+
+    def dropping(samples):
+        return torch.stack([sample for sample in samples if int(sample) != 6])
+
+    for collate_fn in (padded, dropping):
+        loader = DataLoader(Numbers(9), batch_size=2, collate_fn=collate_fn)
+        assert learn_layout(loader).rows == {()}
     assert learn_layout(DataLoader(Numbers(9), batch_size=2)).rows == {()}
     assert learn_layout([torch.ones(3)], splitter=len).splitter is len
 
