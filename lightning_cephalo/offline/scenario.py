@@ -6,7 +6,7 @@ import dataclasses
 import re
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -85,7 +85,7 @@ def read(options: Namespace) -> Scenario:
     """Read or build the problem that the options ask for."""
     if options.problem is not None:
         return _saved(options, options.problem)
-    from lightning_cephalo.offline.estimate.build import build_problem
+    from lightning_cephalo.offline.estimate.build import Choices, build_problem
     from lightning_cephalo.offline.estimate.models import names_class, work_of
 
     cluster = cluster_of(options)
@@ -115,19 +115,22 @@ def read(options: Namespace) -> Scenario:
     )
     tables = [CurveTable.load(path) for path in options.table]
 
+    choices = Choices(
+        recompute=options.recompute in (None, "on"),
+        choose_recompute=options.recompute == "choose",
+        allow_offload=options.offload,
+        optimizer_offload=_MOVES[options.optimizer_offload],
+        early_update=options.early_update,
+        clip_by_norm=options.clip_by_norm,
+    )
+
     def estimate_of(where: Cluster, hybrid_sharding: bool = False) -> Any:
         return build_problem(
             where,
             work,
             global_batch_size=options.batch_size,
             tables=tables,
-            recompute=options.recompute in (None, "on"),
-            choose_recompute=options.recompute == "choose",
-            allow_offload=options.offload,
-            optimizer_offload=_MOVES[options.optimizer_offload],
-            early_update=options.early_update,
-            clip_by_norm=options.clip_by_norm,
-            hybrid_sharding=hybrid_sharding,
+            choices=replace(choices, hybrid_sharding=hybrid_sharding),
         )
 
     def pipeline_of(where: Cluster) -> PipelineProblem:
@@ -136,8 +139,8 @@ def read(options: Namespace) -> Scenario:
             work,
             estimate_of(where).problem,
             tables=tables,
-            recompute=options.recompute in (None, "on"),
-            choose_recompute=options.recompute == "choose",
+            recompute=choices.recompute,
+            choose_recompute=choices.choose_recompute,
         )
 
     estimate = estimate_of(cluster)

@@ -62,6 +62,30 @@ class Estimate:
     broken_files: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Choices:
+    """How a model is trained, and what its plan may choose.
+
+    Attributes:
+        recompute: Whether units are recomputed; with ``choose_recompute`` the plan says so.
+        allow_offload: Whether hosts may hold boundary activations.
+        clip_by_norm: Whether gradients are clipped, so that updates follow the backward.
+    """
+
+    recompute: bool = True
+    choose_recompute: bool = False
+    allow_offload: bool = False
+    optimizer_offload: bool | Literal["auto"] = False
+    early_update: bool = False
+    clip_by_norm: bool = False
+    hybrid_sharding: bool = False
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether units may be recomputed."""
+        return self.recompute or self.choose_recompute
+
+
 def build_problem(
     cluster: Cluster,
     work: ModelWork,
@@ -69,21 +93,15 @@ def build_problem(
     global_batch_size: int,
     tables: Sequence[CurveTable] = (),
     cache_folder: str | PathLike[str] | None = None,
-    recompute: bool = True,
-    choose_recompute: bool = False,
-    allow_offload: bool = False,
-    optimizer_offload: bool | Literal["auto"] = False,
-    early_update: bool = False,
-    clip_by_norm: bool = False,
-    hybrid_sharding: bool = False,
+    choices: Choices = Choices(),
 ) -> Estimate:
     """Build the planning problem of this model on this cluster."""
+    hybrid_sharding, choose_recompute = choices.hybrid_sharding, choices.choose_recompute
     groups = _groups(cluster) if hybrid_sharding else ()
     cached = cached_tables(cache_folder)
     known = curves_by_device(cluster, work, global_batch_size, (*cached.tables, *tables))
     gathered = gathered_bytes(work)
-    recompute = recompute or choose_recompute
-    kept_always = work.boundary_bytes + (0.0 if recompute else work.kept_bytes)
+    kept_always = work.boundary_bytes + (0.0 if choices.recomputes else work.kept_bytes)
     ranks = cluster.ranks  # made anew
     # equal ranks have one profile: checking thousands takes seconds
     profile_of = {
@@ -92,12 +110,9 @@ def build_problem(
             rank,
             known[rank.device],
             work,
-            recompute=recompute,
+            choices,
             fixed_bytes=gathered,
             sample_bytes=kept_always * work.units,
-            choose_recompute=choose_recompute,
-            allow_offload=allow_offload,
-            bandwidth=find_efficiency(rank.device, "fp32").bandwidth,
         )
         for of_kind, rank in {_kind(rank): rank for rank in ranks}.items()
     }
@@ -134,19 +149,19 @@ def build_problem(
         + 2 * GRADIENT_BYTES * last,
         early_reducing_state_bytes=GRADIENT_BYTES * max(0.0, _largest(work) - 2 * last) + received,
         early_updating_state_bytes=GRADIENT_BYTES * _held_in_updates(work) + received,
-        optimizer_offload=False if hybrid_sharding else optimizer_offload,
-        sends_gradients=clip_by_norm,
+        optimizer_offload=False if hybrid_sharding else choices.optimizer_offload,
+        sends_gradients=choices.clip_by_norm,
         unit_parameters=(
             round(work.root_parameters),
             *(round(work.unit_parameters) for _ in range(work.units)),
         ),
         moment_bytes=MOMENT_BYTES_PER_PARAMETER,
         element_bytes=PARAMETER_BYTES,
-        offloads_boundaries=allow_offload and recompute,
+        offloads_boundaries=choices.allow_offload and choices.recomputes,
         hybrid_sharding=hybrid_sharding,
         state_groups=groups,
     )
-    problem = problem.with_early_update() if early_update else problem
+    problem = problem.with_early_update() if choices.early_update else problem
     sources = tuple(
         RankSource(rank.device.name, known[rank.device].source, known[rank.device].detail)
         for rank in cluster.ranks
@@ -235,23 +250,20 @@ def _profile(
     rank: ClusterRank,
     curves: Curves,
     work: ModelWork,
+    choices: Choices,
     *,
-    recompute: bool,
     fixed_bytes: float,
     sample_bytes: float,
-    choose_recompute: bool,
-    allow_offload: bool,
-    bandwidth: float,
 ) -> RankProfile:
-    offload = allow_offload and recompute and rank.host_memory_bytes > 0
-    device = rank.device
+    offload = choices.allow_offload and choices.recomputes and rank.host_memory_bytes > 0
+    device, bandwidth = rank.device, find_efficiency(rank.device, "fp32").bandwidth
     found = rank_profile(
         rank.device,
         curves,
         work,
         capacity_bytes=cluster.capacity_bytes(rank.device),
-        recompute=recompute,
-        choose_recompute=choose_recompute,
+        recompute=choices.recomputes,
+        choose_recompute=choices.choose_recompute,
         fixed_bytes=fixed_bytes,
         # boundaries that can be offloaded do not limit the microbatch size
         sample_bytes=0.0 if offload else sample_bytes,

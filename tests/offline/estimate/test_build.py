@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_cephalo.offline.estimate.build import build_problem
+from lightning_cephalo.offline.estimate.build import Choices, build_problem
 from lightning_cephalo.offline.estimate.cluster import Cluster
 from lightning_cephalo.offline.estimate.devices import find_device
 from lightning_cephalo.offline.estimate.models import work_of
@@ -95,7 +95,9 @@ def test_embeddings_and_heads_are_priced_when_they_are_there(cluster, tmp_path):
 
 def test_options_are_given_only_where_asked(cluster, work, tmp_path):
     def ranks(**options):
-        built = build_problem(cluster, work, global_batch_size=16, cache_folder=tmp_path, **options)
+        built = build_problem(
+            cluster, work, global_batch_size=16, cache_folder=tmp_path, choices=Choices(**options)
+        )
         return built.problem, built.problem.ranks[0]
 
     problem, plain = ranks()
@@ -121,7 +123,7 @@ def test_hybrid_sharding_has_the_times_and_the_memory_of_nodes(work, tmp_path):
 
     def built(**options):
         return build_problem(
-            cluster, work, global_batch_size=64, cache_folder=tmp_path, **options
+            cluster, work, global_batch_size=64, cache_folder=tmp_path, choices=Choices(**options)
         ).problem
 
     together, hybrid = (
@@ -145,7 +147,12 @@ def test_hybrid_sharding_has_the_times_and_the_memory_of_nodes(work, tmp_path):
     assert max(updates_s[:2]) > max(updates_s[2:])
     assert [sum(shares) for shares in plan.fractions_of_groups] == pytest.approx([1, 1])
     with pytest.raises(PlanError, match="at least two nodes that each hold the whole state"):
-        build_problem(Cluster.from_yaml(CLUSTER), work, global_batch_size=64, hybrid_sharding=True)
+        build_problem(
+            Cluster.from_yaml(CLUSTER),
+            work,
+            global_batch_size=64,
+            choices=Choices(hybrid_sharding=True),
+        )
 
 
 def test_optimizer_state_in_host_memory_is_planned_from_data_sheets(tmp_path):
@@ -158,7 +165,7 @@ nodes: [{devices: {V100: 1}, host_memory: 64 GiB, host_bandwidth: 60 GB/s}]
 
     def problem(**options):
         return build_problem(
-            cluster, work, global_batch_size=8, cache_folder=tmp_path, **options
+            cluster, work, global_batch_size=8, cache_folder=tmp_path, choices=Choices(**options)
         ).problem
 
     with pytest.raises(InfeasibleError, match="optimizer_offload='auto'"):
