@@ -261,9 +261,8 @@ class CephaloStrategy(SavingStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        assert self.accelerator is not None
         self._resumption, view = None, TrainerView(trainer)
-        self.accelerator.setup(trainer)
+        trainer.accelerator.setup(trainer)
         self._recovering.check_begin()
         self._refuse(When.TRAINING_SETUP if view.is_fitting else When.EVALUATION_SETUP)
         if view.is_fitting and self._layer_sync is not None:
@@ -303,7 +302,7 @@ class CephaloStrategy(SavingStrategy):
             control.together("checking where to write the record", start)
             session = self._shard(self._read_job(view))
             session.enforce_limits()
-        training = self._training = Training(session, view, self._watch, self._recovering)
+        training = self._training = Training(session, self._watch, self._recovering)
         run = (training, self._recovering, self._ending.termination)
         manual = session.manual
         # measured steps use them already
@@ -315,10 +314,8 @@ class CephaloStrategy(SavingStrategy):
 
         control.together("making the optimizers", make_optimizers)
         self._refuse(When.OPTIMIZERS)  # before ranks are measured for nothing
-        session.count_on(self.optimizers, view)
         with self._waiting_for_hosts():
-            training.follow_plan(self.optimizers)
-        session.use_optimizers(self.optimizers, view)
+            training.begin(self.optimizers)
         if self._options.verbose and self.is_global_zero:
             tables.show_plan(training)
 
@@ -332,9 +329,8 @@ class CephaloStrategy(SavingStrategy):
 
     def _shard(self, job: Job) -> Session:
         """Begin a session, and set it here: steps that are measured already use it."""
-        dtype = precision.compute_dtype(self.precision_plugin)
-        groups = self._connection.groups
-        self._session = Session(job, self._module, groups, accelerator_of(self.root_device), dtype)
+        groups, accelerator = self._connection.groups, accelerator_of(self.root_device)
+        self._session = Session(job, self._view, groups, accelerator)
         return self._session
 
     @override
@@ -508,12 +504,12 @@ class CephaloStrategy(SavingStrategy):
 
     @override
     def teardown(self) -> None:
-        assert self.accelerator is not None
         trainer = self._module._trainer
         # an error in one of them, or in the session's end, leaves out none of the others
         with ExitStack() as at_end:
             at_end.callback(self.checkpoint_io.teardown)
-            at_end.callback(self.accelerator.teardown)
+            if self.accelerator is not None:
+                at_end.callback(self.accelerator.teardown)
             at_end.callback(self.precision_plugin.teardown)
             at_end.callback(self._environment.teardown)
             at_end.callback(self._ending.end)

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.data.containers import own_copy
 from lightning_cephalo.data.cutting import BatchCutter, loss_and_weight
 from lightning_cephalo.execution.overlay_slots import TrainingModes
@@ -87,11 +86,9 @@ class Compared:
         )
 
 
-def compare_losses(
-    session: Session, view: TrainerView, batch: Any, pieces: Sequence[Piece], step: Step
-) -> None:
+def compare_losses(session: Session, batch: Any, pieces: Sequence[Piece], step: Step) -> None:
     """Warn if a microbatch's loss is not the weighted mean of its halves'; collective."""
-    control, is_manual, in_half = session.control, session.manual is not None, view.computes_in_half
+    control, is_manual = session.control, session.manual is not None
     if session.job.leaves_batches_whole:  # the batch is that of one device
         return
     failure, undo, found = "", ExitStack(), tuple[Compared, ...]()
@@ -101,7 +98,7 @@ def compare_losses(
         if not is_manual or control.all(runs[0] is not None):
             # a collective of the user's waits for ranks that run no step
             session.user_collectives.before_step(int(runs[0] is not None), trains=False)
-            found = _compared(session, step, runs, _evaluate(session, view, undo))
+            found = _compared(session, step, runs, _evaluate(session, undo))
     except BaseException as error:
         if is_lost_connection(error) or not isinstance(error, Exception):
             undo.close()  # the other ranks are elsewhere
@@ -118,7 +115,9 @@ def compare_losses(
         )
     elif control.rank == 0:
         every = [(number, each) for row in rows for number, each in enumerate(row, start=1)]
-        wrong = [(number, each) for number, each in every if each.differs(in_half)]
+        wrong = [
+            (number, each) for number, each in every if each.differs(session.view.computes_in_half)
+        ]
         for number, each in wrong[:1]:
             each.warn(number if is_manual else None)
 
@@ -147,13 +146,13 @@ def _runs(session: Session, batch: Any, pieces: Sequence[Piece]) -> list[Piece |
     return [whole, *cut(whole[0], rows - rows // 2), whole]
 
 
-def _evaluate(session: Session, view: TrainerView, undo: ExitStack) -> Callable[[], None]:
+def _evaluate(session: Session, undo: ExitStack) -> Callable[[], None]:
     """Begin the comparison; return what puts back the state that a step has found.
 
     In evaluation mode dropout and batch normalisation change nothing. ``torch.compile`` would
     compile for other sizes.
     """
-    model = session.model
+    model, view = session.model, session.view
     # one rank alone may lack the memory for copies
     enter = partial(undo.enter_context, isolated(view, model.accelerator))
     restore = session.control.together("copying what modules hold", enter)

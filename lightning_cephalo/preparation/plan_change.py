@@ -22,7 +22,6 @@ from os import PathLike
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_cephalo.adapters.dealt_loaders import DealtLoaders, Mark, deal_alike
-from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.common.errors import (
     HostMemoryError,
     PlanError,
@@ -55,8 +54,8 @@ class PlanChanges:
         change_s: Seconds that the last change has taken.
     """
 
-    def __init__(self, session: Session, view: TrainerView, watch: Watch) -> None:
-        self.session, self.view, self.watch = session, view, watch
+    def __init__(self, session: Session, watch: Watch) -> None:
+        self.session, self.view, self.watch = session, session.view, watch
         self._pending: list[_Pending] = []  # in the order of their batches
         self._steps_before: int | None = None
         self._accumulates = False

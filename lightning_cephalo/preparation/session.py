@@ -26,7 +26,7 @@ from lightning_cephalo.adapters.held_state import OptimizerFacts
 from lightning_cephalo.adapters.logging import StepLogs
 from lightning_cephalo.adapters.module_copies import ModuleCopies
 from lightning_cephalo.adapters.moved_state import MovedState
-from lightning_cephalo.adapters.precision import loss_scaler
+from lightning_cephalo.adapters.precision import compute_dtype, loss_scaler
 from lightning_cephalo.adapters.rows_of_state import RowsOfState
 from lightning_cephalo.adapters.torchmetrics import metrics_within, synchronise_lists
 from lightning_cephalo.adapters.updates import OptimizerUpdates
@@ -60,7 +60,7 @@ from lightning_cephalo.ranks.control import not_connected
 from lightning_cephalo.ranks.groups import Groups
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule
+    pass
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Session:
 
     ::
 
-        session = Session(job, module, groups, accelerator, dtype)       # shards the model
+        session = Session(job, view, groups, accelerator)                # shards the model
         session.adopt(session.accept(plan))                              # again between two steps
         ...
         session.close()                                                  # restores the full module
@@ -91,8 +91,7 @@ class Session:
 
     Args:
         job: The training to run, or :meth:`Job.of_evaluation`.
-        module: The user's module; the values of rank 0 are used.
-        compute_dtype: Dtype of gathered parameters; None: their own.
+        view: Of the Trainer, with the user's module; the values of rank 0 are used.
 
     Attributes:
         plan: The plan in use. Before the first one, and in evaluation, it only holds the fractions
@@ -105,14 +104,9 @@ class Session:
     memory: TrainingMemory
 
     def __init__(
-        self,
-        job: Job,
-        module: LightningModule,
-        groups: Groups,
-        accelerator: Accelerator,
-        compute_dtype: torch.dtype | None,
+        self, job: Job, view: TrainerView, groups: Groups, accelerator: Accelerator
     ) -> None:
-        options = job.options
+        options, module, dtype = job.options, view.module, compute_dtype(view.precision)
         if job.state_groups and backend_of(groups.gather).runs_on_device:
             raise UnsupportedError(
                 "Hybrid sharding adds up gradients across nodes over gloo only so far, but these"
@@ -120,7 +114,7 @@ class Session:
                 " CephaloStrategy(process_group_backend='gloo'), or leave hybrid_sharding and"
                 " state_groups out."
             )
-        self.job = job
+        self.job, self.view = job, view
         self._at_end = ExitStack()
         self.lasting = LastingObjects()
         self._at_end.callback(self.lasting.end)
@@ -129,9 +123,9 @@ class Session:
             module,
             groups,
             accelerator,
-            fractions=partial(first_shares, job, compute_dtype=compute_dtype),
+            fractions=partial(first_shares, job, compute_dtype=dtype),
             units=options.units,
-            dtypes=Dtypes(compute_dtype, options.reduce_dtype),
+            dtypes=Dtypes(dtype, options.reduce_dtype),
             state_groups=job.state_groups,
         )
         install(self.model.executor)
@@ -141,7 +135,6 @@ class Session:
         if job.trains:
             self._at_end.callback(switch_off_caches(module))
         self.plan = _plan_before(job, self.model.fractions)
-        view = TrainerView.of_module(module)
         self._scales_loss = loss_scaler(view.precision) is not None
         self.logs = StepLogs(view, groups, accelerator.device, lambda: self.batches.are_lacking)
         if groups.control.world_size > 1:
@@ -184,13 +177,13 @@ class Session:
         """Why updates follow the backward, in a few words; empty: they run inside of it."""
         return self.job.late
 
-    def count_on(self, optimizers: Sequence[Optimizer], view: TrainerView) -> None:
+    def count_on(self, optimizers: Sequence[Optimizer]) -> None:
         """Let plans count on what the optimizers hold, and when they may update; collective."""
         self.updates.check(optimizers)
-        facts = OptimizerFacts.of(optimizers, self.model, view)
+        facts = OptimizerFacts.of(optimizers, self.model, self.view)
         self.job = replace(self.job, late=self.job.late or facts.late, optimizers=facts)
 
-    def use_optimizers(self, optimizers: Sequence[Optimizer], view: TrainerView) -> None:
+    def use_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
         """Let the optimizers hold their rows, and update them by the plan; collective.
 
         Raises:
@@ -216,7 +209,7 @@ class Session:
             more_bytes = state_bytes(self.model) - state_bytes(self.model, early=True)
             most = format_mib(more_bytes * max(self.model.fractions))
             consequence = f" The plan counts on early ones: ranks hold up to {most} more."
-        self._updater = EarlyUpdater(optimizers[0], view, self.moved, self.late, consequence)
+        self._updater = EarlyUpdater(optimizers[0], self.view, self.moved, self.late, consequence)
         updates = self.model.executor.updates
         updates.updater, updates.mover = self._updater, self.moved
 

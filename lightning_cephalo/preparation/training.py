@@ -9,7 +9,6 @@ from torch.optim import Optimizer
 
 from lightning_cephalo.adapters.held_state import holds_rows
 from lightning_cephalo.adapters.repeated_step import RepeatedStep
-from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.observe.watch import Watch
 from lightning_cephalo.plan.reasons import left_out, reasons, surprises
 from lightning_cephalo.preparation.loss_check import compare_losses
@@ -34,13 +33,11 @@ class Training:
         notes: Sentences below the plan's table: why it divides the work so.
     """
 
-    def __init__(
-        self, session: Session, view: TrainerView, watch: Watch, recovering: Recovering
-    ) -> None:
-        self.session, self.view, self.watch = session, view, watch
+    def __init__(self, session: Session, watch: Watch, recovering: Recovering) -> None:
+        self.session, self.view, self.watch = session, session.view, watch
         self._recovering = recovering
         self._has_compared = False
-        self.changes = PlanChanges(session, view, watch)
+        self.changes = PlanChanges(session, watch)
         self.replanning: Replanning | None = None
         self.repeated: RepeatedStep | None = None
         self.notes: tuple[str, ...] = ()
@@ -49,24 +46,30 @@ class Training:
         """Make None of a copy, as of a session."""
         return not_connected, ()
 
-    def follow_plan(self, optimizers: Sequence[Optimizer]) -> None:
+    def begin(self, optimizers: Sequence[Optimizer]) -> None:
+        """Follow a plan that counts on the optimizers, and let them hold their rows; collective."""
+        self.session.count_on(optimizers)
+        self._follow_plan(optimizers)
+        self.session.use_optimizers(optimizers)
+
+    def _follow_plan(self, optimizers: Sequence[Optimizer]) -> None:
         """Measure the ranks, make a plan and follow it, or follow that given; collective."""
-        session, view = self.session, self.view
-        job, plan, problem = session.job, session.job.plan, None
-        replans = may_replan(job)
-        if plan is not None:
-            session.check(plan)  # before the ranks are measured for nothing
-        if plan is None or replans:
-            problem = measure_or_load(job, session.model, view, session.manual)
-        if plan is None:
-            assert problem is not None
-            plan = make_plan(job, problem, session.control)
+        session, view, given = self.session, self.view, self.session.job.plan
+        replans = may_replan(session.job)
+        if given is None:
+            problem = measure_or_load(session.job, session.model, view, session.manual)
+            plan = make_plan(session.job, problem, session.control)
             if session.control.rank == 0:
                 shorter = left_out(problem, plan)
                 self.notes = (*reasons(problem, plan), *shorter, *surprises(problem, plan))
+        else:
+            plan, problem = given, None
+            session.check(plan)  # before the ranks are measured for nothing
+            if replans:
+                problem = measure_or_load(session.job, session.model, view, session.manual)
         # some hold rows from the beginning, such as Adagrad
         session.hold([own for own in optimizers if holds_rows(own)])
-        session.adopt(session.accept(plan, problem if job.plan is None else None))
+        session.adopt(session.accept(plan, problem if given is None else None))
         session.shard_averages(view.callbacks)
         self.watch.begin(session.model, plan)
         if problem is None or not replans:
@@ -108,7 +111,7 @@ class Training:
         """Compare the loss of a microbatch with its halves', in the first step; collective."""
         if not self._has_compared:
             self._has_compared = True
-            compare_losses(self.session, self.view, batch, pieces, step)
+            compare_losses(self.session, batch, pieces, step)
             self.watch.start_step()  # its time is not that of the step
 
     def forward(self, run: Callable[[bool], Any]) -> Any:
