@@ -78,7 +78,7 @@ def measure(
         state_on_host(view.optimizers, accelerator),
         model.executor.updates.dropping(),  # beside an optimizer there may be no room for them
     ):
-        prober = Prober(model, clock, batches.of, step)
+        prober = Prober(model, clock, batches.of, step, options.smallest)
         measured, retaining = measure_times(prober, options, device.name, report), None
         progress.say("profiling: memory")
         measure_memory(prober, measured, options)

@@ -40,40 +40,18 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True)
 class ProfiledStep:
-    """The user's step, as training runs it.
-
-    Attributes:
-        run: Computes the loss of a batch.
-        context: Surrounds each step: autocast.
-        manual: Runs steps that call their backwards themselves; None: the executor runs both.
-    """
+    """The user's step, as training runs it."""
 
     run: Callable[[Any], Any]
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext
-    manual: PhasedSteps | None = None
-
-
-@dataclass
-class Turn:
-    """What this rank runs in a step: ``size`` samples; without any, ``idle`` ones."""
-
-    size: int
-    idle: int = 0
-
-    @property
-    def samples(self) -> int:
-        """The samples of the microbatch; 0: there is none."""
-        return self.size or self.idle
-
-    def drop(self) -> None:
-        """Run fewer samples, as the memory is lacking."""
-        self.size, self.idle = 0, self.idle if self.size else 0
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext  # autocast
+    manual: PhasedSteps | None = None  # runs steps that call their backwards themselves
 
 
 class Prober:
     """Runs profiling steps; collective.
 
-    Where a rank lacks the memory for its turn, it drops it, and the others run again.
+    Where a rank lacks the memory for its microbatch, the step runs again with a ``smallest`` one
+    there, then with none.
     """
 
     def __init__(
@@ -82,66 +60,68 @@ class Prober:
         clock: Callable[[], float],
         batch_of: Callable[[int], Any],
         step: ProfiledStep,
+        smallest: int = 1,
     ) -> None:
         self.model, self.control, self.step = model, model.control, step
-        self._clock, self._batch_of = clock, batch_of
+        self._clock, self._batch_of, self._smallest = clock, batch_of, smallest
         # of a device that runs behind its host, waits at each unit add up what a step hides
         self._is_launched = not model.accelerator.computes_on_host
         self._times_whole = self.control.any(self._is_launched)
         self._is_inside = False
 
-    def timed(self, turn: Turn) -> Times | None:
-        """Time a step with a microbatch; None: this rank ran none."""
+    def timed(self, size: int) -> Times | None:
+        """Time a step with a microbatch of so many samples; None: it did not run."""
         blocks = {n for n, unit in enumerate(self.model.units) if unit.kind is UnitKind.BLOCK}
-        clock, whole_s = _PhaseClock(self._clock, blocks), math.inf
+        times, whole_s = Times(0.0, 0.0, 0.0), math.inf
 
-        def by_units() -> None:
-            clock.times = Times(0.0, 0.0, 0.0)
+        def by_units(size: int) -> None:
+            nonlocal times
+            clock = _PhaseClock(self._clock, blocks)
             with self.model.executor.link.observed_by(clock):
-                self._forward_backward(*self._calls(turn.samples, 1))
+                self._forward_backward(*self._calls(size, 1))
+            times = clock.times
 
-        def whole() -> None:
+        def whole(size: int) -> None:
             nonlocal whole_s
-            calls, started_s = self._calls(turn.samples, 1), self._clock()
+            calls, started_s = self._calls(size, 1), self._clock()
             self._forward_backward(*calls)
             whole_s = self._clock() - started_s
 
-        has_run = self._runs(by_units, turn)
+        has_run = self._runs(by_units, size)
         if self._times_whole:  # on all ranks
-            has_run = self._runs(whole, turn)
-        if not has_run:
-            return None
-        part = min(1.0, whole_s / max(sum(clock.times), 1e-12)) if self._is_launched else 1.0
-        return Times(*(part * seconds for seconds in clock.times))
+            has_run = self._runs(whole, size) and has_run
+        part = min(1.0, whole_s / max(sum(times), 1e-12)) if self._is_launched else 1.0
+        return Times(*(part * seconds for seconds in times)) if has_run else None
 
-    def held(self, turn: Turn, count: int = 1) -> Held | None:
-        """Measure the bytes of a step with ``count`` microbatches; None: it was not its turn."""
+    def held(self, size: int, count: int = 1) -> Held | None:
+        """Measure the bytes of a step with ``count`` microbatches; None: it did not run."""
         found = Held()
 
-        def step() -> None:
+        def step(size: int) -> None:
             nonlocal found
-            own, meter = count if turn.size else 1, StepMeter(self.model)
-            calls, failure = self._calls(turn.samples, own)
+            meter = StepMeter(self.model)
+            calls, failure = self._calls(size, count)
             with meter.measuring():
                 self._forward_backward(calls, failure, meter.forward_done)
-            if turn.size:
+            if size:
                 # in a real step every microbatch has samples of its own on the device
-                batch = self._batch_of(turn.size)
-                found = meter.held(own * batch_bytes(batch, self.model.accelerator))
+                batch = self._batch_of(size)
+                found = meter.held(count * batch_bytes(batch, self.model.accelerator))
 
-        return found if self._runs(step, turn) else None
+        return found if self._runs(step, size) else None
 
-    def _runs(self, attempt: Callable[[], None], turn: Turn) -> bool:
-        """Run a step until all ranks have the memory; return whether this rank had a turn."""
-        while self.control.any(bool(turn.size)):
-            failure = self._failure_of(attempt)
+    def _runs(self, attempt: Callable[[int], None], wanted: int) -> bool:
+        """Run a step until all ranks have the memory; return whether this rank ran its size."""
+        size = wanted
+        while self.control.any(size > 0):
+            failure = self._failure_of(partial(attempt, size))
             message = None if failure is None else printable(f"{type(failure).__name__}: {failure}")
             refused = failure is not None and is_out_of_memory(failure)
-            rows = self.control.gather((turn.samples, refused, message))
-            for rank, (size, out_of_memory, text) in enumerate(rows):
+            rows = self.control.gather((size, refused, message))
+            for rank, (samples_of, out_of_memory, text) in enumerate(rows):
                 if text is not None and not out_of_memory:
                     raise ProfilingError(
-                        f"Rank {rank} failed while profiling a microbatch of {samples(size)}:"
+                        f"Rank {rank} failed while profiling a microbatch of {samples(samples_of)}:"
                         f" {text}\nProfiling calls training_step after the setup() hook and before"
                         " training starts. CephaloStrategy(plan=...) trains without profiling. If a"
                         " tensor without a row per sample was cut, such as class weights of as many"
@@ -152,9 +132,9 @@ class Prober:
                 traceback.clear_frames(failure.__traceback__)
                 del failure
             if refused:
-                turn.drop()
+                size = self._smallest if size > self._smallest else 0
             if not any(out_of_memory for _, out_of_memory, _ in rows):
-                return bool(turn.size)
+                return 0 < size == wanted
             gc.collect()
             self.model.accelerator.empty_cache()
         return False
@@ -192,17 +172,15 @@ class Prober:
             self.model.executor.backward()
         self._is_inside = False
 
-    def _calls(self, size: int, count: int) -> tuple[list[MicrobatchCall], BaseException | None]:
+    def _calls(self, size: int, count: int) -> tuple[list[MicrobatchCall], Exception | None]:
         """Return the microbatches to run, or why this rank cannot run them."""
-        weight_of: Any = partial(_loss_and_weight, samples=size)
+        weight_of = partial(_loss_and_weight, samples=size)
         try:
             batches = [self._batch_of(size) for _ in range(count if size else 0)]
         except Exception as failure:
             return [], failure
-        return [
-            MicrobatchCall(partial(self.step.run, batch), weight_of, samples=size)
-            for batch in batches
-        ], None
+        steps = [partial(self.step.run, batch) for batch in batches]
+        return [MicrobatchCall(step, weight_of, samples=size) for step in steps], None
 
 
 class _PhaseClock(Observer):
@@ -219,17 +197,15 @@ class _PhaseClock(Observer):
 
     def before_wait(self, instruction: Instruction) -> None:
         if instruction.operation is Operation.MEET:
-            self._add(instruction)
+            self.after(instruction)
 
     def after_wait(self, instruction: Instruction) -> None:
         if instruction.operation is Operation.MEET:
-            self._began_s = self._clock()
+            self.before(instruction)
 
     def after(self, instruction: Instruction) -> None:
-        if instruction.operation in _TIMED:
-            self._add(instruction)
-
-    def _add(self, instruction: Instruction) -> None:
+        if instruction.operation not in _TIMED:
+            return
         took_s, (forward_s, backward_s, tail_s) = self._clock() - self._began_s, self.times
         if instruction.operation is Operation.MEET:
             # without the wait; behind it the backward goes on, and the forward does little

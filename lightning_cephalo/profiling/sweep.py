@@ -1,9 +1,8 @@
 """Measures microbatches of growing sizes, on all ranks at the same time.
 
-All ranks take part in every step because of the gathers, but each computes a size of its own. Those
-whose next sizes take about as long run together; the others wait. Sizes double, up to somewhat more
-than a rank's balanced share. Each runs twice, the smallest four times, and the shortest time
-counts.
+All ranks take part in every step because of the gathers. Those whose next sizes take about as long
+run them together; the others run the smallest one. Sizes double, up to somewhat more than a rank's
+balanced share. Each runs twice, the smallest four times, and the shortest time counts.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from operator import attrgetter
 from lightning_cephalo.common.errors import TooLittleMemoryError
 from lightning_cephalo.common.quantities import format_bytes
 from lightning_cephalo.profiling.memory_model import Held, RetainedBytes
-from lightning_cephalo.profiling.probe import Prober, Times, Turn, samples
+from lightning_cephalo.profiling.probe import Prober, Times, samples
 
 # Runs of a size, and of the smallest ones, in which what disturbs a host weighs most.
 _TIMES, _TIMES_OF_SMALL, _SMALL = 2, 4, 2
@@ -46,6 +45,11 @@ class Measured:
         return max(self.times, default=0)
 
     @property
+    def smallest(self) -> int:
+        """The smallest size that ran; 0 for none."""
+        return min(self.times, default=0)
+
+    @property
     def samples_per_s(self) -> float:
         """The rate of the best size."""
         return max((size / max(sum(at), 1e-9) for size, at in self.times.items()), default=0.0)
@@ -54,49 +58,41 @@ class Measured:
         """Return the seconds of own work at a larger size."""
         return sum(self.times[self.largest]) * size / self.largest if self.times else 0.0
 
-    def time(self, prober: Prober, turn: Turn) -> None:
+    def time(self, prober: Prober, size: int) -> None:
         """Time a step; of each part the shorter time of its size counts; collective."""
-        size, times = turn.size, prober.timed(turn)
-        if times is not None:
+        times = prober.timed(size)
+        if times is None:
+            self._lacked(size)
+        else:
             self.times[size] = Times(*map(min, times, self.times.get(size, times)))
-        elif size:
-            self._lacked(size)
 
-    def hold(self, prober: Prober, turn: Turn) -> None:
+    def hold(self, prober: Prober, size: int) -> None:
         """Measure the memory of a step; collective."""
-        size, held = turn.size, prober.held(turn)
-        if held is not None:
-            self.held[size] = held
-        elif size:  # it ran when it was timed, but only just: it may not run again
+        held = prober.held(size)
+        if held is None:  # it ran when it was timed, but only just: it may not run again
             self._lacked(size)
+        else:
+            self.held[size] = held
 
     def ends(self) -> list[int]:
-        """Return the two smallest and the two largest sizes that ran; 0 for those that lack."""
+        """Return the two smallest and the two largest sizes that ran."""
         ran = sorted(self.times)
-        found = sorted({*ran[:2], *ran[-2:]})
-        return found + [0] * (4 - len(found))
+        return sorted({*ran[:2], *ran[-2:]})
 
     def _lacked(self, size: int) -> None:
-        self.smallest_too_large = size
-        self.times = {at: times for at, times in self.times.items() if at < size}
+        if size:
+            self.smallest_too_large = size
+            self.times = {at: times for at, times in self.times.items() if at < size}
 
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """The settings of profiling, equal on every rank.
-
-    Attributes:
-        budget_s: Seconds that profiling may take, approximately; the smallest size always runs.
-        minimum_microbatch_size: Smaller ones are not tried (batch normalisation).
-        ready_samples: Samples of the first ready batch, on the rank with the fewest: microbatches
-            are cut from it. None: loaders give single samples.
-        single_microbatch: Whether every rank runs one in every step, which may communicate.
-    """
+    """The settings of profiling, equal on every rank."""
 
     global_batch_size: int
-    budget_s: float
+    budget_s: float  # the smallest size runs whatever it takes
     minimum_microbatch_size: int = 1
-    ready_samples: int | None = None
+    ready_samples: int | None = None  # of the first ready batch, which is cut into microbatches
     single_microbatch: bool = False
     choose_recompute: bool = False
     verbose: bool = True
@@ -110,11 +106,6 @@ class ProfileOptions:
     def smallest(self) -> int:
         """The fewest samples of a microbatch."""
         return min(self.minimum_microbatch_size, self.largest)
-
-    def turn(self, measured: Measured, size: int) -> Turn:
-        """Return what a rank runs that measures a size (0: none)."""
-        idles = self.single_microbatch and measured.times
-        return Turn(size, self.smallest if idles else 0)
 
     def next_size(self, measured: Measured, share: float) -> int:
         """Return the size to measure next on a rank with a balanced share; 0 for none."""
@@ -137,15 +128,14 @@ def measure_times(
 ) -> Measured:
     """Time growing microbatches until time, memory or benefit runs out; collective."""
     control, now_s, smallest = prober.control, prober.model.accelerator.now_s, options.smallest
-    devices = control.gather(device)
     # there is no plan without the sizes of a job that runs its share at once
     ends_s = math.inf if options.single_microbatch else now_s() + _TIMING_SHARE * options.budget_s
     report([smallest] * control.world_size)
     measured = Measured()
-    measured.time(prober, Turn(smallest))
+    measured.time(prober, smallest)
     measured.times.clear()  # the first step of a process takes longer
     while True:
-        rates = _by_device(control.gather(measured.samples_per_s), devices)
+        rates = _by_device(control.gather((device, measured.samples_per_s)))
         total = sum(rates)
         share = options.global_batch_size * rates[control.rank] / total if total else 0.0
         size = options.next_size(measured, share)
@@ -162,9 +152,8 @@ def measure_times(
                 " devices."
             )
         report(sizes)
-        turn = options.turn(measured, sizes[control.rank])
         for _ in range(_TIMES_OF_SMALL if max(sizes) <= _SMALL * smallest else _TIMES):
-            measured.time(prober, turn)
+            measured.time(prober, sizes[control.rank] or measured.smallest)
 
 
 def _together(wanted: Sequence[tuple[int, float]], smallest: int, left_s: float) -> list[int]:
@@ -177,12 +166,9 @@ def _together(wanted: Sequence[tuple[int, float]], smallest: int, left_s: float)
     ]
 
 
-def _by_device(rates: Sequence[float], devices: Sequence[str]) -> list[float]:
+def _by_device(rows: Sequence[tuple[str, float]]) -> list[float]:
     """Return the best rate of each rank's kind of device."""
-    best: dict[str, float] = {}
-    for rate, device in zip(rates, devices, strict=True):
-        best[device] = max(rate, best.get(device, 0.0))
-    return [best[device] for device in devices]
+    return [max(rate for kind, rate in rows if kind == own) for own, _ in rows]
 
 
 def measure_memory(prober: Prober, measured: Measured, options: ProfileOptions) -> None:
@@ -191,10 +177,10 @@ def measure_memory(prober: Prober, measured: Measured, options: ProfileOptions) 
     A peak is the maximum over moments whose memory grows linearly, until chunks of logits are full:
     two sizes at each end tell where that is (``rank_curves.compute_curve``).
     """
-    for size in measured.ends():
-        measured.hold(prober, options.turn(measured, size))
+    for size in _ends(prober, measured):
+        measured.hold(prober, size if measured.times else 0)
     if prober.step.manual is None:  # with one microbatch its peak holds all
-        measured.kept = _measure_retained(prober, measured, options)
+        measured.kept = _measure_retained(prober, measured, options.smallest)
 
 
 def measure_without_recompute(
@@ -209,10 +195,9 @@ def measure_without_recompute(
     model.release_buffers()  # retained graphs have memory of their own
     model.executor.recompute = False
     try:
-        for size in recomputing.ends():
-            turn = options.turn(recomputing, 0 if measured.smallest_too_large else size)
+        for size in _ends(prober, recomputing):
             for _ in range(_TIMES):
-                measured.time(prober, turn)
+                measured.time(prober, measured.smallest if measured.smallest_too_large else size)
         measure_memory(prober, measured, options)
     finally:
         model.executor.recompute = True
@@ -220,11 +205,16 @@ def measure_without_recompute(
     return measured
 
 
-def _measure_retained(prober: Prober, measured: Measured, options: ProfileOptions) -> RetainedBytes:
+def _ends(prober: Prober, measured: Measured) -> list[int]:
+    """Return the sizes of :meth:`Measured.ends`, on all ranks equally many; collective."""
+    own = measured.ends()
+    return own + [measured.smallest] * (int(prober.control.max(len(own))) - len(own))
+
+
+def _measure_retained(prober: Prober, measured: Measured, smallest: int) -> RetainedBytes:
     """Measure what this rank retains per sample and microbatch until its backward; collective."""
-    smallest = options.smallest
     single = measured.held.get(smallest)
-    several = prober.held(options.turn(measured, smallest if single is not None else 0), _COUNT)
+    several = prober.held(0 if single is None else smallest, _COUNT)
     if single is None or several is None:
         return RetainedBytes()
     largest = max(measured.held)

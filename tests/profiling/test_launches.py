@@ -13,7 +13,7 @@ from lightning_cephalo.accelerator.cpu import Cpu
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.execution.step import MicrobatchCall
 from lightning_cephalo.features.install import install
-from lightning_cephalo.profiling.probe import Prober, ProfiledStep, Turn
+from lightning_cephalo.profiling.probe import Prober, ProfiledStep
 from lightning_cephalo.ranks.groups import Groups
 
 LAUNCH_S = 1e-3
@@ -74,7 +74,7 @@ def told_and_taken(rank: int, work_s: float) -> tuple[float, float]:
         return module(batch).mean()
 
     prober = Prober(model, device.clock, lambda size: torch.ones(size, 2), ProfiledStep(step))
-    times = prober.timed(Turn(2))
+    times = prober.timed(2)
     assert times is not None
     began_s = device.clock()
     call = MicrobatchCall(lambda: step(torch.ones(2, 2)), lambda loss: (loss, 2.0), samples=2)

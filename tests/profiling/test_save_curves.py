@@ -10,7 +10,7 @@ from torch.distributed import DistBackendError
 from lightning_cephalo.execution.memory_errors import is_out_of_memory
 from lightning_cephalo.plan import RankProfile
 from lightning_cephalo.profiling.memory_model import RetainedBytes
-from lightning_cephalo.profiling.probe import Times, Turn
+from lightning_cephalo.profiling.probe import Times
 from lightning_cephalo.profiling.rank_curves import compute_curve, merge_equal_ranks
 from lightning_cephalo.profiling.sweep import (
     Measured,
@@ -86,8 +86,8 @@ class _Steps:
     control = _OutOfTime()
     model = SimpleNamespace(accelerator=SimpleNamespace(now_s=lambda: 100.0))
 
-    def timed(self, turn):
-        return Times(0.01 * turn.samples, 0.0, 0.0)
+    def timed(self, size):
+        return Times(0.01 * size, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(("has_one", "largest"), [(True, 4), (False, 1)])
@@ -121,15 +121,15 @@ def test_ranks_run_together_when_their_next_sizes_take_about_as_long():
 
 def test_a_longer_repetition_is_dropped_part_by_part():
     found, steps = Measured(), iter([Times(1.0, 5.0, 2.0), Times(2.0, 4.0, 2.5)])
-    prober = SimpleNamespace(timed=lambda turn: next(steps))
+    prober = SimpleNamespace(timed=lambda size: next(steps))
     for _ in range(2):
-        found.time(prober, Turn(4))
+        found.time(prober, 4)
     assert found.times == {4: Times(1.0, 4.0, 2.0)}
     assert found.expected_s(8) == 14.0 and measured().expected_s(4) == 0.0
 
 
 def test_ranks_of_one_device_measure_equally_far():
-    assert _by_device([3.0, 1.0, 2.0], ["A", "B", "A"]) == [3.0, 1.0, 3.0]
+    assert _by_device([("A", 3.0), ("B", 1.0), ("A", 2.0)]) == [3.0, 1.0, 3.0]
 
 
 def test_the_best_size_counts_for_how_fast_a_rank_is():
