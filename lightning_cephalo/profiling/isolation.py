@@ -13,9 +13,9 @@ written (``features/manual_step.py``).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils import _pytree as pytree
 
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.adapters.view import TrainerView
@@ -36,9 +35,7 @@ from lightning_cephalo.data.randomness import (
     read_states,
     write_states,
 )
-from lightning_cephalo.execution.graph import take_memory
 from lightning_cephalo.execution.overlay_slots import are_same, items_of, refill
-from lightning_cephalo.sharding.placement import local_part
 
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), type)
 # of functions and modules, of loggers, and of configs that models fill in their first forward
@@ -60,9 +57,14 @@ def isolated(view: TrainerView, accelerator: Accelerator) -> Iterator[Callable[[
     with ExitStack() as stack:
         stack.enter_context(preserved_randomness())
         stack.callback(accelerator.restore_random_states, accelerator.random_states())
-        stack.enter_context(_muted(view))
-        for optimizer in strategy.optimizers:
-            _update_nothing(optimizer, stack)  # its hooks are among what is put back meanwhile
+        for owner, name, value in _throwaways(view):
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        for optimizer in strategy.optimizers:  # a step would hold state, and take time
+            names = vars(optimizer)
+            stack.callback(refill, names, items_of(names))
+            # schedules complain of a step without their mark
+            names["step"] = wraps(optimizer.step)(_run_closure)
         saved = Saved(accelerator)
         saved.attributes(view.logger_connector)
         saved.reach(view.module, *strategy.optimizers, *schedules)
@@ -164,72 +166,26 @@ def _is_plain(value: Any) -> bool:
 # are replaced here and nowhere else; tests/profiling/test_isolation.py fails when they change.
 
 
-@contextmanager
-def _muted(view: TrainerView) -> Iterator[None]:
-    """Redirect everything that the step logs, asks of the run or counts to throwaway objects."""
+def _throwaways(view: TrainerView) -> list[tuple[Any, str, Any]]:
+    """Return attributes, and what takes all that a step logs, asks of the run or counts."""
     results = type(view.epoch_loop._results)(training=True)
     results.batch_size = 1  # of means over an epoch, which nobody reads
-    replaced: list[tuple[Any, str, Any]] = [
+    counting = ("_on_before_step", "_on_after_step")
+    return [
         (view.epoch_loop, "_results", results),
         (view.of, "loggers", [DummyLogger() for _ in view.loggers]),
         (view.of, "should_stop", view.of.should_stop),
         (view.module, "_current_fx_name", "training_step"),
+        *[
+            (own, n, do_nothing_closure)
+            for own in view.strategy._lightning_optimizers
+            for n in counting
+        ],
     ]
-    for each in view.strategy._lightning_optimizers:
-        replaced.append((each, "_on_before_step", do_nothing_closure))
-        replaced.append((each, "_on_after_step", do_nothing_closure))
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
-    for owner, name, value in replaced:
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for owner, name, value in before:
-            setattr(owner, name, value)
 
 
-def _update_nothing(optimizer: Optimizer, undo: ExitStack) -> None:
-    """Hide all gradients from an optimizer's ``step()``: it would hold state, and take time."""
-    hidden: dict[Tensor, Tensor] = {}
-
-    def hide(outcome: Any = None) -> Any:
-        for group in optimizer.param_groups:
-            for each in group["params"]:
-                if each.grad is not None:
-                    hidden[each], each.grad = each.grad, None
-        return outcome
-
-    def hiding(value: Any) -> Any:
-        return (lambda: hide(value())) if callable(value) else value
-
-    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        hide()
-        own, *rest = args
-        return (own, *map(hiding, rest)), {name: hiding(each) for name, each in kwargs.items()}
-
-    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for parameter, gradient in hidden.items():
-            parameter.grad = gradient
-        hidden.clear()
-
-    undo.callback(optimizer.register_step_pre_hook(before).remove)
-    undo.callback(optimizer.register_step_post_hook(after).remove)
-
-
-@contextmanager
-def state_on_host(optimizers: Sequence[Optimizer], accelerator: Accelerator) -> Iterator[None]:
-    """Let rows of state that exist already, as of Adagrad, take no memory of the device."""
-    leaves = pytree.tree_leaves([list(own.state.values()) for own in optimizers])
-    rows = [local_part(leaf) for leaf in leaves if isinstance(leaf, DTensor)]
-    with accelerator.on_host():
-        kept = [own.to("cpu", copy=True) for own in rows]
-    for own in rows:
-        take_memory(own)
-    try:
-        yield
-    finally:
-        for own, values in zip(rows, kept, strict=True):
-            own.data = values.to(accelerator.device, copy=True)
+def _run_closure(closure: Callable[[], Any] | None = None, *_: Any, **__: Any) -> Any:
+    return None if closure is None else closure()
 
 
 @contextmanager

@@ -12,13 +12,12 @@ from lightning_cephalo.data.containers import own_copy
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Problem, RankProfile
 from lightning_cephalo.plan.program import Visit
-from lightning_cephalo.profiling.isolation import isolated, moved_to_device, state_on_host
+from lightning_cephalo.profiling.isolation import isolated, moved_to_device
 from lightning_cephalo.profiling.memory_model import (
     RetainedBytes,
     reducing_state_bytes,
     resting_bytes,
     state_bytes,
-    unresharded_peak_bytes,
     updating_state_bytes,
 )
 from lightning_cephalo.profiling.network import measure_network
@@ -75,7 +74,6 @@ def measure(
     with (
         progress,
         isolated(view, accelerator),
-        state_on_host(view.optimizers, accelerator),
         model.executor.updates.dropping(),  # beside an optimizer there may be no room for them
     ):
         prober = Prober(model, clock, batches.of, step, options.smallest)
@@ -91,7 +89,7 @@ def measure(
         clip = clipping(view.clip_value, view.clips_by_value)
         updates = optimizer_time(model, clock, view.optimizers, clip)
         network = measure_network(model, clock, device.capacity_bytes)
-        own_resting = float(resting_bytes(model))
+        own_resting = float(resting_bytes(model, view.optimizers))
 
     for flat in model.flats:
         flat.gradient.forget()  # moving the shards may need this memory
@@ -150,7 +148,8 @@ def _problem_of(
         kept_bytes=(per_sample - kept.sample_bytes) / units,
         microbatch_bytes=per_microbatch,
         unresharded_bytes=float(model.unresharded_bytes),
-        unresharded_peak_bytes=float(unresharded_peak_bytes(model)),
+        # the forward's peak may lack a free unit buffer
+        unresharded_peak_bytes=float(max((u.full_bytes for u in model.units[1:]), default=0)),
         # what a reduce receives into grows with the number of ranks
         state_bytes=float(state_bytes(model)),
         early_state_bytes=float(state_bytes(model, early=True)),

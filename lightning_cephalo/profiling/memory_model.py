@@ -12,13 +12,15 @@ reduce and from there on, as only then a rank holds reduced gradients and what r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from lightning_cephalo.accelerator import Accelerator
@@ -32,6 +34,7 @@ from lightning_cephalo.plan import Plan, Problem, cost
 from lightning_cephalo.plan.moving import moved_by
 from lightning_cephalo.plan.program import ROOT, Instruction, Operation
 from lightning_cephalo.sharding.discovery import UnitKind
+from lightning_cephalo.sharding.placement import local_part
 from lightning_cephalo.sharding.unit import Unit
 
 # The parameter, its gradient and Adam's two moments. ``prepare.with_optimizers`` counts what the
@@ -58,55 +61,37 @@ def state_bytes(model: ShardedModel, *, early: bool = False) -> int:
     held = sum(
         flat.contents.master_bytes * (copies if flat.trainable else 1) for flat in model.flats
     )
-    if not early:
-        return held + _receive_bytes(model)
-    return held + sum(_of_heads(model))  # they are reduced before the first block
+    return held + (_of_heads(model) if early else _received(model, model.units))
 
 
 def reducing_state_bytes(model: ShardedModel) -> int:
     """Return the further bytes that fractions divide from the first reduce of a block on."""
-    return max(0, _receive_bytes(model) - sum(_of_heads(model)))
+    return max(0, _received(model, model.units) - _of_heads(model))
 
 
 def updating_state_bytes(model: ShardedModel) -> int:
     """Return the same while a unit is updated inside the backward, with what an update makes."""
     root, *others = model.units
-    summands = model.summands
     makes = _UPDATE_COPIES * max((unit.gradient_bytes for unit in others), default=0)
-    held = makes + max((_received(summands, unit) for unit in others), default=0)
-    held = max(held, makes + _received(summands, root) + root.gradient_bytes)
+    held = makes + max(_received(model, others), _received(model, [root]) + root.gradient_bytes)
     held = max(held, (1 + _UPDATE_COPIES) * root.gradient_bytes)
-    return max(0, held - sum(_of_heads(model)))
+    return max(0, held - _of_heads(model))
 
 
-def unresharded_peak_bytes(model: ShardedModel) -> int:
-    """Return what the forward's peak may lack where units stay gathered: a free unit buffer."""
-    return max((unit.full_bytes for unit in model.units[1:]), default=0)
+def _of_heads(model: ShardedModel) -> int:
+    """Return the bytes of heads' gradients and their reduces, which precede the first block's."""
+    heads = model.of_kind(UnitKind.HEAD)
+    return sum(unit.gradient_bytes for unit in heads) + _received(model, heads)
 
 
-def _of_heads(model: ShardedModel) -> tuple[int, int]:
-    """Return the bytes of the gradients of heads, and of what their reduces receive into."""
-    heads, summands = model.of_kind(UnitKind.HEAD), model.summands
-    return (
-        sum(unit.gradient_bytes for unit in heads),
-        max((_received(summands, unit) for unit in heads), default=0),
-    )
-
-
-def _receive_bytes(model: ShardedModel) -> int:
+def _received(model: ShardedModel, units: Sequence[Unit]) -> int:
     """Return the bytes that one reduce receives into, over all ranks; reduces do not overlap."""
-    if not model.flats:
-        return 0
-    return max(_received(model.summands, unit) for unit in model.units)
-
-
-def _received(summands: int, unit: Unit) -> int:
-    sent, whole = unit.sent_gradient_bytes, unit.gradient_bytes
+    pairs = [(unit.sent_gradient_bytes, unit.gradient_bytes) for unit in units]
     # summands that were rounded are added up in memory of their own
-    return summands * sent + (whole if sent < whole else 0)
+    return max((model.summands * sent + whole * (sent < whole) for sent, whole in pairs), default=0)
 
 
-def resting_bytes(model: ShardedModel) -> int:
+def resting_bytes(model: ShardedModel, optimizers: Sequence[Optimizer]) -> int:
     """Return what this rank holds between steps beyond its share: buffers, copies, counters."""
     held = {
         buffer.untyped_storage().data_ptr(): buffer.untyped_storage().nbytes()
@@ -117,11 +102,13 @@ def resting_bytes(model: ShardedModel) -> int:
     resting = sum(held.values()) + copies + counters
     allocator = model.accelerator.allocator
     if allocator is not None:
-        shards = [flat.shard for flat in model.flats]
-        shards += [flat.gradient.own for flat in model.flats if flat.gradient.own is not None]
+        state = [flat.shard for flat in model.flats]
+        state += [flat.gradient.own for flat in model.flats if flat.gradient.own is not None]
+        leaves = pytree.tree_leaves([dict(own.state) for own in optimizers])  # a new Adagrad's
+        state += [local_part(leaf) for leaf in leaves if isinstance(leaf, DTensor)]
         lent = sum(pool.held_bytes for pool in model.buffer_pools)
-        state = sum(shard.nbytes for shard in shards)
-        resting = max(resting, allocator.current_bytes - lent - state)
+        rows = sum(own.nbytes for own in state)
+        resting = max(resting, allocator.current_bytes - lent - rows)
     return resting + _ROW_COPIES * largest_row(model)[1]
 
 
@@ -154,7 +141,7 @@ def check_capacities(
     if keeps_gradients:
         held += sum(flat.shard.nbytes for flat in model.flats if flat.trainable)
     else:
-        held += model.fractions[model.control.rank] * _receive_bytes(model)
+        held += model.fractions[model.control.rank] * _received(model, model.units)
     rows = model.control.gather([capacity_bytes, held])
     for rank, (capacity, own) in enumerate(rows):
         missing = own + gathered - capacity
@@ -176,7 +163,7 @@ def batch_bytes(batch: Any, accelerator: Accelerator) -> int:
 
 def predicted(problem: Problem, plan: Plan, model: ShardedModel) -> tuple[RankMemory, ...]:
     """Return every rank's predicted memory, by kind, under a plan made for this problem."""
-    received = _receive_bytes(model)
+    received = _received(model, model.units)
     planned = cost.as_planned(problem, plan)
     gathered, gradients = model.gathered_parameter_bytes, model.gathered_gradient_bytes
     if not planned.reshard_after_forward:
