@@ -209,6 +209,7 @@ def _profile(
         tail_s=curve("tail_s", 1),
         compute_bytes=(0.0,) * len(every),
         capacity_bytes=math.inf,
+        updated_parameters_per_s=updates.parameters_per_s,
     )
     profiles = sharded.control.gather(own)
     problem = Problem(
@@ -220,7 +221,8 @@ def _profile(
         unresharded_bytes=float(sharded.unresharded_bytes),
     )
     problem = network.in_problem(with_unit_parameters(problem, sharded), 1.0)
-    return updates.in_problem(problem)
+    update_s = updates.overhead_s
+    return replace(problem, update_overhead_s=update_s, unit_update_s=update_s * problem.unit_part)
 
 
 def _solved(problem: Problem, case: Case) -> Plan:

@@ -25,7 +25,6 @@ from lightning_cephalo.profiling.probe import ProfiledStep
 from lightning_cephalo.profiling.progress import Progress
 from lightning_cephalo.profiling.state_rates import (
     has_state_rates,
-    measure_state_rates,
     planned_state_bytes,
     trained_sizes,
     with_state_rates,
@@ -90,8 +89,9 @@ def measure_or_load(
     moves = offload is not False or _gives_moved_state(job)
     if moves and not has_state_rates(problem):
         scales = loss_scaler(view.precision) is not None
-        rates = measure_state_rates(model, device.capacity_bytes, with_host_updates=not scales)
-        problem = with_state_rates(problem, rates)
+        problem = with_state_rates(
+            problem, model, device.capacity_bytes, with_host_updates=not scales
+        )
         _keep(problem, found, options.verbose, control)
     model.release_buffers()
     reshard = options.reshard_after_forward.as_given

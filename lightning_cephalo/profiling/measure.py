@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
-from lightning_cephalo.accelerator import Accelerator, Device
+from lightning_cephalo.accelerator import Device
 from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.data.containers import own_copy
 from lightning_cephalo.execution.sharded_model import ShardedModel
-from lightning_cephalo.plan import Problem, RankProfile
-from lightning_cephalo.plan.program import Visit
+from lightning_cephalo.plan import Problem
 from lightning_cephalo.profiling.isolation import isolated, moved_to_device
 from lightning_cephalo.profiling.memory_model import (
     RetainedBytes,
@@ -27,9 +26,9 @@ from lightning_cephalo.profiling.progress import Progress
 from lightning_cephalo.profiling.rank_curves import (
     merge_equal_ranks,
     profile_of,
+    remember,
     without_recompute,
 )
-from lightning_cephalo.profiling.save_curves import remember
 from lightning_cephalo.profiling.state_rates import with_unit_parameters
 from lightning_cephalo.profiling.sweep import (
     Measured,
@@ -39,6 +38,17 @@ from lightning_cephalo.profiling.sweep import (
     measure_without_recompute,
 )
 from lightning_cephalo.sharding.discovery import UnitKind
+
+
+@dataclass(frozen=True)
+class _Own:
+    """What a rank has measured."""
+
+    device: Device
+    measured: Measured
+    retaining: Measured | None
+    updated_parameters_per_s: float
+    resting_bytes: float
 
 
 def measure(
@@ -65,7 +75,15 @@ def measure(
     control, accelerator = model.control, model.accelerator
     started_s, clock = accelerator.now_s(), accelerator.clock
     progress = Progress(options.verbose and control.rank == 0)
-    batches = _Batches(view, accelerator, read_batch)
+    of_size, batch = 0, None
+
+    def batch_of(size: int) -> Any:
+        nonlocal of_size, batch
+        if of_size != size:
+            with accelerator.on_host():
+                of_size, batch = size, read_batch(size)
+        # a step may change what it gets
+        return moved_to_device(view, own_copy(batch, with_arrays=True))
 
     def report(sizes: Sequence[int]) -> None:
         by_rank = ", ".join(str(size) if size else "-" for size in sizes)
@@ -76,7 +94,7 @@ def measure(
         isolated(view, accelerator),
         model.executor.updates.dropping(),  # beside an optimizer there may be no room for them
     ):
-        prober = Prober(model, clock, batches.of, step, options.smallest)
+        prober = Prober(model, clock, batch_of, step, options.smallest)
         measured, retaining = measure_times(prober, options, device.name, report), None
         progress.say("profiling: memory")
         measure_memory(prober, measured, options)
@@ -94,17 +112,22 @@ def measure(
     for flat in model.flats:
         flat.gradient.forget()  # moving the shards may need this memory
     accelerator.empty_cache()
-    visits = _visits_of_blocks(model)
-    units = max(1, sum(visit.differentiable for visit in visits))
-    problem = _problem_of(model, device, options, (measured, retaining), own_resting, units)
-    problem = with_unit_parameters(problem, model)
-    reduced = len({visit.unit for visit in visits if model.units[visit.unit].trainable})
-    problem = network.in_problem(problem, reduced / units)
-    if clip is not None:  # which waits for the other ranks' norms
-        updates = replace(updates, overhead_s=updates.overhead_s + network.exchange_s)
-    problem = updates.in_problem(problem)
+    blocks = [
+        visit
+        for visit in model.executor.visits
+        if not visit.is_meeting and model.units[visit.unit].kind is UnitKind.BLOCK
+    ]
+    units = max(1, sum(visit.differentiable for visit in blocks))
+    reduced = len({visit.unit for visit in blocks if model.units[visit.unit].trainable})
+    own = _Own(device, measured, retaining, updates.parameters_per_s, own_resting)
+    problem = _problem_of(model, options, own, units)
+    problem = network.in_problem(with_unit_parameters(problem, model), reduced / units)
+    # clipping waits for the other ranks' norms
+    update_s = updates.overhead_s + (0.0 if clip is None else network.exchange_s)
+    unit_update_s = update_s * problem.unit_part
+    problem = replace(problem, update_overhead_s=update_s, unit_update_s=unit_update_s)
     if control.rank == 0 and device.speed_lasts:
-        lost = remember(problem, model, batches.last)
+        lost = remember(problem, model, batch)
         if lost is not None:
             progress.warn(f"The measured times were not kept for later: {lost}")
     seconds = accelerator.now_s() - started_s
@@ -113,37 +136,29 @@ def measure(
     return problem
 
 
-def _problem_of(
-    model: ShardedModel,
-    device: Device,
-    options: ProfileOptions,
-    measurements: tuple[Measured, Measured | None],
-    resting: float,
-    units: int,
-) -> Problem:
+def _problem_of(model: ShardedModel, options: ProfileOptions, own: _Own, units: int) -> Problem:
     """Return what all ranks have measured of compute and memory; collective."""
-    measured, retaining = measurements
-    inside = RetainedBytes() if retaining is None else retaining.kept
-    rows = model.control.gather([*astuple(measured.kept), *astuple(inside), resting])
-    *figures, resting = map(max, zip(*rows, strict=True))
+    kept, inside = own.measured.kept, own.retaining.kept if own.retaining else RetainedBytes()
+    rows = model.control.gather([*astuple(kept), *astuple(inside), own.resting_bytes])
+    *figures, resting_bytes = map(max, zip(*rows, strict=True))
     kept, inside = RetainedBytes(*figures[:3]), RetainedBytes(*figures[3:])
     per_microbatch = max(kept.microbatch_bytes, inside.microbatch_bytes)
     per_sample = max(kept.sample_bytes, inside.sample_bytes)
     kept = replace(kept, microbatch_bytes=per_microbatch)
     inside = replace(inside, sample_bytes=per_sample, microbatch_bytes=per_microbatch)
     gathered_bytes = float(model.gathered_bytes)
-    own = profile_of(device, measured, kept, units, gathered_bytes)
-    if retaining is not None:
-        own = without_recompute(own, retaining, inside, units, gathered_bytes)
-    profiles = [RankProfile.from_dict(data) for data in model.control.gather(own.to_dict())]
+    profile = profile_of(own.device, own.measured, kept, units, gathered_bytes)
+    profile = replace(profile, updated_parameters_per_s=own.updated_parameters_per_s)
+    if own.retaining is not None:
+        profile = without_recompute(profile, own.retaining, inside, units, gathered_bytes)
     return Problem(
-        ranks=tuple(merge_equal_ranks(profiles)),
+        ranks=tuple(merge_equal_ranks(model.control.gather(profile))),
         units=units,
         global_batch_size=options.global_batch_size,
         minimum_microbatch_size=options.smallest,
         single_microbatch=options.single_microbatch,
         reducing_retained_bytes=kept.reducing_sample_bytes,
-        kept_reducing_retained_bytes=None if retaining is None else inside.reducing_sample_bytes,
+        kept_reducing_retained_bytes=inside.reducing_sample_bytes if own.retaining else None,
         boundary_bytes=kept.sample_bytes / units,
         kept_bytes=(per_sample - kept.sample_bytes) / units,
         microbatch_bytes=per_microbatch,
@@ -155,31 +170,7 @@ def _problem_of(
         early_state_bytes=float(state_bytes(model, early=True)),
         early_reducing_state_bytes=float(reducing_state_bytes(model)),
         early_updating_state_bytes=float(updating_state_bytes(model)),
-        gathered_bytes=gathered_bytes + resting,
+        gathered_bytes=gathered_bytes + resting_bytes,
         hybrid_sharding=bool(model.state_groups),
         state_groups=model.state_groups,
     )
-
-
-def _visits_of_blocks(model: ShardedModel) -> list[Visit]:
-    """Return the visits of a step whose times a problem has as those of units."""
-    return [
-        visit
-        for visit in model.executor.visits
-        if not visit.is_meeting and model.units[visit.unit].kind is UnitKind.BLOCK
-    ]
-
-
-class _Batches:
-    """Batches of the first samples on the device, never shared: steps may change what they get."""
-
-    def __init__(self, view: TrainerView, accelerator: Accelerator, read: Callable[[int], Any]):
-        self._view, self._accelerator, self._read = view, accelerator, read
-        self._size, self.last = 0, None
-
-    def of(self, size: int) -> Any:
-        """Return a batch of so many samples."""
-        if self._size != size:
-            with self._accelerator.on_host():
-                self._size, self.last = size, self._read(size)
-        return moved_to_device(self._view, own_copy(self.last, with_arrays=True))

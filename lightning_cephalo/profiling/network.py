@@ -28,6 +28,7 @@ _PASSES, _LONG_S = 3, 0.25
 _WITH_BOTH = 3
 # Even shares save time if it is more than this part of it.
 _NOISE = 0.05
+_EXCHANGES = 5
 
 
 @dataclass(frozen=True)
@@ -55,34 +56,22 @@ class MeanTimes:
 
 @dataclass(frozen=True)
 class NetworkTimes:
-    """Seconds of communication: of blocks, and of what comes before and behind them.
+    """Seconds of communication: of blocks, and of what comes before and behind them."""
 
-    Attributes:
-        uneven: With uneven shares, or with the only ones that were timed.
-        even: With even shares; None: unknown, or they are the only ones.
-    """
-
-    uneven: MeanTimes
-    even: MeanTimes | None
+    uneven: MeanTimes  # or with the only shares that were timed
+    even: MeanTimes | None  # None: unknown, or no faster
     root: MeanTimes
     last: MeanTimes
     exchange_s: float
 
     def in_problem(self, problem: Problem, reduced: float) -> Problem:
         """Return a problem with these times; ``reduced`` is the part of its units that train."""
-        own, even = self.uneven.reduced(reduced), MeanTimes()
-        saves = self.even is not None and self.even.total_s < (1 - _NOISE) * self.uneven.total_s
-        if self.even is not None and saves:
-            even = self.even.reduced(reduced)
-        return replace(
+        own = self.uneven.reduced(reduced)
+        problem = replace(
             problem,
             gather_s=own.gather_s,
             reduce_s=own.reduce_s,
             gather_and_reduce_s=own.gather_and_reduce_s,
-            even_gather_s=even.gather_s if saves else None,
-            even_reduce_s=even.reduce_s if saves else None,
-            even_gather_and_reduce_s=even.gather_and_reduce_s,
-            padded_bytes=even.padded_bytes,
             root_gather_s=self.root.gather_s,
             root_reduce_s=self.root.reduce_s,
             last_gather_s=self.last.gather_s,
@@ -91,6 +80,16 @@ class NetworkTimes:
             fill_s=self.uneven.gather_s + self.uneven.reduce_s,
             # the two exchanges that every step waits for, whatever the ranks compute
             step_overhead_s=2 * self.exchange_s,
+        )
+        if self.even is None:
+            return problem
+        even = self.even.reduced(reduced)
+        return replace(
+            problem,
+            even_gather_s=even.gather_s,
+            even_reduce_s=even.reduce_s,
+            even_gather_and_reduce_s=even.gather_and_reduce_s,
+            padded_bytes=even.padded_bytes,
         )
 
 
@@ -114,12 +113,16 @@ def measure_network(
         model.change_fractions(other)
         times[not was_even] = _times_of_blocks(model, clock, not was_even, capacity_bytes)
         model.change_fractions(fractions)
+    uneven, even = times.get(False, times[was_even]), times.get(True, times[was_even])
+    exchange = partial(model.control.gather, [0.0, 0.0])
     return NetworkTimes(
-        uneven=times.get(False, times[was_even]),
-        even=times.get(True) if len(times) > 1 else None,
+        uneven=uneven,
+        even=even if even.total_s < (1 - _NOISE) * uneven.total_s else None,
         root=_sum_of(model, clock, UnitKind.ROOT, UnitKind.EMBEDDING),
         last=_sum_of(model, clock, UnitKind.HEAD),
-        exchange_s=_exchange_s(model),
+        exchange_s=statistics.median(
+            _slowest(model, model.accelerator.now_s, exchange) for _ in range(_EXCHANGES)
+        ),
     )
 
 
@@ -232,20 +235,11 @@ def _reduce(unit: Unit) -> None:
 
 
 def _slowest(
-    model: ShardedModel, clock: Callable[[], float], function: Callable[[], None]
+    model: ShardedModel, clock: Callable[[], float], function: Callable[[], object]
 ) -> float:
+    """Return the slowest rank's seconds; collective."""
     clock()
     model.control.barrier()
     start_s = clock()
     function()
     return model.control.max(clock() - start_s)
-
-
-def _exchange_s(model: ShardedModel) -> float:
-    """Return the slowest rank's median seconds of one exchange of small messages; collective."""
-    times = []
-    for _ in range(5):
-        start_s = model.accelerator.now_s()
-        model.control.gather([0.0, 0.0])
-        times.append(model.accelerator.now_s() - start_s)
-    return model.control.max(statistics.median(times))

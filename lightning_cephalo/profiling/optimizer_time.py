@@ -12,7 +12,7 @@ import gc
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from lightning_cephalo.adapters.optimizer import clip_by_norm, clip_by_value
 from lightning_cephalo.adapters.scope import Scope, listed_scope
 from lightning_cephalo.adapters.stepping import copy_of, step_without_hooks
 from lightning_cephalo.execution.sharded_model import ShardedModel
-from lightning_cephalo.plan import Problem
 from lightning_cephalo.sharding.placement import local_part
 
 # Repetitions, and the seconds after which they stop.
@@ -34,27 +33,11 @@ _LEAST_S = 1e-9
 _ROWS_NUMEL, _LARGE_NUMEL, _LAUNCHED_LARGE_NUMEL = 2**18, 2**20, 2**22
 
 
-@dataclass(frozen=True)
-class OptimizerTime:
-    """A step of n rows takes ``overhead_s + n / parameters_per_s[rank]``."""
+class OptimizerTime(NamedTuple):
+    """A step of n rows takes ``overhead_s + n / parameters_per_s``."""
 
-    overhead_s: float
-    parameters_per_s: tuple[float, ...]
-
-    def in_problem(self, problem: Problem) -> Problem:
-        """Return a problem with these times; equal ranks get the slowest of their rates."""
-        bare = [replace(rank, updated_parameters_per_s=math.inf) for rank in problem.ranks]
-        found = list(zip(bare, self.parameters_per_s, strict=True))
-        ranks = [
-            replace(own, updated_parameters_per_s=min(rate for rank, rate in found if rank == own))
-            for own in bare
-        ]
-        return replace(
-            problem,
-            ranks=tuple(ranks),
-            update_overhead_s=self.overhead_s,
-            unit_update_s=self.overhead_s * problem.unit_part,
-        )
+    overhead_s: float  # the most of all ranks
+    parameters_per_s: float
 
 
 def optimizer_time(
@@ -63,7 +46,7 @@ def optimizer_time(
     optimizers: Sequence[Optimizer] = (),
     clip: Callable[[Sequence[Tensor]], object] | None = None,
 ) -> OptimizerTime:
-    """Return the times of clipping and of updates, on tensors of their own; collective."""
+    """Return this rank's times of clipping and updating, on tensors of their own; collective."""
     element_wise = (o for o in optimizers if listed_scope(o) is Scope.ELEMENT)
     optimizer = next(element_wise, None)
 
@@ -82,16 +65,16 @@ def optimizer_time(
             times.append(clock() - start_s)
         return statistics.median(times[1:] or times)  # the first repetition creates the state
 
-    own: tuple[float, float] = 0.0, 0.0
+    own = OptimizerTime(0.0, 0.0)
     model.control.barrier()
     # the times of the other ranks count for a rank that is already full
     with contextlib.suppress(torch.OutOfMemoryError):
-        own = _overhead_and_rate(model, update_s)
+        own = _of_rank(model, update_s)
     gc.collect()  # the frames of a failed update hold its tensors
-    rows = model.control.gather(own)
-    slowest = min((rate for _, rate in rows if rate), default=math.inf)
-    rates = tuple(rate or slowest for _, rate in rows)
-    return OptimizerTime(max(overhead_s for overhead_s, _ in rows), rates)
+    overheads, rates = zip(*model.control.gather(list(own)), strict=True)
+    return OptimizerTime(
+        max(overheads), own.parameters_per_s or min(filter(None, rates), default=math.inf)
+    )
 
 
 def clipping(largest: float | None, by_value: bool) -> Callable[..., object] | None:
@@ -102,16 +85,13 @@ def clipping(largest: float | None, by_value: bool) -> Callable[..., object] | N
     return lambda parameters: clip(parameters, largest)
 
 
-def _overhead_and_rate(
-    model: ShardedModel, update_s: Callable[[Sequence[int]], float]
-) -> tuple[float, float]:
-    """Return this rank's seconds of overhead, and the parameters that it updates per second."""
+def _of_rank(model: ShardedModel, update_s: Callable[[Sequence[int]], float]) -> OptimizerTime:
     flats = [flat for flat in model.flats if flat.trainable]
     rows = [local_part(p).numel() for flat in flats for p in flat.sharded if p.requires_grad]
     # no larger than an even share, which the rank has room for; small shares are mostly calls
     share = sum(flat.contents.numel for flat in flats) // model.control.world_size
     if not share:
-        return 0.0, math.inf
+        return OptimizerTime(0.0, math.inf)
     most = max(1, _ROWS_NUMEL // max(len(rows), 1))
     stand_ins = [min(numel, most) for numel in rows]
     own_s = update_s(stand_ins) if rows else 0.0
@@ -120,4 +100,4 @@ def _overhead_and_rate(
     large = max(2, min(share - sum(stand_ins), limit), min(share, _ROWS_NUMEL))
     more_s = update_s([large]) - update_s([1])
     rate = (large - 1) / more_s if more_s > _LEAST_S else math.inf
-    return max(0.0, own_s - sum(stand_ins) / rate), rate
+    return OptimizerTime(max(0.0, own_s - sum(stand_ins) / rate), rate)

@@ -13,26 +13,22 @@ class Progress:
     """A live status line where the terminal can show one, if this process prints at all."""
 
     def __init__(self, show: bool) -> None:
-        self._console = Console(markup=False) if show else None
-        self._status: Any = None
+        self._console = Console(markup=False, quiet=not show)
+        self._status = self._console.status("starting")
+        self._is_live = show and self._console.is_terminal
 
     def __enter__(self) -> Progress:
-        if self._console is not None and self._console.is_terminal:
-            self._status = self._console.status("starting")
+        if self._is_live:
             self._status.start()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        if self._status is not None:
-            self._status.stop()
-            self._status = None
+        self._status.stop()
 
     def say(self, text: str) -> None:
         """Replace the status line."""
-        if self._status is not None:
-            self._status.update(printable(text))
+        self._status.update(printable(text))
 
     def warn(self, text: str) -> None:
         """Print a line that stays."""
-        if self._console is not None:
-            self._console.print(printable(text), highlight=False)
+        self._console.print(printable(text), highlight=False)

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from lightning_cephalo.accelerator import Device
-from lightning_cephalo.plan import RankProfile
+from lightning_cephalo.execution.sharded_model import ShardedModel
+from lightning_cephalo.plan import Problem, RankProfile
+from lightning_cephalo.plan.curves import Curves, CurveTable, save_measured
 from lightning_cephalo.profiling.memory_model import Held, RetainedBytes
 from lightning_cephalo.profiling.sweep import Measured
 
-# Ranks with the same device name whose times differ by less count as equal.
-_ALIKE = 0.10
+# Ranks with the same device name whose times differ by less count as equal, if the rates of their
+# hosts differ by a smaller factor.
+_ALIKE, _ALIKE_HOSTS = 0.10, 2.0
 # Memory that grows by less than this part of before has slowed down.
 _SLOWER = 0.9
-# Curves of which equal ranks get the medians, and those of which they get the largest.
+# Of equal ranks' figures, times are medians, memory is the largest, and the rest the smallest.
 _TIMES = ("forward_s", "backward_s", "tail_s")
 _MEMORY = (
     "compute_bytes",
@@ -26,6 +31,9 @@ _MEMORY = (
     "kept_compute_bytes",
     "kept_reducing_compute_bytes",
 )
+_OF_HOSTS = ("host_updated_parameters_per_s", "to_device_bytes_per_s", "to_host_bytes_per_s")
+_RATES = ("capacity_bytes", "updated_parameters_per_s", *_OF_HOSTS)
+_DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 
 
 def profile_of(
@@ -119,41 +127,66 @@ def compute_curve(
 def merge_equal_ranks(profiles: Sequence[RankProfile]) -> list[RankProfile]:
     """Give ranks that differ only by noise the same profile, or equal devices get unequal plans.
 
-    They are equal with the same name, and capacities and times within 10%. They get median times,
-    the largest memory figures, and the smallest capacity.
+    They are equal with the same name, capacities and times within 10 %, and hosts alike.
     """
     found = list(profiles)
     for name in {profile.name for profile in profiles}:
-        members = [index for index, profile in enumerate(profiles) if profile.name == name]
-        group = [profiles[index] for index in members]
+        group = [profile for profile in profiles if profile.name == name]
         length = min(profile.largest_microbatch_size for profile in group)
-        capacities = [profile.capacity_bytes for profile in group]
-        curves: dict[str, Any] = {
-            curve: _merged(group, curve, length, max if curve in _MEMORY else statistics.median)
+        curves = {
+            curve: [getattr(own, curve)[:length] for own in group]
             for curve in (*_TIMES, "kept_backward_s", *_MEMORY)
         }
+        totals = np.sum([curves[curve] for curve in _TIMES], axis=0)  # by rank and size
+        typical = np.median(totals, axis=0)
+        least = {rate: min(getattr(own, rate) for own in group) for rate in _RATES}
+        most = {rate: max(getattr(own, rate) for own in group) for rate in _RATES}
         is_noise = (
             length
-            and min(capacities) >= (1.0 - _ALIKE) * max(capacities)
-            and all(
-                abs(sum(getattr(own, curve)[at] - curves[curve][at] for curve in _TIMES))
-                <= _ALIKE * sum(curves[curve][at] for curve in _TIMES)
-                for own in group
-                for at in range(length)
-            )
+            and least["capacity_bytes"] >= (1.0 - _ALIKE) * most["capacity_bytes"]
+            and all(_ALIKE_HOSTS * least[rate] >= most[rate] for rate in _OF_HOSTS)
+            and np.all(np.abs(totals - typical) <= _ALIKE * typical)
         )
         if len(group) > 1 and is_noise:
-            shared = replace(group[0], capacity_bytes=min(capacities), **curves)
+            merged: dict[str, Any] = {
+                curve: tuple((np.max if curve in _MEMORY else np.median)(own, axis=0).tolist())
+                if all(own)
+                else ()
+                for curve, own in curves.items()
+            }
+            shared = replace(group[0], **merged, **least)
             found = [shared if own.name == name else own for own in found]
     return found
 
 
-def _merged(
-    group: Sequence[RankProfile],
-    curve: str,
-    length: int,
-    of: Callable[[Sequence[float]], float],
-) -> tuple[float, ...]:
-    """Return one curve of several ranks' ones; none if any rank has none."""
-    curves = [getattr(profile, curve)[:length] for profile in group]
-    return tuple(of(each) for each in zip(*curves, strict=True)) if all(curves) else ()
+def remember(problem: Problem, model: ShardedModel, batch: Any) -> str | None:
+    """Save the curves of every kind of device for ``cephalo plan``; return why it failed."""
+    recompute = model.executor.recompute
+    kinds = {rank.name: rank for rank in reversed(problem.ranks) if rank.forward_s}
+    try:
+        curves = tuple(
+            Curves(
+                name,
+                rank.forward_s,
+                rank.backward_s if recompute else np.add(rank.backward_s, rank.forward_s).tolist(),
+                rank.tail_s,
+                # the peak differs without recomputation
+                rank.compute_bytes if recompute else (),
+                source="measured",
+                detail=f"on the running job, torch {torch.__version__}",
+            )
+            for name, rank in kinds.items()
+        )
+        if curves:
+            dtype = _DTYPES.get(model.compute_dtype or torch.float32, "fp32")
+            kind, count = type(model.module).__name__, model.parameter_count
+            save_measured(CurveTable(kind, dtype, _sample_length(batch), curves, parameters=count))
+    except Exception as error:  # only one rank saves, and the others go on
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _sample_length(batch: Any) -> int:
+    """Return the length of the first tensor's samples in their first dimension (tokens), or 1."""
+    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+    return max(1, leaves[0].shape[1]) if leaves and leaves[0].ndim > 1 else 1

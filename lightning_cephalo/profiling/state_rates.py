@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
@@ -24,6 +24,7 @@ from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Problem
 from lightning_cephalo.plan.program import ROOT
 from lightning_cephalo.plan.state_homes import StateHome
+from lightning_cephalo.profiling.rank_curves import merge_equal_ranks
 from lightning_cephalo.sharding.discovery import UnitKind
 
 _REPEATS = 4
@@ -31,25 +32,10 @@ _COPIED_BYTES, _LEAST_BYTES = 2**24, 2**16
 # Part of the device that may be filled while measuring: a rank may be full of its share.
 _PART = 1 / 64
 _HOST_ELEMENTS = 2**20
-# Hosts of equal ranks whose rates differ by a larger factor are not alike.
-_ALIKE = 2.0
 
 
 Start: TypeAlias = Callable[[], list[Callable[[], None]]]
 """Starts work, and returns what waits for its parts."""
-
-
-@dataclass(frozen=True)
-class StateRates:
-    """Rates of one rank's host, in parameters and bytes per second; infinite: it takes no time."""
-
-    host_updated_parameters_per_s: float = 0.0
-    copied_bytes_per_s: float = math.inf
-
-    def is_like(self, other: StateRates) -> bool:
-        """Return whether another rank's host differs by no more than noise."""
-        pairs = zip(astuple(self), astuple(other), strict=True)
-        return all(max(pair) <= _ALIKE * min(pair) for pair in pairs)
 
 
 def has_state_rates(problem: Problem) -> bool:
@@ -86,42 +72,58 @@ def planned_state_bytes(model: ShardedModel) -> float:
 
 def _element_bytes(model: ShardedModel) -> float:
     """Return the bytes of a trained parameter: of several dtypes the mean."""
-    flats = [flat for flat in model.flats if flat.trainable]
-    count = sum(flat.contents.numel for flat in flats)
-    held = sum(flat.contents.master_bytes for flat in flats)
-    return held / count if count else 4.0
+    flats = [flat.contents for flat in model.flats if flat.trainable]
+    count = sum(own.numel for own in flats)
+    return sum(own.master_bytes for own in flats) / count if count else 4.0
 
 
 def with_unit_parameters(problem: Problem, model: ShardedModel) -> Problem:
     """Return a problem that says how much optimizer state each unit has."""
-    element, sizes = _element_bytes(model), trained_sizes(model)
+    sizes = trained_sizes(model)
     return replace(
         problem,
         unit_parameters=sizes if len(sizes) > 1 else (*sizes, 0),
         moment_bytes=planned_state_bytes(model),
-        element_bytes=element,
+        element_bytes=_element_bytes(model),
     )
 
 
-def measure_state_rates(
-    model: ShardedModel, capacity_bytes: float, *, with_host_updates: bool
-) -> list[StateRates]:
-    """Return the rates of every rank; collective.
+def without_host_updates(problem: Problem) -> Problem:
+    """Return a problem whose plans let no host update: its last bits differ from a device's."""
+    ranks = [replace(rank, host_updated_parameters_per_s=0.0) for rank in problem.ranks]
+    return replace(problem, ranks=tuple(ranks))
+
+
+def with_state_rates(
+    problem: Problem, model: ShardedModel, capacity_bytes: float, *, with_host_updates: bool
+) -> Problem:
+    """Measure the rates of every rank, and return a problem with them; collective.
 
     Raises:
         HostMemoryError: If this rank's host does not give the memory for copies.
         RemoteRankError: If that is so on another rank.
     """
     room = min(_COPIED_BYTES, max(_LEAST_BYTES, int(min(capacity_bytes, 2.0**62) * _PART)))
+    nbytes = room // 256 * 256
     copy = model.control.together(
-        "allocating host memory to measure copies",
-        partial(_copies, model.accelerator, room // 256 * 256),
+        "allocating host memory to measure copies", partial(_copies, model.accelerator, nbytes)
     )
-    copied = _per_s(room // 256 * 256, _best_s(model, copy))
-    updated = _updates_per_s(model, copy) if with_host_updates else 0.0
+    copied = nbytes / _best_s(model, copy)
+    updated = _HOST_ELEMENTS / _best_update_s(model, copy) if with_host_updates else 0.0
     del copy
     model.accelerator.empty_cache()
-    return [StateRates(*row) for row in model.control.gather([updated, copied])]
+    ranks = [
+        replace(
+            rank,
+            host_updated_parameters_per_s=updated,
+            to_device_bytes_per_s=copied,
+            to_host_bytes_per_s=copied,
+        )
+        for rank, (updated, copied) in zip(
+            problem.ranks, model.control.gather([updated, copied]), strict=True
+        )
+    ]
+    return replace(problem, ranks=tuple(merge_equal_ranks(ranks)))
 
 
 def _copies(accelerator: Accelerator, nbytes: int) -> Start:
@@ -145,8 +147,8 @@ def _copies(accelerator: Accelerator, nbytes: int) -> Start:
     return start
 
 
-def _updates_per_s(model: ShardedModel, copy: Start) -> float:
-    """Return the parameters that the host updates per second, while copies are under way."""
+def _best_update_s(model: ShardedModel, copy: Start) -> float:
+    """Return the least seconds in which the host updates, while copies are under way."""
     accelerator = model.accelerator
     with accelerator.on_host():
         rows = nn.Parameter(torch.zeros(_HOST_ELEMENTS))
@@ -159,7 +161,7 @@ def _updates_per_s(model: ShardedModel, copy: Start) -> float:
         return [partial(copies.finish, arrival) for arrival in done.result()]
 
     try:
-        return min(_per_s(_HOST_ELEMENTS, _best_s(model, update, meanwhile=copy)), 1e15)
+        return _best_s(model, update, meanwhile=copy)
     finally:
         worker.close()
 
@@ -177,35 +179,4 @@ def _best_s(model: ShardedModel, start: Start, meanwhile: Start = list) -> float
             best_s = min(best_s, accelerator.now_s() - start_s)
         for finish in others:
             finish()
-    return best_s
-
-
-def _per_s(amount: float, seconds: float) -> float:
-    return amount / seconds if seconds > 1e-12 else math.inf
-
-
-def with_state_rates(problem: Problem, rates: Sequence[StateRates]) -> Problem:
-    """Return a problem with these rates; of equal ranks, those with like hosts share the lowest."""
-    ranks = []
-    for rank, own in zip(problem.ranks, rates, strict=True):
-        like = [
-            each
-            for other, each in zip(problem.ranks, rates, strict=True)
-            if other == rank and each.is_like(own)
-        ]
-        updated, copied = map(min, zip(*map(astuple, like), strict=True))
-        ranks.append(
-            replace(
-                rank,
-                host_updated_parameters_per_s=updated,
-                to_device_bytes_per_s=copied,
-                to_host_bytes_per_s=copied,
-            )
-        )
-    return replace(problem, ranks=tuple(ranks))
-
-
-def without_host_updates(problem: Problem) -> Problem:
-    """Return a problem whose plans let no host update: its last bits differ from a device's."""
-    ranks = [replace(rank, host_updated_parameters_per_s=0.0) for rank in problem.ranks]
-    return replace(problem, ranks=tuple(ranks))
+    return max(best_s, 1e-9)

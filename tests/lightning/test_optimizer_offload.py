@@ -11,12 +11,6 @@ from profiled import GPT, fit, in_ranks, loader
 from torch import Tensor
 
 from lightning_cephalo import CephaloStrategy
-from lightning_cephalo.plan import Problem, RankProfile
-from lightning_cephalo.profiling.state_rates import (
-    StateRates,
-    has_state_rates,
-    with_state_rates,
-)
 
 MODEL = {"width": 64, "depth": 8}
 STEPS = 3
@@ -176,17 +170,3 @@ def test_the_option_is_one_of_three():
         assert CephaloStrategy(optimizer_offload=value)._options.optimizer_offload == value
     with pytest.raises(ValueError, match="optimizer_offload: expected True, False or 'auto'"):
         CephaloStrategy(optimizer_offload="yes")
-
-
-def test_ranks_that_are_alike_get_the_slowest_rates_and_an_older_file_has_none():
-    rank = RankProfile("a", [1.0], [1.0], [1.0], [1.0], 1000.0)
-    other = RankProfile("b", [1.0], [1.0], [1.0], [1.0], 1000.0)
-    problem = Problem([rank, rank, other], 1, state_bytes=1, global_batch_size=1)
-    assert not has_state_rates(Problem.from_dict(problem.to_dict()))
-    rates = [StateRates(3.0, 8.0), StateRates(2.0, 9.0), StateRates()]
-    found = with_state_rates(problem, rates)
-    assert has_state_rates(Problem.from_dict(found.to_dict()))
-    one, two, three = found.ranks
-    assert one == two and three == other
-    assert one.host_updated_parameters_per_s == 2.0
-    assert (one.to_device_bytes_per_s, one.to_host_bytes_per_s) == (8.0, 8.0)

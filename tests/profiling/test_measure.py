@@ -19,7 +19,7 @@ from lightning_cephalo.plan.cost import fixed_time
 from lightning_cephalo.plan.curves import cached_tables
 from lightning_cephalo.plan.updates import least_update_s, with_updates
 from lightning_cephalo.preparation import prepare as planning
-from lightning_cephalo.profiling.save_curves import remember
+from lightning_cephalo.profiling.rank_curves import remember
 
 
 def problem_of_a_gpt(**options):

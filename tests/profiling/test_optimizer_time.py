@@ -17,8 +17,9 @@ from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.accelerator.emulated.operators import tensors_in
 from lightning_cephalo.adapters.optimizer import local_update
 from lightning_cephalo.execution.sharded_model import ShardedModel
-from lightning_cephalo.plan import Problem, RankProfile
+from lightning_cephalo.plan import RankProfile
 from lightning_cephalo.profiling.optimizer_time import clipping, optimizer_time
+from lightning_cephalo.profiling.rank_curves import merge_equal_ranks
 from lightning_cephalo.ranks.groups import Groups
 from lightning_cephalo.sharding.placement import local_part
 
@@ -95,9 +96,9 @@ def test_the_time_told_is_that_of_the_step_by_number_and_by_size_of_its_tensors(
     vectors, numel, shares
 ):
     found = run_ranks(2, _timed, vectors, numel, shares)
-    assert found[0][0] == found[1][0]
-    for rank, (told, rows, took_s) in enumerate(found):
-        told_s = told.overhead_s + rows / told.parameters_per_s[rank]
+    assert found[0][0].overhead_s == found[1][0].overhead_s
+    for told, rows, took_s in found:
+        told_s = told.overhead_s + rows / told.parameters_per_s
         assert told_s == pytest.approx(took_s, rel=0.05)
 
 
@@ -110,20 +111,14 @@ def _on_slow_rank(rank):
 
 
 def test_every_rank_has_the_rate_of_its_device_and_equal_ranks_the_slowest():
-    found, other = run_ranks(2, _on_slow_rank)
-    assert found == other
-    fast, slow = found.parameters_per_s
+    (overhead_s, fast), (other_s, slow) = run_ranks(2, _on_slow_rank)
+    assert overhead_s == other_s
     assert fast == pytest.approx(3 * slow, rel=0.02)
-    rank = RankProfile("a", [1.0], [1.0], [1.0], [1.0], 1000.0)
-    alike = Problem([rank, replace(rank, updated_parameters_per_s=7.0)], 2, state_bytes=1,
-                    global_batch_size=1, unit_parameters=(0, 1, 1))  # fmt: skip
-    problem = found.in_problem(alike)
-    assert [each.updated_parameters_per_s for each in problem.ranks] == [slow, slow]
-    assert problem.update_overhead_s == found.overhead_s
-    assert problem.unit_update_s == 0.5 * found.overhead_s
-    apart = replace(alike, ranks=[rank, replace(rank, name="b")])
-    problem = found.in_problem(apart)
-    assert [each.updated_parameters_per_s for each in problem.ranks] == [fast, slow]
+    rank = RankProfile("a", [1.0], [1.0], [1.0], [1.0], 1000.0, updated_parameters_per_s=fast)
+    alike = merge_equal_ranks([rank, replace(rank, updated_parameters_per_s=slow)])
+    assert [each.updated_parameters_per_s for each in alike] == [slow, slow]
+    apart = [rank, replace(rank, name="b", updated_parameters_per_s=slow)]
+    assert merge_equal_ranks(apart) == apart
 
 
 def _full(rank):
@@ -142,7 +137,7 @@ def _full(rank):
 def test_a_rank_that_is_full_takes_the_times_of_the_others():
     found, other = run_ranks(2, _full)
     assert found == other and found.overhead_s > 0
-    assert found.parameters_per_s[0] == found.parameters_per_s[1] < math.inf
+    assert found.parameters_per_s < math.inf
 
 
 def _with_clipping(rank):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,16 +15,18 @@ from lightning_cephalo.accelerator.emulated.accelerator import Emulated
 from lightning_cephalo.common.errors import HostMemoryError
 from lightning_cephalo.emulation import EmulatedDevice
 from lightning_cephalo.plan import Problem, RankProfile
-from lightning_cephalo.profiling.state_rates import (
-    StateRates,
-    measure_state_rates,
-    with_state_rates,
-)
+from lightning_cephalo.profiling.rank_curves import merge_equal_ranks
+from lightning_cephalo.profiling.state_rates import has_state_rates, with_state_rates
 
 LINK, UPDATES = 2e8, 2e7
+RANK = RankProfile("a", [1.0], [1.0], [1.0], [1.0], 1000.0)
 
 
-def measured(with_host_updates: bool = True, **rates: float) -> StateRates:
+def problem_of(*ranks: RankProfile) -> Problem:
+    return Problem(ranks, 1, state_bytes=1, global_batch_size=1)
+
+
+def measured(with_host_updates: bool = True, **rates: float) -> RankProfile:
     host = VirtualHost(tick_s=1e-9)
     control = SimpleNamespace(
         barrier=lambda: None, gather=lambda row: [row], together=lambda _, function: function()
@@ -34,13 +37,17 @@ def measured(with_host_updates: bool = True, **rates: float) -> StateRates:
         model: Any = SimpleNamespace(
             accelerator=accelerator, control=control, device=accelerator.device
         )
-        (found,) = measure_state_rates(model, 2.0**28, with_host_updates=with_host_updates)
-    return found
+        problem = with_state_rates(
+            problem_of(RANK), model, 2.0**28, with_host_updates=with_host_updates
+        )
+    assert has_state_rates(problem) and not has_state_rates(problem_of(RANK))
+    return problem.ranks[0]
 
 
 def test_copies_and_updates_are_as_fast_as_links_and_hosts():
     found = measured()
-    assert found.copied_bytes_per_s == pytest.approx(LINK, rel=0.01)
+    assert found.to_device_bytes_per_s == pytest.approx(LINK, rel=0.01)
+    assert found.to_host_bytes_per_s == found.to_device_bytes_per_s
     assert found.host_updated_parameters_per_s == pytest.approx(UPDATES, rel=0.01)
     assert measured(with_host_updates=False).host_updated_parameters_per_s == 0
 
@@ -61,16 +68,16 @@ def test_host_memory_that_cannot_be_had_for_measuring_is_named_on_all_ranks():
         device=torch.device("cpu"),
     )
     with pytest.raises(HostMemoryError, match=r"out of memory\. .* optimizer_offload=False"):
-        measure_state_rates(model, math.inf, with_host_updates=True)
+        with_state_rates(problem_of(RANK), model, math.inf, with_host_updates=True)
     assert together == ["allocating host memory to measure copies"]
 
 
-def test_a_rank_whose_host_is_slow_keeps_its_rates_beside_ranks_that_are_alike():
-    rank = RankProfile("a", [1.0], [1.0], [1.0], [1.0], 1000.0)
-    problem = Problem([rank] * 4, 1, state_bytes=1, global_batch_size=4)
-    fast, slow = StateRates(10.0, 20.0), StateRates(2.0, 4.0)
-    slower = StateRates(9.0, 21.0)
-    one, two, three, four = with_state_rates(problem, [fast, slow, slower, slow]).ranks
-    assert one == three and two == four
-    assert (one.host_updated_parameters_per_s, one.to_device_bytes_per_s) == (9.0, 20.0)
-    assert (two.host_updated_parameters_per_s, two.to_host_bytes_per_s) == (2.0, 4.0)
+def test_ranks_that_are_alike_get_the_slowest_rates():
+    rates = {"to_device_bytes_per_s": 8.0, "to_host_bytes_per_s": 9.0}
+    slow = replace(RANK, host_updated_parameters_per_s=2.0, **rates)
+    other = replace(RANK, name="b")
+    fast = replace(slow, host_updated_parameters_per_s=3.0, to_host_bytes_per_s=8.0)
+    one, two, three = merge_equal_ranks([fast, slow, other])
+    assert one == two == replace(slow, to_host_bytes_per_s=8.0) and three == other
+    behind = replace(RANK, host_updated_parameters_per_s=1.0, **rates)
+    assert merge_equal_ranks([fast, behind]) == [fast, behind]
