@@ -10,16 +10,16 @@ test_averaged_weights.py`` fails if it changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_cephalo.adapters.checkpoint import rows_like
+from lightning_cephalo.adapters.checkpoint import replace_tensors, rows_like
 from lightning_cephalo.sharding.collectives import broadcast
-from lightning_cephalo.sharding.placement import full_parameter
+from lightning_cephalo.sharding.placement import full_parameter, like_parameter
 
 _COPY = "_average_model"
 
@@ -47,46 +47,22 @@ class AveragedWeights:
         # an AveragedModel holds the copy as its `module`
         self._copies = [getattr(copy, "module", copy) for copy in copies if copy is not None]
         for copy in self._copies:
-            _replace(copy, lambda name, own: _sharded_like(sharded.get(name), own))
+            replace_tensors(copy, lambda name, own: _sharded_like(sharded.get(name), own))
 
-    def pairs(self) -> list[list[tuple[nn.Parameter, nn.Parameter]]]:
+    def pairs(self) -> list[list[tuple[Tensor, Tensor]]]:
         """Return, for every copy, its sharded parameters with those of the module."""
         sharded = dict(self._module.named_parameters(remove_duplicate=False))
-        return [
-            [
-                (parameter, sharded[name])
-                for name, _, _, parameter in _places(copy)
-                if isinstance(parameter, DTensor)
-            ]
-            for copy in self._copies
-        ]
+        named = (copy.named_parameters(remove_duplicate=False) for copy in self._copies)
+        return [[(p, sharded[n]) for n, p in each if isinstance(p, DTensor)] for each in named]
 
     def restore_full(self) -> None:
         """Give the copies plain full parameters; collective."""
         for copy in self._copies:
-            _replace(copy, lambda _, p: full_parameter(p) if isinstance(p, DTensor) else p)
+            replace_tensors(copy, lambda _, p: full_parameter(p) if isinstance(p, DTensor) else p)
         self._copies = []
 
 
-def _places(module: nn.Module) -> list[tuple[str, nn.Module, str, nn.Parameter]]:
-    """Return name, owner, attribute and parameter of every place."""
-    return [
-        (f"{prefix}.{attribute}" if prefix else attribute, owner, attribute, parameter)
-        for prefix, owner in module.named_modules(remove_duplicate=False)
-        for attribute, parameter in owner._parameters.items()
-        if parameter is not None
-    ]
-
-
-def _replace(copy: nn.Module, make: Callable[[str, nn.Parameter], nn.Parameter]) -> None:
-    made: dict[int, nn.Parameter] = {}  # tied parameters stay one
-    for name, owner, attribute, parameter in _places(copy):
-        if id(parameter) not in made:
-            made[id(parameter)] = make(name, parameter)
-        owner._parameters[attribute] = made[id(parameter)]
-
-
-def _sharded_like(sharded: nn.Parameter | None, parameter: nn.Parameter) -> nn.Parameter:
+def _sharded_like(sharded: nn.Parameter | None, parameter: Tensor) -> Tensor:
     """Return a parameter with the rows of another, on its own device, with its tags; collective."""
     if not isinstance(sharded, DTensor):
         return parameter
@@ -95,6 +71,4 @@ def _sharded_like(sharded: nn.Parameter | None, parameter: nn.Parameter) -> nn.P
     if dist.get_world_size() > 1:  # the mesh may be that of a group of ranks
         broadcast(values, None, source=0)
     rows = rows_like(sharded, values, parameter.device)
-    made = nn.Parameter(rows, requires_grad=parameter.requires_grad)
-    made.__dict__.update(parameter.__dict__)
-    return made
+    return like_parameter(rows, parameter)

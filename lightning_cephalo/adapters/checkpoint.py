@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
@@ -22,35 +22,47 @@ from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.execution.sharded_model import ShardedModel, to_full
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.materialise import on_cpu
-from lightning_cephalo.sharding.placement import Rows, as_dtensor, local_part, own_part
+from lightning_cephalo.sharding.placement import as_dtensor, local_part, own_part
 
 Placed = Callable[[Tensor, Tensor], Tensor]
 """Returns what a rank holds of a full tensor of a parameter's state, where that state lives."""
 
 
+def _full_once(wanted: bool) -> Callable[[Tensor], Tensor]:
+    """Return what gives full tensors on the CPU; collective.
+
+    Unless ``wanted`` they are on the meta device. What is one tensor stays one in the file.
+    """
+    seen: dict[int, Tensor] = {}
+
+    def full(value: Tensor) -> Tensor:
+        if id(value) not in seen:
+            found = to_full(value, wanted)
+            meta = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            seen[id(value)] = meta if found is None else found
+        return seen[id(value)]
+
+    return full
+
+
 def full_state_dict(module: nn.Module, wanted: bool) -> dict[str, Any]:
     """Return ``module.state_dict()`` with full tensors; collective.
 
-    Unless ``wanted`` they are on the meta device: hooks that rename or remove some run everywhere.
+    Hooks that rename or remove some run everywhere: ranks that do not want them get meta tensors.
     """
-    seen: dict[int, Any] = {}
-    result: dict[str, Any] = {}
-    for name, value in module.state_dict(keep_vars=True).items():
-        if isinstance(value, Tensor):
-            if id(value) not in seen:  # tied weights are written as one tensor, as torch does
-                full = to_full(value, wanted)
-                if full is None:
-                    full = torch.empty(value.shape, dtype=value.dtype, device="meta")
-                seen[id(value)] = full
-            value = seen[id(value)]
-        result[name] = value
-    return result
+    state, full = module.state_dict(keep_vars=True), _full_once(wanted)
+    return {name: full(v) if isinstance(v, Tensor) else v for name, v in state.items()}
 
 
 def load_full_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-    """Load full tensors into a model, sharded or not; every rank has all of ``state``."""
-    _make_room(module, state)
-    parameters = {**dict(module.named_parameters(remove_duplicate=False))}
+    """Load full tensors into a model, sharded or not; every rank has all of ``state``.
+
+    Tensors on the meta device that ``state`` lacks stay there, to be initialised when the model is
+    sharded; others get memory, without which torch would load nothing.
+    """
+    is_late = lambda name, value: value.is_meta and name in state  # noqa: E731
+    replace_tensors(module, lambda name, v: on_cpu(v) if is_late(name, v) else v)
+    parameters = dict(module.named_parameters(remove_duplicate=False))
     sharded = {
         name: rows_like(parameters[name], value)
         if name in parameters and isinstance(value, Tensor)
@@ -61,26 +73,21 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bo
         module.load_state_dict(sharded, strict=strict)
 
 
-def _make_room(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Replace parameters and buffers on the meta device by CPU tensors, if ``state`` has them.
-
-    torch would load nothing into meta tensors. Tensors that ``state`` lacks stay on meta, to be
-    initialised when the model is sharded. Tied weights stay tied.
-    """
+def replace_tensors(module: nn.Module, make: Callable[[str, Tensor], Tensor]) -> None:
+    """Put what ``make`` returns in place of parameters and buffers; tied ones stay one."""
     places = [
-        (f"{prefix}.{name}" if prefix else name, table, name)
-        for prefix, inner in module.named_modules(remove_duplicate=False)
-        for table in (inner._parameters, inner._buffers)
-        for name in table
+        (f"{prefix}.{name}" if prefix else name, table, name, value)
+        for prefix, owner in module.named_modules(remove_duplicate=False)
+        for table in (owner._parameters, owner._buffers)
+        for name, value in table.items()
+        if value is not None
     ]
-    room: dict[int, Tensor] = {}
-    for full_name, table, name in places:
-        value = table[name]
-        if value is not None and value.is_meta and full_name in state and id(value) not in room:
-            room[id(value)] = on_cpu(value)
-    for table, name, made in [(t, n, room.get(id(t[n]))) for _, t, n in places]:
-        if made is not None:
-            table[name] = made
+    made: dict[int, Any] = {}
+    for full_name, _, _, value in places:
+        if id(value) not in made and (other := make(full_name, value)) is not value:
+            made[id(value)] = other
+    for _, table, name, value in places:
+        table[name] = made.get(id(value), value)
 
 
 def rows_like(parameter: Tensor, value: Tensor, device: torch.device | None = None) -> Tensor:
@@ -89,9 +96,6 @@ def rows_like(parameter: Tensor, value: Tensor, device: torch.device | None = No
         return value
     if value.shape != parameter.shape:
         return value
-    placement = parameter.placements[0]
-    if not isinstance(placement, Rows | Replicate):
-        raise TypeError(f"Expected a parameter in rows or replicated, got {placement}.")
     local, value = local_part(parameter), own_part(value, parameter)
     dtype = local.dtype if value.is_floating_point() else value.dtype
     # a copy, so that the rows do not keep the full tensor alive
@@ -101,12 +105,12 @@ def rows_like(parameter: Tensor, value: Tensor, device: torch.device | None = No
 
 def full_optimizer_state(optimizer: Optimizer, wanted: bool) -> dict[str, Any]:
     """Return ``optimizer.state_dict()`` with full tensors; collective; empty unless ``wanted``."""
-    state = optimizer.state_dict()
-    if not _is_torchs(state):
-        full_state = pytree.tree_map_only(DTensor, partial(to_full, wanted=wanted), state)
-        return full_state if wanted else {}
-    full = pytree.tree_map_only(Tensor, partial(to_full, wanted=wanted), state["state"])
-    return {**state, "state": full} if wanted else {}
+    state, full = optimizer.state_dict(), _full_once(wanted)
+    if _is_torchs(state):
+        state = {**state, "state": pytree.tree_map_only(Tensor, full, state["state"])}
+    else:
+        state = pytree.tree_map_only(DTensor, full, state)
+    return state if wanted else {}
 
 
 def _is_torchs(state: Mapping[str, Any]) -> bool:
@@ -127,28 +131,30 @@ def load_full_optimizer_state(
         for saved, group in groups
         for number, parameter in zip(saved["params"], group["params"], strict=False)
     }
-    rest: dict[Any, Any] = {}
-    held: dict[Tensor, dict[str, Any]] = {}
+    held: dict[Any, dict[str, Any]] = {}
     for number, entries in state["state"].items():
-        rest[number] = whole = dict(entries.items())  # once: all ranks read a kept step together
+        whole = dict(entries.items())  # once: all ranks read a kept step together
         parameter = parameters.get(number)
         if isinstance(parameter, DTensor):
-            own = {
-                # a step count has the shape of a 0-d parameter, but is a plain number on every rank
-                name: value
-                if name == "step"
-                else pytree.tree_map_only(Tensor, partial(placed, parameter), value)
+            place = partial(placed, parameter)
+            # a step count has the shape of a 0-d parameter, but is a plain number on every rank
+            whole = {
+                name: value if name == "step" else pytree.tree_map_only(Tensor, place, value)
                 for name, value in whole.items()
             }
-            # torch would copy rows to the device; numbers it places as the optimizer needs them
-            rest[number] = {name: value for name, value in own.items() if not _is_cut(value)}
-            held[parameter] = own
+        held[number] = whole
+    # torch would copy rows to the device; numbers it places as the optimizer needs them
+    rest = {
+        number: {name: value for name, value in entries.items() if not _is_cut(value)}
+        for number, entries in held.items()
+    }
     optimizer.load_state_dict({**state, "state": rest})
-    for parameter, own in held.items():
-        numbers = optimizer.state[parameter]
-        optimizer.state[parameter] = {
-            name: value if _is_cut(value) else numbers[name] for name, value in own.items()
-        }
+    for number, entries in held.items():
+        if any(map(_is_cut, entries.values())):
+            numbers = optimizer.state[parameters[number]]
+            optimizer.state[parameters[number]] = {
+                name: numbers.get(name, value) for name, value in entries.items()
+            }
 
 
 def _is_cut(value: Any) -> bool:
@@ -164,7 +170,7 @@ def whole_checkpoint(
     Callbacks and hooks put sharded tensors into it: averages of weights, masks. Ranks that do not
     need it get an empty dict.
     """
-    leaves, tree = pytree.tree_flatten(dict(checkpoint))
+    leaves = pytree.tree_leaves(dict(checkpoint))
     sharded = [leaf for leaf in leaves if isinstance(leaf, DTensor)]
     shapes = control.gather(tuple(tuple(tensor.shape) for tensor in sharded))
     if any(row != shapes[0] for row in shapes):
@@ -177,13 +183,8 @@ def whole_checkpoint(
         )
     if not sharded:
         return dict(checkpoint)
-    full: dict[int, Any] = {}
-    for tensor in sharded:
-        if id(tensor) not in full:  # what is one tensor stays one in the file
-            full[id(tensor)] = to_full(tensor, wanted)
-    if not wanted:
-        return {}
-    return pytree.tree_unflatten([full.get(id(leaf), leaf) for leaf in leaves], tree)
+    whole = pytree.tree_map_only(DTensor, _full_once(wanted), dict(checkpoint))
+    return whole if wanted else {}
 
 
 def shard_optimizer(optimizer: Optimizer, model: ShardedModel, placed: Placed) -> None:

@@ -8,10 +8,11 @@ the owners (``owned_update.py``).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from itertools import chain
+from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
@@ -29,53 +30,53 @@ from lightning_cephalo.sharding.spent_gradients import is_spent
 class RowsOfState:
     """The tensors that have the rows of parameters, flat by flat.
 
-    Args:
-        averages: Per copy of the module, each of its parameters and the module's parameter that it
-            averages.
-        with_gradients: Flats whose parameters' gradients move too, but for those that are spent.
+    ``averages`` are, per copy of the module, its parameters and those that they average. Gradients
+    of ``with_gradients`` move too, but for those that are spent.
     """
 
     def __init__(
         self,
         optimizers: Sequence[Optimizer],
-        averages: Sequence[Sequence[tuple[nn.Parameter, Tensor]]] = (),
+        averages: Sequence[Sequence[tuple[Tensor, Tensor]]] = (),
         with_gradients: Sequence[Flat] = (),
     ) -> None:
         self._found: dict[int, list[tuple[str, DTensor]]] = {}
-        self._refused: str | None = None
+        self._refused = ""
         seen: set[int] = set()
-        gradients = _gradients(with_gradients)
-        for name, parameter, value in (*_states(optimizers), *_averages(averages), *gradients):
-            if not _has_rows_of(value, parameter):
-                self._refuse(name, parameter, value)
-            elif id(value) not in seen:
+        of_averages = (
+            (f"average {number}", parameter, average)
+            for number, pairs in enumerate(averages)
+            for average, parameter in pairs
+        )
+        for name, parameter, value in chain(
+            _states(optimizers), of_averages, _gradients(with_gradients)
+        ):
+            rows = rows_of(parameter)
+            if rows is None or id(value) in seen:
+                continue
+            if rows_of(value) == rows and value.shape == parameter.shape:
                 seen.add(id(value))
-                self._found.setdefault(id(parameter), []).append((name, value))
-
-    def _refuse(self, name: str, parameter: Tensor, value: Tensor) -> None:
-        if value.numel() > 1 and rows_of(parameter) is not None:
-            self._refused = (
-                f"The optimizer's state {name} has the shape {tuple(value.shape)} for a parameter"
-                f" of shape {tuple(parameter.shape)}, so that it cannot move with the parameter's"
-                " rows. Plans with the same shares of the model still work; for others, start again"
-                " from a checkpoint."
-            )
+                self._found.setdefault(id(parameter), []).append((name, cast(DTensor, value)))
+            elif value.numel() > 1:
+                self._refused = (
+                    f"The optimizer's state {name} has the shape {tuple(value.shape)} for a"
+                    f" parameter of shape {tuple(parameter.shape)}, so that it cannot move with the"
+                    " parameter's rows. Plans with the same shares of the model still work; for"
+                    " others, start again from a checkpoint."
+                )
 
     def check(self, flats: Sequence[Flat], control: ControlGroup) -> None:
         """Raise on every rank if not all of them can move the same tensors; collective."""
 
         def refuse() -> None:
-            if self._refused is not None:
+            if self._refused:
                 raise UnsupportedError(self._refused)
 
         control.together("looking for the state that moves", refuse)
-        said = [
-            [(column.name, str(_dtype_of(column)), column.slots) for column in self.of(flat)]
-            for flat in flats
-        ]
-        others = control.gather((said,))
-        for rank, (other,) in enumerate(others):
-            if other != others[0][0]:
+        columns = [[(c.name, str(c.dtype), c.slots) for c in self.of(flat)] for flat in flats]
+        ranks = control.gather((columns,))
+        for rank, other in enumerate(ranks):
+            if other != ranks[0]:
                 raise UnsupportedError(
                     f"Rank {rank} holds other optimizer state than rank 0, so that rows cannot"
                     " move between them. Take a step with the present plan first; if that does not"
@@ -92,7 +93,7 @@ class RowsOfState:
         return [Column(name, tuple(tensors)) for (name, _, _), tensors in columns.items()]
 
 
-def _states(optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, Tensor, Any]]:
+def _states(optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield the name, the parameter and the value of every tensor of state."""
     for number, optimizer in enumerate(optimizers):
         for parameter in parameters_of(optimizer):
@@ -102,26 +103,9 @@ def _states(optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, Tensor, Any]
                     yield f"{number}{pytree.keystr(path)}", parameter, leaf
 
 
-def _averages(
-    copies: Sequence[Sequence[tuple[nn.Parameter, Tensor]]],
-) -> Iterator[tuple[str, Tensor, Any]]:
-    for number, pairs in enumerate(copies):
-        for average, parameter in pairs:
-            yield f"average {number}", parameter, average
-
-
-def _gradients(flats: Sequence[Flat]) -> Iterator[tuple[str, Tensor, Any]]:
+def _gradients(flats: Sequence[Flat]) -> Iterator[tuple[str, Tensor, Tensor]]:
     for flat in flats:
         cut_gradients(flat.sharded)
         for parameter in flat.sharded:
             if parameter.grad is not None and not is_spent(parameter.grad):
                 yield "gradient", parameter, parameter.grad
-
-
-def _has_rows_of(value: Tensor, parameter: Tensor) -> bool:
-    rows, own = rows_of(parameter), rows_of(value)
-    return rows is not None and own == rows and value.shape == parameter.shape
-
-
-def _dtype_of(column: Column) -> torch.dtype:
-    return next(tensor.dtype for tensor in column.tensors if tensor is not None)

@@ -334,7 +334,7 @@ class ShardedModel:
             if old is None or new is None or old.cuts == new.cuts:
                 continue
             before, after = old.sizes[rank], new.sizes[rank]
-            itemsizes = [column.itemsize for column in columns_of(flat)]
+            itemsizes = [column.dtype.itemsize for column in columns_of(flat)]
             grows += (after - before) * (flat.contents.master_dtype.itemsize + sum(itemsizes))
             # a column's slices are joined before they travel
             copies += [after * flat.contents.master_dtype.itemsize]

@@ -55,9 +55,9 @@ class Column:
         return tuple(index for index, tensor in enumerate(self.tensors) if tensor is not None)
 
     @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-        return next(tensor.dtype.itemsize for tensor in self.tensors if tensor is not None)
+    def dtype(self) -> torch.dtype:
+        """The dtype of all of them."""
+        return next(tensor.dtype for tensor in self.tensors if tensor is not None)
 
     def move(
         self,

@@ -353,7 +353,7 @@ def like_parameter(data: torch.Tensor, original: torch.Tensor) -> nn.Parameter:
     return parameter
 
 
-def full_parameter(sharded: nn.Parameter) -> nn.Parameter:
+def full_parameter(sharded: torch.Tensor) -> nn.Parameter:
     """Return a full copy of a sharded parameter with its tags; collective."""
     with torch.no_grad():
         # a rank that holds all rows may get them without a copy
