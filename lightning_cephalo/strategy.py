@@ -16,16 +16,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from lightning.fabric.utilities.init import _EmptyInit
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_cephalo.accelerator import accelerator_of
-from lightning_cephalo.adapters import (
-    batch_norm,
-    precision,
-)
+from lightning_cephalo.adapters import batch_norm, precision
 from lightning_cephalo.adapters.dealt_loaders import SamplerTakeover, refuse_combined_evaluation
 from lightning_cephalo.adapters.refusals import Situation, When, refuse
 from lightning_cephalo.adapters.view import TrainerView
@@ -533,8 +529,7 @@ class CephaloStrategy(SavingStrategy):
         self._resumption = None
         if session is None:
             return
-        interrupted = trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
-        if not interrupted:
+        if trainer is None or not TrainerView(trainer).is_interrupted:
             session.close()
             self._recovering.finish()
         elif self._ending.failed_together:

@@ -48,15 +48,22 @@ class Idle(list[Any]):
 class DealtSamples(Dataset[Any]):
     """The user's dataset, which also collates: only here a rank's keys are seen to be none.
 
-    Its attributes are the dataset's, as functions that start workers read and set some.
+    Its attributes are the dataset's, as functions that start workers read and set some, and so is
+    its class for ``isinstance``.
     """
 
     def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any]) -> None:
         vars(self).update(wrapped=dataset, collate=collate_fn)
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self.wrapped)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DealtSamples, (self.wrapped, self.collate)
+
     def __getattr__(self, name: str) -> Any:
-        # pickle looks before there is a dataset
-        if name.startswith("__") or name == "wrapped":
+        if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.wrapped, name)
 

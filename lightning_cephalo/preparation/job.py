@@ -39,7 +39,6 @@ class Loaders:
 
     flat: tuple[Any, ...]
     spec: Any
-    mode: str = "max_size_cycle"
 
     def read(self, size: int, layouts: Sequence[BatchLayout]) -> Any:
         """Return a batch of the first samples; ``size`` is that of the first loader."""
@@ -195,8 +194,7 @@ def _training_loaders(view: TrainerView, *, is_read: bool) -> Loaders:
     for each in flat if is_read else ():
         refuse_one_pass(each)
     single = len(flat) == 1 and nested is flat[0]
-    mode = found._mode if isinstance(found, CombinedLoader) else Loaders.mode
-    return Loaders(tuple(flat), None if single else spec, mode)
+    return Loaders(tuple(flat), None if single else spec)
 
 
 def _global_batch_size(loaders: Loaders, options: Options, world_size: int) -> int | None:

@@ -299,15 +299,13 @@ def _equal_hosts(problem: Problem, hosts: Sequence[HostMemory]) -> list[HostMemo
     found = []
     for profile in problem.ranks:
         group = [h for r, h in zip(problem.ranks, hosts, strict=True) if r == profile]
-        found.append(
-            HostMemory(
-                min(host.capacity_bytes for host in group),
-                min(host.copy_bytes_per_s for host in group),
-                all(host.is_apart for host in group),
-                any(host.is_pinned for host in group),
-                next((host.limited_by for host in group if host.limited_by), ""),
-            )
+        merged = HostMemory(
+            min(host.capacity_bytes for host in group),
+            min(host.copy_bytes_per_s for host in group),
+            all(host.is_apart for host in group),
+            any(host.is_pinned for host in group),
         )
+        found.append(merged)
     return found
 
 

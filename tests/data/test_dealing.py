@@ -53,6 +53,13 @@ def test_a_rank_without_samples_shows_a_sample_of_the_step_read_anew():
     assert dataset.reads == 2
 
 
+def test_the_dataset_stays_of_the_users_class_and_in_workers_too():
+    here = DealtSamples(Augmented(), popping_collate)
+    for samples in (here, pickle.loads(pickle.dumps(here))):
+        assert isinstance(samples, Augmented) and samples.length == len(samples) == 9
+        assert samples.__getitems__([1, 4])["names"] == ["sample 1", "sample 4"]
+
+
 def test_samples_that_are_all_dropped_count_as_none():
     dropping = DealtSamples(Numbers(4), lambda samples: None)
     assert dropping.__getitems__([0, 1]) == NoSamples(())
