@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import zlib
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -32,11 +33,12 @@ class _Edges(pickle.Pickler):
 
 def fingerprint(value: Any) -> int:
     """Returns a checksum of ``value`` with 32 bits; 0 if it cannot be pickled."""
-    content = io.BytesIO()
-    pickler = _Edges(content, protocol=5)
-    pickler.fast = True  # the same whether equal objects are one object or several
-    try:
-        pickler.dump(value)
-    except Exception:  # by the user's objects
-        return 0
-    return zlib.crc32(content.getbuffer()) or 1
+    # fast: the same whether equal objects are one object or several; but not for those in circles
+    for is_fast in (True, False):
+        content = io.BytesIO()
+        pickler = _Edges(content, protocol=5)
+        pickler.fast = is_fast
+        with suppress(Exception):  # by the user's objects
+            pickler.dump(value)
+            return zlib.crc32(content.getbuffer()) or 1
+    return 0

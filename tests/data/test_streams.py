@@ -260,6 +260,13 @@ class Graph:
         self.store = {"x": x}
 
 
+class Circle:
+    """Its store refers to the object that holds it, as in PyTorch Geometric."""
+
+    def __init__(self, x):
+        self.store = {"x": x, "parent": self}
+
+
 class Grey:
     """As images of PIL."""
 
@@ -278,6 +285,7 @@ CONTENTS = [
     lambda n: {"x": [n, None], "y": "same"},
     lambda n: Record(torch.ones(2), f"name {n}"),
     lambda n: Graph(torch.full((2, 2), n)),
+    lambda n: Circle(torch.full((2, 2), n)),
     lambda n: Pair(n, b"bytes"),
     lambda n: np.array(["a", n], dtype=object),
     lambda n: torch.zeros(n),
