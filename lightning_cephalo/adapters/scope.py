@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from lightning_cephalo.adapters.stepping import copy_of, step_without_hooks
+from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.sharding.placement import like_parameter
 
 # Steps of a trial: more than the periods of common slow updates (5, 6 and 10).
@@ -159,10 +160,6 @@ class Trial:
     ran: bool = True
 
 
-class _UnfitError(Exception):
-    """The optimizer uses its closure in a way that ranks could not follow."""
-
-
 def try_out(optimizer: Optimizer, *, by_rows: bool) -> Trial:
     """Run a few steps of copies of the optimizer on small random parameters, whole and in parts.
 
@@ -174,7 +171,7 @@ def try_out(optimizer: Optimizer, *, by_rows: bool) -> Trial:
     with torch.random.fork_rng(devices=[]):
         try:
             return Trial(_difference(optimizer, _pieces(optimizer), by_rows))
-        except _UnfitError as found:
+        except UnsupportedError as found:
             return Trial(str(found))
         except Exception as failure:
             return Trial(f"a trial raised {type(failure).__name__}: {failure}", ran=False)
@@ -239,9 +236,9 @@ def _run(optimizer: Optimizer, pieces: _Pieces, loss: float = 1.0) -> _Run:
         def closure(step: int = step) -> Tensor:
             for place, tensor in held.items():
                 if tensor.grad is not None:
-                    raise _UnfitError("it evaluates its closure several times a step")
+                    raise UnsupportedError("it evaluates its closure several times a step")
                 if not torch.equal(tensor.nan_to_num(), values[place][-1].nan_to_num()):
-                    raise _UnfitError("it changes parameters before it calls its closure")
+                    raise UnsupportedError("it changes parameters before it calls its closure")
                 # gradients of many sizes, so that clipping by a norm of all becomes visible
                 pull = tensor.detach() - pieces[place][1]
                 tensor.grad = pull * 10.0 ** (sum(place) % 3 - 1)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -58,9 +58,6 @@ from lightning_cephalo.preparation.limits import (
 from lightning_cephalo.profiling.memory_model import check_capacities, predicted, state_bytes
 from lightning_cephalo.ranks.control import not_connected
 from lightning_cephalo.ranks.groups import Groups
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)

@@ -63,8 +63,8 @@ def isolated(view: TrainerView, accelerator: Accelerator) -> Iterator[Callable[[
         for optimizer in strategy.optimizers:  # a step would hold state, and take time
             names = vars(optimizer)
             stack.callback(refill, names, items_of(names))
-            # schedules complain of a step without their mark
-            names["step"] = wraps(optimizer.step)(_run_closure)
+            # schedules complain of a step without their mark; on the function itself it would last
+            names["step"] = wraps(optimizer.step)(partial(_run_closure))
         saved = Saved(accelerator)
         saved.attributes(view.logger_connector)
         saved.reach(view.module, *strategy.optimizers, *schedules)

@@ -111,7 +111,7 @@ def test_the_peak_is_read_off_an_allocator_that_knows_it():
         device.figures.peak_bytes = 170
     held = meter.held(samples_bytes=1)
     assert (held.kept_bytes, held.peak_bytes) == (31, 71)
-    assert resting_bytes(model_on(device)) == 130
+    assert resting_bytes(model_on(device), []) == 130
 
 
 def test_the_meter_of_a_training_slows_no_step_of_a_device_that_knows_its_peak():

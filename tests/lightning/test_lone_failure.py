@@ -206,7 +206,8 @@ def _ends_behind_a_failure(folder: Path) -> tuple[str, str]:
     """What the next run tells where the process that failed is gone by then."""
     told = _told(partial(_fit, 1, "on_fit_end"))
     if os.environ["RANK"] == "1":
-        (folder / "pid").write_text(str(os.getpid()))
+        (folder / "own").write_text(str(os.getpid()))
+        (folder / "own").rename(folder / "pid")  # the others find it whole
         return told
     while not (folder / "pid").exists():
         time.sleep(0.02)
