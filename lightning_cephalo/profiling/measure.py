@@ -94,7 +94,9 @@ def measure(
         isolated(view, accelerator),
         model.executor.updates.dropping(),  # beside an optimizer there may be no room for them
     ):
-        prober = Prober(model, clock, batch_of, step, options.smallest)
+        prober = Prober(
+            model, clock, batch_of, step, options.smallest if options.single_microbatch else 0
+        )
         measured, retaining = measure_times(prober, options, device.name, report), None
         progress.say("profiling: memory")
         measure_memory(prober, measured, options)

@@ -50,8 +50,8 @@ class ProfiledStep:
 class Prober:
     """Runs profiling steps; collective.
 
-    Where a rank lacks the memory for its microbatch, the step runs again with a ``smallest`` one
-    there, then with none.
+    Where a rank lacks the memory for its microbatch, the step runs again with one of ``idle``
+    samples there, then with none.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class Prober:
         clock: Callable[[], float],
         batch_of: Callable[[int], Any],
         step: ProfiledStep,
-        smallest: int = 1,
+        idle: int = 0,
     ) -> None:
         self.model, self.control, self.step = model, model.control, step
-        self._clock, self._batch_of, self._smallest = clock, batch_of, smallest
+        self._clock, self._batch_of, self._idle = clock, batch_of, idle
         # of a device that runs behind its host, waits at each unit add up what a step hides
         self._is_launched = not model.accelerator.computes_on_host
         self._times_whole = self.control.any(self._is_launched)
@@ -132,7 +132,7 @@ class Prober:
                 traceback.clear_frames(failure.__traceback__)
                 del failure
             if refused:
-                size = self._smallest if size > self._smallest else 0
+                size = self._idle if size > self._idle else 0
             if not any(out_of_memory for _, out_of_memory, _ in rows):
                 return 0 < size == wanted
             gc.collect()

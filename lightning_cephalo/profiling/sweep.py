@@ -1,8 +1,9 @@
 """Measures microbatches of growing sizes, on all ranks at the same time.
 
 All ranks take part in every step because of the gathers. Those whose next sizes take about as long
-run them together; the others run the smallest one. Sizes double, up to somewhat more than a rank's
-balanced share. Each runs twice, the smallest four times, and the shortest time counts.
+run them together; the others run none, or the smallest one where steps need every rank. Sizes
+double, up to somewhat more than a rank's balanced share. Each runs twice, the smallest four times,
+and the shortest time counts.
 """
 
 from __future__ import annotations
@@ -107,6 +108,10 @@ class ProfileOptions:
         """The fewest samples of a microbatch."""
         return min(self.minimum_microbatch_size, self.largest)
 
+    def idle(self, measured: Measured) -> int:
+        """Return the samples of a rank while others are measured; steps may need every rank."""
+        return measured.smallest if self.single_microbatch else 0
+
     def next_size(self, measured: Measured, share: float) -> int:
         """Return the size to measure next on a rank with a balanced share; 0 for none."""
         largest, too_large = measured.largest, measured.smallest_too_large
@@ -153,7 +158,7 @@ def measure_times(
             )
         report(sizes)
         for _ in range(_TIMES_OF_SMALL if max(sizes) <= _SMALL * smallest else _TIMES):
-            measured.time(prober, sizes[control.rank] or measured.smallest)
+            measured.time(prober, sizes[control.rank] or options.idle(measured))
 
 
 def _together(wanted: Sequence[tuple[int, float]], smallest: int, left_s: float) -> list[int]:
@@ -177,7 +182,7 @@ def measure_memory(prober: Prober, measured: Measured, options: ProfileOptions) 
     A peak is the maximum over moments whose memory grows linearly, until chunks of logits are full:
     two sizes at each end tell where that is (``rank_curves.compute_curve``).
     """
-    for size in _ends(prober, measured):
+    for size in _ends(prober, measured, options):
         measured.hold(prober, size if measured.times else 0)
     if prober.step.manual is None:  # with one microbatch its peak holds all
         measured.kept = _measure_retained(prober, measured, options.smallest)
@@ -195,9 +200,10 @@ def measure_without_recompute(
     model.release_buffers()  # retained graphs have memory of their own
     model.executor.recompute = False
     try:
-        for size in _ends(prober, recomputing):
+        for size in _ends(prober, recomputing, options):
             for _ in range(_TIMES):
-                measured.time(prober, measured.smallest if measured.smallest_too_large else size)
+                lacks = measured.smallest_too_large is not None
+                measured.time(prober, options.idle(measured) if lacks else size)
         measure_memory(prober, measured, options)
     finally:
         model.executor.recompute = True
@@ -205,10 +211,10 @@ def measure_without_recompute(
     return measured
 
 
-def _ends(prober: Prober, measured: Measured) -> list[int]:
+def _ends(prober: Prober, measured: Measured, options: ProfileOptions) -> list[int]:
     """Return the sizes of :meth:`Measured.ends`, on all ranks equally many; collective."""
     own = measured.ends()
-    return own + [measured.smallest] * (int(prober.control.max(len(own))) - len(own))
+    return own + [options.idle(measured)] * (int(prober.control.max(len(own))) - len(own))
 
 
 def _measure_retained(prober: Prober, measured: Measured, smallest: int) -> RetainedBytes:
