@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_cephalo.common.errors import UnitUseError, UnsupportedError
@@ -25,7 +24,7 @@ from lightning_cephalo.features.normalisation import (
     refuse_single_value,
 )
 from lightning_cephalo.plan.program import ROOT, Instruction, Operation, Visit
-from lightning_cephalo.sharding.collectives import all_gather_rows
+from lightning_cephalo.sharding.collectives import all_gather_rows, everyone
 
 if TYPE_CHECKING:
     from lightning_cephalo.execution.backward_pass import BackwardPass
@@ -175,5 +174,5 @@ class Meetings:
         world_size = executor.link.control.world_size
         if world_size == 1:
             return own[None]
-        group: Any = dist.group.WORLD  # its own: gathers and reduces may be under way
-        return all_gather_rows(own[None], [1] * world_size, group)
+        # not by the groups of gathers and reduces, which may be under way
+        return all_gather_rows(own[None], [1] * world_size, everyone())

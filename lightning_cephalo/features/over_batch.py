@@ -18,7 +18,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cephalo.common.errors import UnitUseError, UnsupportedError
@@ -28,7 +27,7 @@ from lightning_cephalo.execution.waiting import running_microbatch
 from lightning_cephalo.features.normalisation import at_least_float32
 from lightning_cephalo.plan.program import NONE, ROOT, Instruction, Operation, Visit, with_loss
 from lightning_cephalo.ranks.control import ControlGroup
-from lightning_cephalo.sharding.collectives import all_gather_rows
+from lightning_cephalo.sharding.collectives import all_gather_rows, everyone
 
 if TYPE_CHECKING:
     from lightning_cephalo.execution.executor import Executor
@@ -204,8 +203,9 @@ def exchange_rows(
         empty = torch.zeros((0, *shape), dtype=sent, device=device)
         local = torch.cat([empty, *(each.to(sent) for each in own_rows)])
         counts = [sum(kinds[place][0] for kinds in of_rank) for of_rank, _ in rows]
-        group = dist.group.WORLD if control.world_size > 1 else None
-        joined = local if group is None else all_gather_rows(local, counts, group)
+        joined = local
+        if control.world_size > 1:
+            joined = all_gather_rows(local, counts, everyone())
         needs_gradient = any(kinds[place][3] for kinds in every)
         found.append(joined.to(dtype).detach().requires_grad_(needs_gradient))
         before = sum(counts[: control.rank])
