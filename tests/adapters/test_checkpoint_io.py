@@ -43,14 +43,13 @@ def test_what_is_written_is_a_file_of_torch_and_is_read_again(path):
     assert path.stat().st_mode == plain.stat().st_mode
 
 
-def test_a_full_disk_leaves_the_old_file_and_the_error_names_the_room(path):
+def test_a_full_disk_leaves_the_old_file_and_the_error_has_a_remedy(path):
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     with file_size_limit(100_000), pytest.raises(UnwritableError) as refused:
         AtomicCheckpointIO().save_checkpoint(NEW, path)
     assert_old_alone(path)
     message = str(refused.value)
     assert message.startswith(f"{path}: cannot be written: File too large.")
-    assert "The checkpoint's tensors take 390.6 KiB; " in message and " are free there." in message
     assert "save_top_k" in message
 
 
