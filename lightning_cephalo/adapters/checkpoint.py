@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from lightning_cephalo.adapters.scope import parameters_of
+from lightning_cephalo.adapters.stepping import parameters_of
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.execution.sharded_model import ShardedModel, to_full
 from lightning_cephalo.ranks.control import ControlGroup
@@ -105,56 +106,41 @@ def rows_like(parameter: Tensor, value: Tensor, device: torch.device | None = No
 
 def full_optimizer_state(optimizer: Optimizer, wanted: bool) -> dict[str, Any]:
     """Return ``optimizer.state_dict()`` with full tensors; collective; empty unless ``wanted``."""
-    state, full = optimizer.state_dict(), _full_once(wanted)
-    if _is_torchs(state):
-        state = {**state, "state": pytree.tree_map_only(Tensor, full, state["state"])}
-    else:
-        state = pytree.tree_map_only(DTensor, full, state)
+    state = pytree.tree_map_only(Tensor, _full_once(wanted), optimizer.state_dict())
     return state if wanted else {}
-
-
-def _is_torchs(state: Mapping[str, Any]) -> bool:
-    """Return whether a state dict has torch's format; that of Lightning's no-optimizer is empty."""
-    return "state" in state and "param_groups" in state
 
 
 def load_full_optimizer_state(
     optimizer: Optimizer, state: Mapping[str, Any], placed: Placed = rows_like
 ) -> None:
     """Load an optimizer state of full tensors; every rank has all of ``state``."""
-    if not _is_torchs(state):
+    if "state" not in state:  # of Lightning's stand-in for no optimizer
         optimizer.load_state_dict(dict(state))
         return
-    groups = zip(state["param_groups"], optimizer.param_groups, strict=False)
-    parameters = {
-        number: parameter
-        for saved, group in groups
-        for number, parameter in zip(saved["params"], group["params"], strict=False)
-    }
+    numbers = chain.from_iterable(group["params"] for group in state["param_groups"])
+    parameters = dict(zip(numbers, parameters_of(optimizer), strict=False))
     held: dict[Any, dict[str, Any]] = {}
     for number, entries in state["state"].items():
-        whole = dict(entries.items())  # once: all ranks read a kept step together
+        held[number] = dict(entries.items())  # once: all ranks read a kept step together
         parameter = parameters.get(number)
         if isinstance(parameter, DTensor):
             place = partial(placed, parameter)
             # a step count has the shape of a 0-d parameter, but is a plain number on every rank
-            whole = {
+            held[number] = {
                 name: value if name == "step" else pytree.tree_map_only(Tensor, place, value)
-                for name, value in whole.items()
+                for name, value in held[number].items()
             }
-        held[number] = whole
     # torch would copy rows to the device; numbers it places as the optimizer needs them
     rest = {
         number: {name: value for name, value in entries.items() if not _is_cut(value)}
         for number, entries in held.items()
     }
     optimizer.load_state_dict({**state, "state": rest})
-    for number, entries in held.items():
-        if any(map(_is_cut, entries.values())):
-            numbers = optimizer.state[parameters[number]]
-            optimizer.state[parameters[number]] = {
-                name: numbers.get(name, value) for name, value in entries.items()
-            }
+    for number, parameter in parameters.items():
+        if number in held:
+            loaded = optimizer.state[parameter]
+            whole = {name: loaded.get(name, value) for name, value in held[number].items()}
+            optimizer.state[parameter] = whole
 
 
 def _is_cut(value: Any) -> bool:
@@ -165,26 +151,22 @@ def _is_cut(value: Any) -> bool:
 def whole_checkpoint(
     checkpoint: Mapping[str, Any], wanted: bool, control: ControlGroup
 ) -> dict[str, Any]:
-    """Return a checkpoint with full tensors on the CPU in place of sharded ones; collective.
+    """Return a checkpoint with full tensors in place of sharded ones; collective.
 
-    Callbacks and hooks put sharded tensors into it: averages of weights, masks. Ranks that do not
-    need it get an empty dict.
+    Callbacks and hooks put sharded ones into it, such as averages. Empty unless ``wanted``.
     """
     leaves = pytree.tree_leaves(dict(checkpoint))
     sharded = [leaf for leaf in leaves if isinstance(leaf, DTensor)]
     shapes = control.gather(tuple(tuple(tensor.shape) for tensor in sharded))
     if any(row != shapes[0] for row in shapes):
-        counts = [len(row) for row in shapes]
         raise UnsupportedError(
-            f"The ranks put different sharded tensors into the checkpoint: {counts} of them on rank"
-            " 0 and up. Each rank holds some rows, so every rank must put them in:"
+            f"The ranks put different sharded tensors into the checkpoint: {list(map(len, shapes))}"
+            " of them on rank 0 and up. Each rank holds some rows, so every rank must put them in:"
             " on_save_checkpoint() and state_dict() of a callback run on every rank, and must not"
             " depend on the rank."
         )
-    if not sharded:
-        return dict(checkpoint)
     whole = pytree.tree_map_only(DTensor, _full_once(wanted), dict(checkpoint))
-    return whole if wanted else {}
+    return whole if wanted or not sharded else {}
 
 
 def shard_optimizer(optimizer: Optimizer, model: ShardedModel, placed: Placed) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from lightning.pytorch.callbacks import (
@@ -25,10 +25,8 @@ from torch.optim import optimizer as torch_optimizer
 
 from lightning_cephalo.adapters import precision
 from lightning_cephalo.adapters.moved_state import MovedState
-from lightning_cephalo.adapters.scope import not_element_wise
-from lightning_cephalo.adapters.stepping import step_is_replaced
+from lightning_cephalo.adapters.scope import not_by_units
 from lightning_cephalo.adapters.view import TrainerView
-from lightning_cephalo.common.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -48,10 +46,8 @@ def late_by_job(view: TrainerView, module: LightningModule) -> str:
     """Return why no step may update early, in a few words; empty: every step may."""
     if not module.automatic_optimization:
         return "manual optimization"
-    for owner, hooks in (
-        (module, _HOOKS_OF_MODULE),
-        *((callback, _HOOKS) for callback in view.callbacks),
-    ):
+    owners = ((module, _HOOKS_OF_MODULE), *((callback, _HOOKS) for callback in view.callbacks))
+    for owner, hooks in owners:
         for hook in hooks:
             if is_overridden(hook, owner):
                 return f"{type(owner).__name__}.{hook}()"
@@ -62,30 +58,17 @@ def late_by_job(view: TrainerView, module: LightningModule) -> str:
         return "loss scaling"
     if not precision.is_known(plugin):
         return f"the precision plugin {type(plugin).__name__}"
-    if view.detects_anomalies:
-        return "detect_anomaly=True"
-    return _late_by_options(view)
+    return "detect_anomaly=True" if view.detects_anomalies else _late_by_options(view)
 
 
 def _late_by_options(view: TrainerView) -> str:
     if view.clip_value and not view.clips_by_value:
         return _CLIPS
-    if view.accumulates != 1:
-        return f"gradients of {view.accumulates} batches add up"
-    return ""
+    return f"gradients of {view.accumulates} batches add up" if view.accumulates != 1 else ""
 
 
 def late_by_optimizer(optimizer: Optimizer) -> str:
     """Return why an optimizer may not update early; empty: it may."""
-    return not_element_wise(optimizer) or _late_by_hooks(optimizer)
-
-
-def gradients_leave(late: str, view: TrainerView) -> bool:
-    """Return whether gradients may leave for the host, as nothing but the norm delays updates."""
-    return late == _late_by_options(view) == _CLIPS and view.accumulates == 1
-
-
-def _late_by_hooks(optimizer: Optimizer) -> str:
     # Private: there is no public way to ask for hooks.
     hooks = chain(
         optimizer._optimizer_step_pre_hooks,
@@ -93,11 +76,13 @@ def _late_by_hooks(optimizer: Optimizer) -> str:
         torch_optimizer._global_optimizer_pre_hooks,
         torch_optimizer._global_optimizer_post_hooks,
     )
-    if any(True for _ in hooks):
-        return f"hooks of {type(optimizer).__name__}"
-    if step_is_replaced(optimizer):
-        return f"{type(optimizer).__name__}.step is replaced"
-    return ""
+    has_hooks = any(True for _ in hooks)
+    return not_by_units(optimizer) or f"hooks of {type(optimizer).__name__}" * has_hooks
+
+
+def gradients_leave(late: str, view: TrainerView) -> bool:
+    """Return whether gradients may leave for the host, as nothing but the norm delays updates."""
+    return late == _late_by_options(view) == _CLIPS and view.accumulates == 1
 
 
 class EarlyUpdater:
@@ -117,22 +102,18 @@ class EarlyUpdater:
         self._optimizer, self._view, self._units = optimizer, view, units
         self._late, self._consequence = late, consequence
         self._has_warned = self._may = False
-        self._used: dict[str, Any] = {}  # what updates of this step have used
 
     def look(self, optimizer: Optimizer) -> bool:
-        """Look whether the step that begins may update early; return whether gradients may leave.
-
-        Called before anything of the step.
-        """
+        """Look how the step that begins may update; return whether gradients may leave."""
         self._units.begin(optimizer)
-        anomalies = "torch.autograd.set_detect_anomaly(True)" * torch.is_anomaly_enabled()
+        late = late_by_optimizer(optimizer)
+        if torch.is_anomaly_enabled():
+            late = "torch.autograd.set_detect_anomaly(True)"
         if self._late:
-            leave = not anomalies and gradients_leave(self._late, self._view)
-            return leave and not late_by_optimizer(optimizer)
-        late = _late_by_options(self._view) or _late_by_hooks(self._optimizer)
+            return not late and gradients_leave(self._late, self._view)
+        late = late or _late_by_options(self._view)
         if optimizer is not self._optimizer:
             late = "another optimizer has taken the place of the first one"
-        late = late or anomalies
         self._may = not late
         if late and not self._has_warned:
             self._has_warned = True
@@ -147,44 +128,8 @@ class EarlyUpdater:
         """Return whether the step that begins may update early: :meth:`look` has found so."""
         # a step that nobody has announced updates nothing: it is one of several that add up
         may, self._may = self._may, False
-        self._used = {}
         return may
 
     def update(self, parameters: Sequence[nn.Parameter], on_host: bool = False) -> list[bool]:
         """Update sharded parameters by their gradients, and return for each whether it was."""
-        self._used = self._used or self._settings()
         return self._units.update(parameters, on_host, self._view.clip_value)
-
-    def _settings(self) -> dict[str, Any]:
-        """Return what updates use, of options the tensors with their versions."""
-        found: dict[str, Any] = {
-            f"param_groups[{index}][{name!r}]": (value, getattr(value, "_version", 0))
-            for index, group in enumerate(self._optimizer.param_groups)
-            for name, value in group.items()
-            if name != "params"
-        }
-        how = self._view.clip_value, _late_by_options(self._view)
-        return {**found, "gradient_clip_val": how}
-
-    def check(self) -> None:
-        """Raise if code has changed in the backward what updates there had used before."""
-        now = self._settings() if self._used else {}
-        for name, value in self._used.items():
-            if not _is_same(now.get(name), value):
-                new = now[name][0] if name in now else None
-                raise UnsupportedError(
-                    f"Code has changed {name} (now {new!r}) inside of the backward, where units"
-                    " are updated: some updates have used the value of before. On one device all"
-                    " use the last value. Change it before the backward or behind the step, such"
-                    " as in on_train_batch_start(). Or say"
-                    " CephaloStrategy(planner=Planner(early_update=False))."
-                )
-
-
-def _is_same(value: Any, before: Any) -> bool:
-    """Return whether an option and its version are those of before, or equal numbers."""
-    if value is None or value[1] != before[1]:
-        return False
-    # another type may choose another kernel; tensors and arrays have no single answer
-    is_number = type(value[0]) is type(before[0]) and not hasattr(value[0], "shape")
-    return value[0] is before[0] or (is_number and value[0] == before[0])

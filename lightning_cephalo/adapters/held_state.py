@@ -1,25 +1,38 @@
-"""Counts the state that optimizers will hold for each parameter, before they have any.
+"""Counts the state that optimizers will hold, and finds what has the rows of parameters.
 
-Adam holds two moments, amsgrad three, SGD none. A trial on small tensors tells
-(:func:`~lightning_cephalo.adapters.scope.state_bytes_per_element`).
+Optimizers are made before the plan, and most hold no state yet: a trial on small tensors tells what
+they will hold. Units may differ: an optimizer trains a part of the model, or one of its groups has
+another option. Plans count one figure. Where units move whole, only that of the largest is safe.
 
-Units may differ: an optimizer trains a part of the model, or one of its groups has another option.
-Plans count one figure. Where units move whole, only that of the largest unit is safe.
+State of optimizers that update whole parameters lies on owners, whatever rows ranks hold: it moves
+with the owners (``owned_update.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from typing import cast
 
+import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
 from lightning_cephalo.adapters.early_update import late_by_optimizer
-from lightning_cephalo.adapters.moved_state import needs_device
-from lightning_cephalo.adapters.scope import MOMENTS, state_bytes_per_element
+from lightning_cephalo.adapters.scope import MOMENTS, not_by_units, state_bytes_per_element
+from lightning_cephalo.adapters.stepping import parameters_of
 from lightning_cephalo.adapters.view import TrainerView
+from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.execution.sharded_model import ShardedModel
+from lightning_cephalo.ranks.control import ControlGroup
+from lightning_cephalo.sharding.flat import Flat
+from lightning_cephalo.sharding.moving import Column
+from lightning_cephalo.sharding.placement import rows_of
+from lightning_cephalo.sharding.same_values import cut_gradients
+from lightning_cephalo.sharding.spent_gradients import is_spent
 
 
 @dataclass(frozen=True)
@@ -47,9 +60,10 @@ class OptimizerFacts:
         """Look at the optimizers of all ranks; collective."""
         # what no optimizer trains counts as with Adam: ``add_param_group`` may follow
         units = held_by_unit(optimizers, model, untrained_moments=MOMENTS)
+        stay = next(filter(None, map(not_by_units, optimizers)), "")
         own = (
             next(filter(None, map(late_by_optimizer, optimizers)), ""),
-            needs_device(view, optimizers),
+            stay if view.module.automatic_optimization else "manual optimization",
             *bytes_per_parameter(units),
             sum(unit.untrained_bytes for unit in units),
         )
@@ -70,17 +84,12 @@ class UnitState:
     @property
     def each_state_bytes(self) -> float:
         """Bytes of state for each element."""
-        return self.state_bytes / self.elements if self.elements else 0.0
+        return self.state_bytes / max(1, self.elements)
 
     @property
     def each_parameter_bytes(self) -> float:
         """Bytes of each element."""
-        return self.parameter_bytes / self.elements if self.elements else 0.0
-
-
-def holds_rows(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer has state of sharded parameters, as a new Adagrad has."""
-    return any(isinstance(key, DTensor) for key in optimizer.state)
+        return self.parameter_bytes / max(1, self.elements)
 
 
 def held_by_unit(
@@ -103,13 +112,13 @@ def held_by_unit(
     found = []
     for unit in model.units:
         trained = [p for _, p in unit.named_sharded() if p.requires_grad]
-        held = sum(
+        state = [
             p.numel() * each.get(id(p), float(untrained_moments * p.element_size()))
             for p in trained
-        )
-        own_bytes = sum(p.numel() * p.element_size() for p in trained)
-        left = sum(p.numel() * p.element_size() for p in trained if id(p) not in each)
-        found.append(UnitState(sum(p.numel() for p in trained), held, own_bytes, left))
+        ]
+        left = sum(p.nbytes for p in trained if id(p) not in each)
+        elements, nbytes = sum(p.numel() for p in trained), sum(p.nbytes for p in trained)
+        found.append(UnitState(elements, sum(state), nbytes, left))
     return tuple(found)
 
 
@@ -118,3 +127,83 @@ def bytes_per_parameter(units: Sequence[UnitState]) -> tuple[float, float]:
     # every rank holds rows of all units
     mean = sum(unit.state_bytes for unit in units) / max(1, sum(unit.elements for unit in units))
     return mean, max(unit.each_state_bytes for unit in units)
+
+
+class RowsOfState:
+    """The tensors that have the rows of parameters, flat by flat, so that they move with them.
+
+    ``averages`` are, per copy of the module, its parameters and those that they average. Gradients
+    of ``with_gradients`` move too, but for those that are spent.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        averages: Sequence[Sequence[tuple[Tensor, Tensor]]] = (),
+        with_gradients: Sequence[Flat] = (),
+    ) -> None:
+        self._found: dict[int, list[tuple[str, DTensor]]] = {}
+        self._refused = ""
+        seen: set[int] = set()
+        of_averages = (
+            (f"average {number}", parameter, average)
+            for number, pairs in enumerate(averages)
+            for average, parameter in pairs
+        )
+        for name, parameter, value in chain(
+            _states(optimizers), of_averages, _gradients(with_gradients)
+        ):
+            rows = rows_of(parameter)
+            if rows is None or id(value) in seen:
+                continue
+            if rows_of(value) == rows and value.shape == parameter.shape:
+                seen.add(id(value))
+                self._found.setdefault(id(parameter), []).append((name, cast(DTensor, value)))
+            elif value.numel() > 1:
+                self._refused = (
+                    f"The optimizer's state {name} has the shape {tuple(value.shape)} for a"
+                    f" parameter of shape {tuple(parameter.shape)}, so that it cannot move with the"
+                    " parameter's rows. Plans with the same shares of the model still work; for"
+                    " others, start again from a checkpoint."
+                )
+
+    def check(self, flats: Sequence[Flat], control: ControlGroup) -> None:
+        """Raise on every rank if not all of them can move the same tensors; collective."""
+        columns = [[(c.name, str(c.dtype), c.slots) for c in self.of(flat)] for flat in flats]
+        refusals, ranks = zip(*control.gather((self._refused, columns)), strict=True)
+        if any(refusals):
+            raise UnsupportedError(max(refusals))
+        for rank, other in enumerate(ranks):
+            if other != ranks[0]:
+                raise UnsupportedError(
+                    f"Rank {rank} holds other optimizer state than rank 0, so that rows cannot"
+                    " move between them. Take a step with the present plan first; if that does not"
+                    " help, use plans with the same shares of the model."
+                )
+
+    def of(self, flat: Flat) -> list[Column]:
+        """Return what has the rows of a flat's parameters, in columns of one kind."""
+        columns: dict[tuple[str, torch.dtype, torch.device], list[DTensor | None]] = {}
+        for slot, parameter in enumerate(flat.sharded):
+            for name, value in self._found.get(id(parameter), ()):
+                key = name, value.dtype, value.device
+                columns.setdefault(key, [None] * len(flat.sharded))[slot] = value
+        return [Column(name, tuple(tensors)) for (name, _, _), tensors in columns.items()]
+
+
+def _states(optimizers: Sequence[Optimizer]) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield the name, the parameter and the value of every tensor of state."""
+    for number, optimizer in enumerate(optimizers):
+        for parameter in parameters_of(optimizer):
+            entries = dict(optimizer.state.get(parameter, {}))
+            for path, leaf in pytree.tree_flatten_with_path(entries)[0]:
+                if isinstance(leaf, Tensor):
+                    yield f"{number}{pytree.keystr(path)}", parameter, leaf
+
+
+def _gradients(flats: Sequence[Flat]) -> Iterator[tuple[str, Tensor, Tensor]]:
+    for flat in flats:
+        cut_gradients(flat.sharded)
+        for parameter in flat.sharded:
+            if parameter.grad is not None and not is_spent(parameter.grad):
+                yield "gradient", parameter, parameter.grad

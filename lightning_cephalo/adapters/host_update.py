@@ -7,7 +7,7 @@ code has written to the device's rows, which their version counter tells.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import Adagrad, Adam, AdamW, Optimizer
 
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.host_room import HostRoom
@@ -27,8 +27,8 @@ from lightning_cephalo.adapters.stepping import Shown, step_without_hooks
 from lightning_cephalo.sharding.placement import local_part
 from lightning_cephalo.sharding.spent_gradients import SentGradient, mark_sent, sent_gradient
 
-# Optimizers with a fused kernel for CPUs.
-_FUSED = (Adagrad, Adam, AdamW, SGD)
+# Optimizers with a fused kernel for CPUs. That of SGD takes no mixture of new and old state.
+_FUSED = (Adagrad, Adam, AdamW)
 
 
 @dataclass
@@ -77,9 +77,9 @@ class HostUpdates:
         """Begin to update parameters of a unit, whose state is in host memory or does not exist."""
         self._leaving.let_go()
         part = part_of(optimizer, chosen, on_host=True)
-        part.param_groups = list(
-            chain.from_iterable(_groups(part, each) for each in part.param_groups)
-        )
+        for group in part.param_groups:
+            if isinstance(part, _FUSED):
+                group.update(fused=True, foreach=False)
         for parameter, entries in part.state.items():
             part.state[parameter] = {name: _number_here(value) for name, value in entries.items()}
         pairs = [
@@ -164,13 +164,3 @@ def _number_here(value: Any) -> Any:
     """Return an entry of state, which lies in host memory if it is a number."""
     is_number = isinstance(value, Tensor) and not isinstance(value, DTensor)
     return value.cpu() if is_number else value
-
-
-def _groups(part: Optimizer, group: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the groups of one: torch's fused SGD takes no mixture of new and old state."""
-    if isinstance(part, _FUSED) and "fused" in group:
-        group = {**group, "fused": True, "foreach": False}
-    for has_state in (True, False):
-        own = [p for p in group["params"] if (p in part.state) is has_state]
-        if own:
-            yield {**group, "params": own}

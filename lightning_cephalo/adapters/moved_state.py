@@ -27,10 +27,7 @@ from lightning_cephalo.adapters.optimizer import (
     put_in_order,
     update_rows,
 )
-from lightning_cephalo.adapters.scope import not_element_wise, state_bytes_per_element
-from lightning_cephalo.adapters.stepping import step_is_replaced
-from lightning_cephalo.adapters.view import TrainerView
-from lightning_cephalo.plan.program import NONE
+from lightning_cephalo.adapters.scope import state_bytes_per_element
 from lightning_cephalo.plan.state_homes import STAGED_UNITS, StateHome
 from lightning_cephalo.sharding.placement import local_part
 from lightning_cephalo.sharding.spent_gradients import SentGradient, is_spent, sent_gradient
@@ -55,21 +52,6 @@ class _Fetched:
     staging: _Staging
     pairs: list[tuple[Tensor, Tensor]]  # on the device, on the host
     arrival: Any
-
-
-def needs_device(view: TrainerView, optimizers: Sequence[Optimizer]) -> str:
-    """Return why optimizer state cannot live in host memory, in a few words; empty: it can."""
-    if not view.module.automatic_optimization:
-        return "manual optimization"
-    for optimizer in optimizers:
-        name, why = type(optimizer).__name__, not_element_wise(optimizer)
-        if why:
-            return why
-        if step_is_replaced(optimizer):
-            return f"{name}.step is replaced"
-        if any(group.get("differentiable") for group in optimizer.param_groups):
-            return f"{name}(differentiable=True)"
-    return ""
 
 
 class MovedState:
@@ -103,12 +85,10 @@ class MovedState:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory taken."""
         return self._room.held_bytes
 
     @property
     def staging_bytes(self) -> int:
-        """Bytes of the device that state passes through."""
         return sum(staging.memory.numel() for staging in self._staging)
 
     def is_on_host(self, tensor: Tensor) -> bool:
@@ -151,17 +131,18 @@ class MovedState:
         """Update parameters of a unit by their gradients, and return for each whether it was."""
         chosen = self._with_gradients(parameters)
         held = list(chain.from_iterable(chosen))
-        if held and clip is not None:
+        if not held:
+            return [False] * len(parameters)
+        ids, unit = set(map(id, held)), self._unit_of[id(held[0])]
+        if clip is not None:
             clip_by_value(held, clip)
-        unit = self._unit_of[id(held[0])] if held else NONE
-        if held and on_host:
+        if on_host:
             self._settle(unit)
             self._host.begin(unit, self._optimizer, chosen)
-        elif held:
+        else:
             if unit in self._fetched:
                 self._in.wait(self._fetched[unit].arrival)
             update_rows(self._optimizer, chosen, self._staged)
-        ids = set(map(id, held))
         self.updated |= ids
         return [id(parameter) in ids for parameter in parameters]
 
@@ -193,10 +174,7 @@ class MovedState:
         self._settle(unit)
 
     def left(self) -> list[int]:
-        """Return units whose state is away that hold gradients still, in the backward's order.
-
-        All of them are late, or their use was known late, or gradients are older than this step.
-        """
+        """Return units whose state is away that hold gradients still, in the backward's order."""
         return [u for u in self._away() if any(self._with_gradients(self._parameters[u]))]
 
     def on_host(self) -> list[int]:
@@ -218,11 +196,7 @@ class MovedState:
     def follow(
         self, homes: Sequence[StateHome], capacity_bytes: float, optimizers: Sequence[Optimizer]
     ) -> None:
-        """Let state live elsewhere from now on, or where rows have moved.
-
-        Raises:
-            HostMemoryError: If the host has less memory than the state needs.
-        """
+        """Let state live elsewhere from now on, or where rows have moved."""
         if not self.homes and all(home is StateHome.RESIDENT for home in homes):
             return
         self._host.drop()
@@ -232,38 +206,37 @@ class MovedState:
         self._room.reserve(self._needed_bytes(optimizers))
         for optimizer in optimizers:
             self.settle(optimizer)
-            for index, unit, parameter in self._trained(optimizer):
-                group = optimizer.param_groups[index]
-                counts = bool(group.get("fused") or group.get("capturable"))
-                self._bring_back(unit, parameter, before, counts)
+            for unit, home in enumerate(homes):
+                if home is not StateHome.HOST:
+                    self._bring_back(unit, before)
             self.finish()
 
     def _needed_bytes(self, optimizers: Sequence[Optimizer]) -> list[int]:
         """Return the bytes of host memory that each unit needs."""
         needed = [0] * len(self.homes)
         for optimizer in optimizers:
-            each = state_bytes_per_element(optimizer)
-            for group, unit, parameter in self._trained(optimizer):
-                rows, home = local_part(parameter), self.homes[unit]
-                if parameter.requires_grad and home is not StateHome.RESIDENT:
+            each = zip(optimizer.param_groups, state_bytes_per_element(optimizer), strict=True)
+            for parameter, nbytes in ((p, n) for group, n in each for p in group["params"]):
+                unit = self._unit_of.get(id(parameter))
+                if unit is None or self.homes[unit] is StateHome.RESIDENT:
+                    continue
+                if parameter.requires_grad:
+                    rows = local_part(parameter)
                     # a piece for each entry of state; the host updates a copy of the rows
-                    pieces = -(-each[group] // rows.element_size()) + 2 * (home is StateHome.HOST)
+                    copies = 2 * (self.homes[unit] is StateHome.HOST)
+                    pieces = -(-nbytes // rows.element_size()) + copies
                     needed[unit] += pieces * aligned_bytes(rows.nbytes)
         return needed
 
-    def _bring_back(self, unit: int, parameter: Tensor, before: HostRoom, counts: bool) -> None:
-        """Put state on the device that stays there; ``counts``: numbers of state, too."""
-        home, device = self.homes[unit], self._accelerator.device
-        entries = self._optimizer.state.get(parameter, {}) if home is not StateHome.HOST else {}
-        for name, value in entries.items():
-            rows = local_part(value) if isinstance(value, Tensor) else None
-            if rows is None:
-                continue
+    def _bring_back(self, unit: int, before: HostRoom) -> None:
+        """Put state on the device that stays there, and numbers that kernels need there."""
+        device, is_resident = self._accelerator.device, self.homes[unit] is StateHome.RESIDENT
+        for parameter, entries, name, rows in self._tensors(unit):
             if not has_rows(name, parameter, rows):
-                entries[name] = value.to(device) if counts else value
-            elif home is StateHome.RESIDENT and (
-                before.holds(rows) or not self._accelerator.holds(rows)
-            ):
+                group = self._optimizer.param_groups[self._groups[id(parameter)]]
+                if group.get("fused") or group.get("capturable"):
+                    entries[name] = entries[name].to(device)
+            elif is_resident and (before.holds(rows) or not self._accelerator.holds(rows)):
                 on_device = torch.empty_like(rows, device=device).copy_(rows)
                 entries[name] = as_state(name, parameter, on_device)
 
@@ -284,13 +257,6 @@ class MovedState:
         homes = enumerate(self.homes)
         return [unit for unit, home in homes if home is not StateHome.RESIDENT][::-1]
 
-    def _trained(self, optimizer: Optimizer) -> Iterator[tuple[int, int, nn.Parameter]]:
-        """Yield the optimizer's parameters of the model, with their group and unit."""
-        for group, options in enumerate(optimizer.param_groups):
-            for parameter in options["params"]:
-                if id(parameter) in self._unit_of:
-                    yield group, self._unit_of[id(parameter)], parameter
-
     def _with_gradients(self, parameters: Sequence[nn.Parameter]) -> list[list[Tensor]]:
         """Return, by group, parameters with gradients that have not updated them."""
         chosen: list[list[Tensor]] = [[] for _ in self._optimizer.param_groups]
@@ -305,21 +271,26 @@ class MovedState:
     def _settle(self, unit: int) -> None:
         """Put a unit's state into its host memory where it is not, such as new or loaded state."""
         homes, pairs = self._rows[unit], []
-        for parameter in self._parameters[unit]:
+        for parameter, entries, name, rows in self._tensors(unit):
+            key = id(parameter), name
+            if not has_rows(name, parameter, rows):
+                continue
+            if key not in homes:
+                own = self._room.take(rows.numel(), rows.dtype, unit).view(rows.shape)
+                # with a version of its own, not that of all that lies in the same memory
+                homes[key] = own.data
+            if homes[key] is not rows:
+                pairs.append((homes[key], rows))
+                entries[name] = as_state(name, parameter, homes[key])
+        self._leaving.start(pairs)
+
+    def _tensors(self, unit: int) -> Iterator[tuple[nn.Parameter, dict[str, Any], str, Tensor]]:
+        """Yield this rank's tensors of a unit's state: parameter, entries, name, and rows."""
+        for parameter in filter(self.holds, self._parameters[unit]):
             entries = self._optimizer.state.get(parameter, {})
             for name, value in entries.items():
-                rows = local_part(value) if isinstance(value, Tensor) else None
-                if rows is None or not has_rows(name, parameter, rows):
-                    continue
-                key = id(parameter), name
-                if key not in homes:
-                    own = self._room.take(rows.numel(), rows.dtype, unit).view(rows.shape)
-                    # with a version of its own, not that of all that lies in the same memory
-                    homes[key] = own.data
-                if homes[key] is not rows:
-                    pairs.append((homes[key], rows))
-                    entries[name] = as_state(name, parameter, homes[key])
-        self._leaving.start(pairs)
+                if isinstance(value, Tensor):
+                    yield parameter, entries, name, local_part(value)
 
     def _free_staging(self, nbytes: int) -> _Staging:
         staging = self._staging.pop(0)

@@ -20,8 +20,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_cephalo.adapters.scope import parameters_of
-from lightning_cephalo.adapters.stepping import Shown
+from lightning_cephalo.adapters.stepping import Shown, parameters_of
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.owners import Owners, on_owner

@@ -1,8 +1,8 @@
 """Adapts precision plugins to gradients in shards.
 
-Clipping by norm and by value would be correct unchanged: the optimizer's parameters are DTensors,
-whose norm is that of all ranks. It is faster over this rank's rows, with one message for all
-gradients. A gradient scaler needs one change: ranks must agree whether a step overflowed.
+Clipping would be correct unchanged: the optimizer's parameters are DTensors, whose norm is that of
+all ranks. It is faster over this rank's rows, with one message for all gradients. A gradient scaler
+needs one change: ranks must agree whether a step overflowed.
 """
 
 from __future__ import annotations
@@ -13,16 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins.precision import (
-    DoublePrecision,
-    HalfPrecision,
-    MixedPrecision,
-    Precision,
-)
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_cephalo.adapters.optimizer import clip_by_norm, clip_by_value
-from lightning_cephalo.adapters.scope import parameters_of
+from lightning_cephalo.adapters.stepping import parameters_of
 from lightning_cephalo.sharding.collectives import all_reduce
 from lightning_cephalo.sharding.placement import local_part
 
@@ -35,22 +31,17 @@ class RanksGradScaler(torch.amp.GradScaler):
     """
 
     def _unscale_grads_(
-        self,
-        optimizer: Optimizer,
-        inv_scale: torch.Tensor,
-        found_inf: torch.Tensor,
-        allow_fp16: bool,
-    ) -> dict[torch.device, torch.Tensor]:
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
         found = found_inf.clone()
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for parameter in parameters_of(optimizer):
             if parameter.grad is not None:
                 gradient = local_part(parameter.grad)
                 by_dtype.setdefault(gradient.dtype, []).append(gradient)
         for chosen in by_dtype.values():
-            torch._amp_foreach_non_finite_check_and_unscale_(
-                chosen, found, inv_scale.to(found.device)
-            )
+            scale = inv_scale.to(found.device)
+            torch._amp_foreach_non_finite_check_and_unscale_(chosen, found, scale)
         all_reduce(found, op=dist.ReduceOp.MAX).wait()
         return {found.device: found}
 
@@ -63,11 +54,9 @@ def is_known(plugin: Precision) -> bool:
 def adapt(
     plugin: Precision, before_norm: Callable[[], bool], shown: Callable[[Any], Any]
 ) -> Precision:
-    """Let a plugin clip over rows, if it is Lightning's, and hooks see their view of a batch.
+    """Let a plugin of Lightning's clip over rows, and hooks see what ``shown`` makes of a batch.
 
-    Args:
-        before_norm: Called before ranks communicate for a norm; returns whether to clip at all.
-        shown: Returns what hooks see of a batch.
+    ``before_norm`` comes before ranks communicate for a norm, and returns whether to clip at all.
     """
     kind, own = type(plugin), vars(plugin)  # methods of this instance, which can be pickled
     own["convert_input"] = partial(_convert, kind.convert_input, plugin, shown)
@@ -76,14 +65,8 @@ def adapt(
         own["clip_grad_by_norm"] = partial(_clip_by_norm, plugin, before_norm)
     scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
     if scaler is not None and not isinstance(scaler, RanksGradScaler):
-        own["scaler"] = RanksGradScaler(
-            own["device"],
-            init_scale=scaler.get_scale(),
-            growth_factor=scaler.get_growth_factor(),
-            backoff_factor=scaler.get_backoff_factor(),
-            growth_interval=scaler.get_growth_interval(),
-            enabled=scaler.is_enabled(),
-        )
+        own["scaler"] = RanksGradScaler(own["device"], enabled=scaler.is_enabled())
+        own["scaler"].load_state_dict(scaler.state_dict())
     return plugin
 
 
@@ -105,17 +88,14 @@ def _clip_by_norm(
 
 
 def compute_dtype(plugin: Precision) -> torch.dtype | None:
-    """Return the dtype in which parameters are gathered; None for their own.
-
-    The master copy that the optimizer updates stays in full precision.
-    """
+    """Return the dtype in which parameters are gathered; None for that of the master copy."""
     return plugin._desired_input_dtype if isinstance(plugin, HalfPrecision) else None
 
 
-def loss_scaler(plugin: Precision) -> Callable[[torch.Tensor], torch.Tensor] | None:
+def loss_scaler(plugin: Precision) -> Callable[[Tensor], Tensor] | None:
     """Return the gradient scaler's function that multiplies a loss; None without a scaler.
 
     The factor stays on the device: reading it would make the host wait in every step.
     """
-    scaler: Any = getattr(plugin, "scaler", None)
+    scaler: torch.amp.GradScaler | None = getattr(plugin, "scaler", None)
     return None if scaler is None else scaler.scale

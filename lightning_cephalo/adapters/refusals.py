@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_cephalo.adapters.averaged_weights import lightnings_classes
 from lightning_cephalo.adapters.checkpoint import holds_earlier_rows
-from lightning_cephalo.adapters.scope import parameters_of
+from lightning_cephalo.adapters.stepping import parameters_of
 from lightning_cephalo.adapters.torchmetrics import metrics_of
 from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.common.errors import UnsupportedError

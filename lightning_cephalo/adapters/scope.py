@@ -9,18 +9,23 @@ what is plainly wrong.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from lightning_cephalo.adapters.stepping import copy_of, step_without_hooks
+from lightning_cephalo.adapters.stepping import (
+    copy_of,
+    is_torchs,
+    parameters_of,
+    step_is_replaced,
+    step_without_hooks,
+)
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.sharding.placement import like_parameter
 
@@ -43,67 +48,28 @@ class Scope(Enum):
     PARAMETER = "parameter"
 
 
-# By package and class. Element-wise in the versions of docs/optimizers.md; of packages other than
-# torch, a trial checks that they still are.
-_ELEMENT_WISE = {
-    "torch": "SGD Adam AdamW Adamax NAdam RAdam RMSprop Adagrad Adadelta ASGD Rprop",
-    "adabelief_pytorch": "AdaBelief",
-    "lion_pytorch": "Lion",
-    "schedulefree": "AdamWScheduleFree RAdamScheduleFree SGDScheduleFree",
-}
+_ELEMENT_WISE = "SGD Adam AdamW Adamax NAdam RAdam RMSprop Adagrad Adadelta ASGD Rprop"
 _SCOPES = {
-    **{(p, name): Scope.ELEMENT for p, names in _ELEMENT_WISE.items() for name in names.split()},
-    ("torch", "Adafactor"): Scope.PARAMETER,
-    ("torch", "Muon"): Scope.PARAMETER,
+    **dict.fromkeys(_ELEMENT_WISE.split(), Scope.ELEMENT),
+    **dict.fromkeys(("Adafactor", "Muon"), Scope.PARAMETER),
 }
-
-
-def listed_scope(optimizer: Optimizer) -> Scope | None:
-    """Return the scope of torch's own optimizers and of some packages'; None for others."""
-    kind = type(optimizer)
-    return _SCOPES.get((kind.__module__.partition(".")[0], kind.__name__))
 
 
 def known_scope(optimizer: Optimizer) -> Scope | None:
     """Return the scope of torch's own optimizers; None for others, and for subclasses."""
-    return listed_scope(optimizer) if type(optimizer).__module__.startswith("torch.") else None
+    return _SCOPES.get(type(optimizer).__name__) if is_torchs(optimizer) else None
 
 
-def not_element_wise(optimizer: Optimizer) -> str:
-    """Return why an optimizer is none of torch's element-wise ones; empty: it is."""
-    if known_scope(optimizer) is Scope.ELEMENT:
-        return ""
-    return f"{type(optimizer).__name__} is none of torch's element-wise optimizers"
-
-
-def parameters_of(optimizer: Optimizer) -> list[Any]:
-    """Return the parameters of all groups of an optimizer."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def is_named(optimizer: Optimizer, elementwise: Sequence[type[Optimizer] | str]) -> bool:
-    """Return whether the user names the optimizer's class, or one that it is made from."""
-    return any(
-        kind in elementwise or kind.__name__ in elementwise for kind in type(optimizer).__mro__
-    )
-
-
-def parameters_elsewhere(optimizer: Optimizer) -> list[str]:
-    """Return the attributes that hold parameters, modules or other optimizers."""
-    own = set(map(id, parameters_of(optimizer)))
-    lists = {id(group["params"]) for group in optimizer.param_groups}
-
-    def holds(value: Any) -> bool:
-        if id(value) in lists:  # the same list is exchanged together with the group's
-            return False
-        leaves: Iterable[Any] = pytree.tree_leaves(value)
-        if isinstance(value, Mapping):
-            leaves = [*leaves, *value]
-        return any(id(leaf) in own or isinstance(leaf, Optimizer | nn.Module) for leaf in leaves)
-
-    attributes = vars(optimizer).items()
-    torchs = ("state", "param_groups", "defaults")
-    return [name for name, value in attributes if name not in torchs and holds(value)]
+def not_by_units(optimizer: Optimizer) -> str:
+    """Return why units cannot be updated apart, in a few words; empty: they can."""
+    name = type(optimizer).__name__
+    if known_scope(optimizer) is not Scope.ELEMENT:
+        return f"{name} is none of torch's element-wise optimizers"
+    if step_is_replaced(optimizer):
+        return f"{name}.step is replaced"
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        return f"{name}(differentiable=True)"
+    return ""
 
 
 def state_bytes_per_element(optimizer: Optimizer) -> list[int]:
@@ -112,7 +78,7 @@ def state_bytes_per_element(optimizer: Optimizer) -> list[int]:
     A copy of the optimizer updates one small parameter of each group. 8 for Adam in fp32, and as
     with Adam if no copy can tell: updates are not element-wise, or options are for devices only.
     """
-    if listed_scope(optimizer) is Scope.ELEMENT:
+    if known_scope(optimizer) is Scope.ELEMENT:
         with suppress(Exception), torch.random.fork_rng(devices=[]):
             return _tried_bytes(optimizer)
     first = [group["params"][:1] for group in optimizer.param_groups]
@@ -124,7 +90,7 @@ def _tried_bytes(optimizer: Optimizer) -> list[int]:
         [nn.Parameter(torch.zeros(2, 2, dtype=p.dtype)) for p in group["params"][:1]]
         for group in optimizer.param_groups
     ]
-    own = _copy(optimizer, members)
+    own = copy_of(optimizer, members, on_host=True)
     for parameter in parameters_of(own):
         parameter.grad = torch.ones_like(parameter)
     step_without_hooks(own)
@@ -133,13 +99,6 @@ def _tried_bytes(optimizer: Optimizer) -> list[int]:
         sum(v.element_size() for v in each if isinstance(v, Tensor) and v.shape == (2, 2))
         for each in entries
     ]
-
-
-def _copy(optimizer: Optimizer, members: Sequence[Sequence[Tensor]]) -> Any:
-    own: Any = copy_of(optimizer, members, on_host=True)
-    if callable(getattr(own, "train", None)):
-        own.train()
-    return own
 
 
 # -- trials ---------------------------------------------------------------------------------------
@@ -152,8 +111,7 @@ _Run = Mapping[_Place, tuple[list[Tensor], Any]]
 """By parameter, its values before and after every step, and its state at the end."""
 
 
-@dataclass(frozen=True)
-class Trial:
+class Trial(NamedTuple):
     """Why updates do not run on rows, or on single parameters; empty: they do, if a trial ran."""
 
     why: str = ""
@@ -166,15 +124,37 @@ def try_out(optimizer: Optimizer, *, by_rows: bool) -> Trial:
     ``by_rows``: the parts are rows of all parameters, not whole ones. Nothing is communicated, and
     nothing stays. It runs on the CPU, so that ranks with different devices find the same.
     """
+    found = _parameters_elsewhere(optimizer)
+    if found:
+        return Trial(
+            "it holds parameters, a module or another optimizer in its attributes"
+            f" {found}, where they stay in shards during its update"
+        )
     if optimizer.state:
         return Trial("it has state already, so that no copy of it can be tried", ran=False)
+    if not by_rows and all(callable(getattr(optimizer, name, None)) for name in ("train", "eval")):
+        return Trial("it has train() and eval(), which change parameters outside of step()")
     with torch.random.fork_rng(devices=[]):
         try:
             return Trial(_difference(optimizer, _pieces(optimizer), by_rows))
-        except UnsupportedError as found:
-            return Trial(str(found))
+        except UnsupportedError as found_so:
+            return Trial(str(found_so))
         except Exception as failure:
             return Trial(f"a trial raised {type(failure).__name__}: {failure}", ran=False)
+
+
+def _parameters_elsewhere(optimizer: Optimizer) -> list[str]:
+    """Return the attributes that hold parameters, modules or other optimizers."""
+    own = set(map(id, parameters_of(optimizer)))
+
+    def holds(value: Any) -> bool:
+        keys = value if isinstance(value, Mapping) else ()
+        leaves = [*pytree.tree_leaves(value), *keys]
+        return any(id(leaf) in own or isinstance(leaf, Optimizer | nn.Module) for leaf in leaves)
+
+    attributes = vars(optimizer).items()
+    torchs = ("state", "param_groups", "defaults")
+    return [name for name, value in attributes if name not in torchs and holds(value)]
 
 
 def _pieces(optimizer: Optimizer) -> _Pieces:
@@ -228,9 +208,10 @@ def _run(optimizer: Optimizer, pieces: _Pieces, loss: float = 1.0) -> _Run:
         for (g, i), (start, _) in pieces.items()
     }
     values = {place: [start] for place, (start, _) in pieces.items()}
-    own = _copy(
-        optimizer, [[p for (g, _), p in held.items() if g == n] for n in range(len(groups))]
-    )
+    members = [[p for (g, _), p in held.items() if g == n] for n in range(len(groups))]
+    own: Any = copy_of(optimizer, members, on_host=True)
+    if callable(getattr(own, "train", None)):
+        own.train()
     for step in range(1, _STEPS + 1):
 
         def closure(step: int = step) -> Tensor:

@@ -13,7 +13,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -28,16 +28,12 @@ Translation = Callable[[str, Tensor, Tensor], Tensor]
 
 
 class Shown:
-    """While it lasts, an optimizer finds other tensors in ``param_groups`` and ``state``.
-
-    Args:
-        inside: Returns what stands for a tensor of the parameters' state.
-        outside: Returns what the parameters' state has for a tensor that the step has made.
-    """
+    """While it lasts, an optimizer finds other tensors in ``param_groups`` and ``state``."""
 
     def __init__(
         self, optimizer: Optimizer, pairs: Pairs, inside: Translation, outside: Translation
     ) -> None:
+        """``inside`` translates state that is there, ``outside`` what the step has made."""
         self._optimizer, self._pairs, self._outside = optimizer, pairs, outside
         self._parameters = [list(group["params"]) for group in optimizer.param_groups]
         self._state, optimizer.state = optimizer.state, defaultdict(dict)
@@ -58,7 +54,7 @@ class Shown:
                     entries = optimizer.state[tensor] = self._state[parameter]
                     _translate(entries, parameter, shown)
         # torch's own optimizers write in place; one view per tensor would cost them time
-        tensors = () if _is_torchs(optimizer) else chain.from_iterable(pairs)
+        tensors = () if is_torchs(optimizer) else chain.from_iterable(pairs)
         self._memory = [(tensor, tensor.detach()) for _, tensor in tensors]
 
     def end(self) -> None:
@@ -104,18 +100,15 @@ def copy_of(
     ``state`` None: that of the constructor. ``on_host``: whether it holds tensors of the host.
     """
     # the steps of torch's own change no object that is an attribute, which may be the user's
-    own = (lambda value: value) if _is_torchs(optimizer) else copy.deepcopy
-    groups = list(zip(optimizer.param_groups, map(list, members), strict=False))
-    lists = {id(group["params"]): new for group, new in groups}
+    own = (lambda value: value) if is_torchs(optimizer) else copy.deepcopy
     made: Any = object.__new__(type(optimizer))
     for name, value in vars(optimizer).items():
         if name.endswith("_hooks"):
             made.__dict__[name] = OrderedDict()
         elif name not in ("state", "param_groups", "step"):
-            # an optimizer may hold the list of a group itself
-            made.__dict__[name] = lists[id(value)] if id(value) in lists else own(value)
+            made.__dict__[name] = own(value)
     made.param_groups = []
-    for group, parameters in groups:
+    for group, parameters in zip(optimizer.param_groups, members, strict=False):
         options = {name: own(value) for name, value in group.items() if name != "params"}
         if on_host:
             options = pytree.tree_map_only(Tensor, lambda value: value.cpu(), options)
@@ -123,13 +116,12 @@ def copy_of(
                 options["capturable"] = False
                 if options.get("foreach"):  # with a rate that is a tensor, it needs graphs
                     options["foreach"] = False
-        made.param_groups.append({"params": parameters, **options})
+        made.param_groups.append({"params": list(parameters), **options})
     made.state = defaultdict(dict, state or {})
     for tensor in chain.from_iterable(members) if state is None else ():
         if entries := state_of_constructor(optimizer, tensor):
             made.state[tensor] = entries
-    found: Optimizer = made
-    return found
+    return cast(Optimizer, made)
 
 
 def step_without_hooks(optimizer: Optimizer, *closure: Callable[[], Any]) -> Any:
@@ -150,5 +142,11 @@ def step_is_replaced(optimizer: Optimizer) -> bool:
     return replaced is not None and not (is_schedulers and wrapped is type(optimizer).step)
 
 
-def _is_torchs(optimizer: Optimizer) -> bool:
-    return type(optimizer).__module__.startswith("torch.optim.")
+def is_torchs(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer is one of torch's own, and no subclass."""
+    return type(optimizer).__module__.startswith("torch.optim")
+
+
+def parameters_of(optimizer: Optimizer) -> list[Any]:
+    """Return the parameters of all groups of an optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -130,7 +130,6 @@ def end_backward(executor: Executor) -> None:
         step.forget_microbatches()
         executor.throttle.end_step()
     failure.guarded(executor.guards.step_ends, step)
-    failure.guarded(executor.updates.check)
     flags = [failure.error is not None]
     for used in step.used.values():
         flags.extend(used)

@@ -47,9 +47,6 @@ class Updater(Protocol):
     def update(self, parameters: Sequence[nn.Parameter], on_host: bool) -> list[bool]:
         """Update parameters of a unit by their gradients, and return for each whether it was."""
 
-    def check(self) -> None:
-        """Raise if code has changed in the backward what updates there had used before."""
-
 
 class UnitUpdates(Protocol):
     """Updates one unit at a time and moves its state; ``adapters/moved_state.py`` has one.
@@ -159,11 +156,6 @@ class Updates:
         for unit in self._units:
             for flat in unit.flats:
                 flat.gradient.forget()
-
-    def check(self) -> None:
-        """Raise if the optimizer's step would not make the updates that units have had."""
-        if self.is_on and self.updater is not None:
-            self.updater.check()
 
     def finish(self) -> None:
         """Give all gradients back that the optimizer's step has used."""

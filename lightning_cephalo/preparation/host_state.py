@@ -50,15 +50,12 @@ class HostState:
         """Raise if this rank's state does not fit into its host's memory."""
         if not own.moves_state or not optimizers:
             return
-        homes = self._planned_homes(own)
-        whole = [sum(flat.contents.numel for flat in unit.trained) for unit in self._model.units]
-        rows = [own.state_fraction * size for size in whole]
-        needed = self._taken_bytes(rows, homes, held_by_unit(optimizers, self._model)) + (
-            own.host_bytes or 0.0
-        )
-        by = self._host.limited_by
-        limit = f" The host's memory is limited by {by}." if by else ""
+        held = held_by_unit(optimizers, self._model)
+        rows = [own.state_fraction * unit.elements for unit in held]
+        needed = self._taken_bytes(rows, self._planned_homes(own), held) + (own.host_bytes or 0.0)
         if needed > self._host.capacity_bytes:
+            by = self._host.limited_by
+            limit = f" The host's memory is limited by {by}." if by else ""
             raise HostMemoryError(
                 f"The plan keeps {format_mib(needed)} of optimizer state and boundaries in host"
                 f" memory; this rank may use {format_mib(self._host.capacity_bytes)}. Raise"
@@ -98,7 +95,7 @@ class HostState:
         return placed
 
     def _homes(self, plan: Plan, rank: int) -> tuple[StateHome, ...]:
-        """Return where the state of each unit lives on a rank; as the planner has it."""
+        """Return where the state of each unit lives on a rank."""
         part = plan.ranks[rank]
         if not part.moves_state:
             return (StateHome.RESIDENT,) * len(self._model.units)
@@ -110,6 +107,7 @@ class HostState:
         )
 
     def _planned_homes(self, part: RankPlan) -> tuple[StateHome, ...]:
+        """Return them as the planner has them, which is equal on all ranks."""
         # rows are cut differently in each unit: shares of them would make other homes
         sizes = trained_sizes(self._model)
         homes = state_homes(sizes, part.resident_fraction, part.host_update_fraction)
@@ -118,7 +116,7 @@ class HostState:
     def _taken_bytes(
         self, rows: Sequence[float], homes: Sequence[StateHome], held: Sequence[UnitState]
     ) -> float:
-        """Return the bytes of the host that rows of each unit take, with the ends of pieces."""
+        """Return the bytes of the host that rows of each unit take."""
         needed = [
             home_bytes([size], [home], own.each_state_bytes, own.each_parameter_bytes).host
             for size, home, own in zip(rows, homes, held, strict=True)

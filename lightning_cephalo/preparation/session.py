@@ -22,12 +22,11 @@ from lightning_cephalo.adapters.checkpoint import (
     shard_optimizer,
 )
 from lightning_cephalo.adapters.early_update import EarlyUpdater
-from lightning_cephalo.adapters.held_state import OptimizerFacts
+from lightning_cephalo.adapters.held_state import OptimizerFacts, RowsOfState
 from lightning_cephalo.adapters.logging import StepLogs
 from lightning_cephalo.adapters.module_copies import ModuleCopies
 from lightning_cephalo.adapters.moved_state import MovedState
 from lightning_cephalo.adapters.precision import compute_dtype, loss_scaler
-from lightning_cephalo.adapters.rows_of_state import RowsOfState
 from lightning_cephalo.adapters.torchmetrics import metrics_within, synchronise_lists
 from lightning_cephalo.adapters.updates import OptimizerUpdates
 from lightning_cephalo.adapters.user_collectives import CollectiveWatch, UserCollectives
@@ -176,7 +175,8 @@ class Session:
 
     def count_on(self, optimizers: Sequence[Optimizer]) -> None:
         """Let plans count on what the optimizers hold, and when they may update; collective."""
-        self.updates.check(optimizers)
+        for optimizer in optimizers:
+            self.updates.scope(optimizer)  # or raise
         facts = OptimizerFacts.of(optimizers, self.model, self.view)
         self.job = replace(self.job, late=self.job.late or facts.late, optimizers=facts)
 

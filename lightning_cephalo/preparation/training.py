@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_cephalo.adapters.held_state import holds_rows
 from lightning_cephalo.adapters.repeated_step import RepeatedStep
 from lightning_cephalo.observe.watch import Watch
 from lightning_cephalo.plan.reasons import left_out, reasons, surprises
@@ -68,7 +68,7 @@ class Training:
             if replans:
                 problem = measure_or_load(session.job, session.model, view, session.manual)
         # some hold rows from the beginning, such as Adagrad
-        session.hold([own for own in optimizers if holds_rows(own)])
+        session.hold([own for own in optimizers if any(isinstance(p, DTensor) for p in own.state)])
         session.adopt(session.accept(plan, problem if given is None else None))
         session.shard_averages(view.callbacks)
         self.watch.begin(session.model, plan)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_cephalo.adapters.optimizer import clip_by_norm, clip_by_value
-from lightning_cephalo.adapters.scope import Scope, listed_scope
+from lightning_cephalo.adapters.scope import Scope, known_scope
 from lightning_cephalo.adapters.stepping import copy_of, step_without_hooks
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.sharding.placement import local_part
@@ -47,7 +47,7 @@ def optimizer_time(
     clip: Callable[[Sequence[Tensor]], object] | None = None,
 ) -> OptimizerTime:
     """Return this rank's times of clipping and updating, on tensors of their own; collective."""
-    element_wise = (o for o in optimizers if listed_scope(o) is Scope.ELEMENT)
+    element_wise = (o for o in optimizers if known_scope(o) is Scope.ELEMENT)
     optimizer = next(element_wise, None)
 
     def update_s(numels: Sequence[int]) -> float:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_cephalo.adapters.scope import Scope, is_named, try_out
+from lightning_cephalo.adapters.scope import Scope, try_out
 from lightning_cephalo.adapters.updates import OptimizerUpdates
 from lightning_cephalo.common.errors import UnsupportedError
+
+MODEL: Any = SimpleNamespace(state_groups=None)
 
 
 class _Own(torch.optim.Adagrad):
@@ -45,7 +48,7 @@ def _parameters():
 def test_a_claim_that_no_trial_can_check_is_followed_with_a_warning(make):
     optimizer = make(_parameters())
     assert not try_out(optimizer, by_rows=True).ran
-    updates = OptimizerUpdates(SimpleNamespace(), [type(optimizer).__name__])
+    updates = OptimizerUpdates(MODEL, [type(optimizer).__name__])
     with pytest.warns(UserWarning, match=r"is followed\. It could not be checked: "):
         assert updates._scope(optimizer) is Scope.ELEMENT
 
@@ -53,17 +56,27 @@ def test_a_claim_that_no_trial_can_check_is_followed_with_a_warning(make):
 def test_a_claim_is_for_a_class_or_what_it_is_made_from_and_for_no_other():
     optimizer = _Own(_parameters())
     for named in ([_Own], ["_Own"], [torch.optim.Adagrad], ["_Normed", "Adagrad"]):
-        assert is_named(optimizer, named)
+        with pytest.warns(UserWarning, match="is followed"):
+            OptimizerUpdates(MODEL, named)._scope(optimizer)
     for named in ([], ["Own"], [_Normed, "_NoCopy"]):
-        assert not is_named(optimizer, named)
+        with pytest.raises(UnsupportedError, match="_Own does not update each parameter by itself"):
+            OptimizerUpdates(MODEL, named)._scope(optimizer)
 
 
 def test_a_claim_that_a_trial_contradicts_is_refused():
     optimizer = _Normed(_parameters(), lr=0.1)
     assert not try_out(optimizer, by_rows=False).why and try_out(optimizer, by_rows=True).why
-    assert OptimizerUpdates(SimpleNamespace(), [])._scope(optimizer) is Scope.PARAMETER
+    assert OptimizerUpdates(MODEL, [])._scope(optimizer) is Scope.PARAMETER
     with pytest.raises(UnsupportedError, match="updates of rows, in a trial, are not those of"):
-        OptimizerUpdates(SimpleNamespace(), [_Normed])._scope(optimizer)
+        OptimizerUpdates(MODEL, [_Normed])._scope(optimizer)
+
+
+class _Twice(torch.optim.SGD):
+    """It evaluates its closure again, as LBFGS does in a line search."""
+
+    def step(self, closure):
+        closure()
+        return super().step(closure)
 
 
 class _Everything(torch.optim.SGD):
@@ -87,12 +100,12 @@ class _Everything(torch.optim.SGD):
 @pytest.mark.parametrize("reads", ["norm", "loss"])
 def test_an_update_that_depends_on_other_parameters_or_the_loss_is_refused_by_name(reads):
     parameters = [nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(2, 3))]
-    updates = OptimizerUpdates(SimpleNamespace(), [])
+    updates = OptimizerUpdates(MODEL, [])
     with pytest.raises(UnsupportedError, match=r"one device only\. Use .*elementwise=") as refused:
         updates._scope(_Everything(parameters, reads))
     assert "changes an update" in str(refused.value)
     with pytest.raises(UnsupportedError, match="evaluates its closure several times"):
-        updates._scope(torch.optim.LBFGS(parameters))
+        updates._scope(_Twice(parameters, lr=0.1))
     with pytest.raises(UnsupportedError, match="has state already"):
         updates._scope(_Own(parameters))
 
@@ -102,4 +115,4 @@ def test_whole_updates_with_state_of_an_earlier_run_are_refused_by_name():
     optimizer.param_groups[0]["params"][0].grad = torch.ones(4, 3)
     optimizer.step()
     with pytest.raises(UnsupportedError, match="state of an earlier run"):
-        OptimizerUpdates(SimpleNamespace(), [])._scope(optimizer)
+        OptimizerUpdates(MODEL, [])._scope(optimizer)

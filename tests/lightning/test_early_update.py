@@ -35,7 +35,7 @@ from lightning_cephalo.adapters.early_update import (
 )
 from lightning_cephalo.adapters.moved_state import MovedState
 from lightning_cephalo.adapters.view import TrainerView
-from lightning_cephalo.common.errors import UnitUseError, UnsupportedError
+from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.plan.program import Instruction, Operation
 from lightning_cephalo.sharding.placement import local_part
@@ -356,52 +356,6 @@ def test_an_error_between_two_updates_says_on_all_ranks_that_weights_are_half_up
     assert own_late[0] == "ValueError: this rank's own" and "half" not in other_late[0]
 
 
-class Alters(Net):
-    """Changes something in the second backward, behind the updates of two blocks, on one rank."""
-
-    def __init__(self, change: Any, rank: int) -> None:
-        super().__init__()
-        self.change, self.rank = change, rank
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.inputs(x)
-        if self.global_rank == self.rank and self.trainer.global_step == 1 and x.requires_grad:
-            x.register_hook(lambda gradient: self.change(self.trainer))
-        for block in self.blocks:
-            x = block(x)
-        return self.outputs(torch.tanh(self.head(x))).sum(1, keepdim=True) * self.gain
-
-
-def _alter_rate(trainer: Any) -> None:
-    trainer.optimizers[0].param_groups[1]["lr"] = 0.5
-
-
-def _alter_clipping(trainer: Any) -> None:
-    trainer.gradient_clip_val = 0.5
-
-
-def _altered() -> list[tuple[str, str]]:
-    found = []
-    for change, early in ((_alter_rate, "auto"), (_alter_clipping, "auto"), (_alter_rate, False)):
-        runs = trainer("3:1", {"early_update": early}, limit_val_batches=0, **CLIP)
-        try:
-            runs.fit(Alters(change, rank=1), loader(), loader(8))
-        except Exception as failure:
-            found.append((type(failure).__name__, str(failure)))
-    return found
-
-
-def test_an_option_that_changes_between_two_updates_is_named_on_all_ranks():
-    others, own = in_ranks(2, _altered)
-    values = "param_groups[1]['lr'] (now 0.5)", "gradient_clip_val (now 0.5)"
-    assert len(own) == len(others) == 2  # late updates have one value
-    for value, (kind, said), (other, remote) in zip(values, own, others, strict=True):
-        assert kind == "UnsupportedError" and value in said and value in remote
-        assert other == "RemoteRankError" and "Rank 1 failed while running the backward" in remote
-        for message in (said, remote):
-            assert "Weights are half-updated: this step had updated 3 of 4 units" in message
-
-
 # -- when updates are late ------------------------------------------------------------------------
 
 
@@ -510,28 +464,6 @@ def _updater(optimizer: torch.optim.Optimizer) -> EarlyUpdater:
     unit: Any = SimpleNamespace(named_sharded=lambda: named)
     units = MovedState([unit], accelerator_of(torch.device("cpu")))
     return EarlyUpdater(optimizer, TrainerView(Trainer(accelerator="cpu", **QUIET)), units)
-
-
-def test_options_that_are_written_replaced_or_of_another_type_count_as_changed():
-    rate, plain = torch.tensor(0.1), [nn.Parameter(torch.ones(2))]
-    plain[0].grad = torch.ones(2)
-    optimizer = torch.optim.AdamW(plain, lr=rate)
-    group = optimizer.param_groups[0]
-    changes = (
-        lambda: rate.mul_(2),
-        lambda: group.update(lr=rate.clone()),
-        lambda: group.update(weight_decay=1),
-        lambda: group.pop("amsgrad"),
-    )
-    for change in changes:
-        updater = _updater(optimizer)
-        updater.look(optimizer)
-        assert updater.is_exact() and updater.update(plain) == [True]
-        group["betas"] = tuple(group["betas"])  # equal
-        updater.check()
-        change()
-        with pytest.raises(UnsupportedError, match=r"Code has changed param_groups\[0\]"):
-            updater.check()
 
 
 def test_a_step_of_another_optimizer_than_the_first_is_late():

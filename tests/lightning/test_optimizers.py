@@ -348,14 +348,17 @@ class _Switched(Lamb):
 
 
 REFUSED = {
-    "_Nested holds parameters, a module or another optimizer in its attributes ['inner']": _Nested,
+    "_Nested does not update each parameter by itself: it holds parameters, a module or another"
+    " optimizer in its attributes ['inner']": _Nested,
     "_MovesFirst does not update each parameter by itself: it changes": lambda p: _MovesFirst(
         p, lr=0.1
     ),
-    "_Switched has train() and eval()": lambda p: _Switched(p, lr=0.1),
+    "_Switched does not update each parameter by itself: it has train() and eval()": lambda p: (
+        _Switched(p, lr=0.1)
+    ),
     "Prodigy does not update each parameter by itself": Prodigy,
     "SparseAdam does not update each parameter by itself: a trial raised": torch.optim.SparseAdam,
-    "LBFGS does not update each parameter by itself: it evaluates": torch.optim.LBFGS,
+    "LBFGS does not update each parameter by itself: it holds parameters": torch.optim.LBFGS,
 }
 
 
