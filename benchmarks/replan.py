@@ -238,7 +238,7 @@ class CountsWatching(Callback):
         strategy = trainer.strategy
         assert isinstance(strategy, CephaloStrategy) and strategy._training is not None
         training: Any = strategy._training
-        assert training.replanning is not None and training.repeated is not None
+        assert training.replanning is not None and training.repeated.may_repeat
         policy = training.replanning._policy
         if policy is not None:
             policy.judge = lambda *_: None  # it looks, but no plan changes

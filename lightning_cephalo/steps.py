@@ -105,8 +105,9 @@ class Steps(ABC):
         """Run a forward whose logs count; return its microbatches' samples and its outcome."""
         training, memory = self._training, self._session.memory
         memory.before_forward(batch)
-        attempts = Attempts(batch, may_repeat=training.may_repeat)
-        counts, log, outcome = training.forward(partial(self._forward, attempts, arguments))
+        attempts = Attempts(batch, may_repeat=training.repeated.may_repeat)
+        run = partial(self._forward, attempts, arguments)
+        counts, log, outcome = training.repeated.forward(run)
         self._notes.learn(outcome.notes)
         memory.after_forward()
         with self._view.precision.forward_context():
@@ -155,7 +156,7 @@ class AutomaticSteps(Steps):
         executor, view = self._session.model.executor, self._view
         executor.show_held_gradients()
         loss = view.precision.pre_backward(loss, view.module)
-        self._training.backward(partial(executor.backward, float(view.accumulates)))
+        self._training.repeated.backward(partial(executor.backward, float(view.accumulates)))
         return view.precision.post_backward(loss, view.module)
 
     def optimizer_step(
@@ -164,7 +165,7 @@ class AutomaticSteps(Steps):
         memory = self._session.memory
         with memory.step():
             result = self._update(optimizer, closure, options)
-        is_repeated = self._training.step_was_repeated
+        is_repeated = self._training.repeated.repeats > 0
         self._watch.finish_step(counts=not memory.slowed and not is_repeated)
         return result
 

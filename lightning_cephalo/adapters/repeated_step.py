@@ -35,18 +35,21 @@ Relief = Callable[[Exception, str], None]
 class RepeatedStep:
     """Runs the forwards and backwards of a training, some of them again.
 
+    Without ``relief`` an error ends the run.
+
     Attributes:
+        may_repeat: Whether a step may run again.
         repeats: How often the running step was repeated, so that its time says nothing.
     """
 
-    def __init__(self, model: ShardedModel, relief: Relief) -> None:
-        self._model, self._relief = model, relief
-        self._metrics = [metric for _, metric in metrics_of(model.module)]
+    def __init__(self, model: ShardedModel, relief: Relief | None = None) -> None:
+        self._model, self._relief, self.may_repeat = model, relief, relief is not None
+        self._metrics = [metric for _, metric in metrics_of(model.module)] if relief else []
         self._generators = GeneratorsOfSteps(model.accelerator)
         self._evaluations = self.repeats = 0
         self._forward: Callable[[bool], Any] = bool
         self._random: tuple[Any, ...] = ()
-        model.executor.overlay.keeps_start = True
+        model.executor.overlay.keeps_start = self.may_repeat
 
     def begin_batch(self) -> None:
         """Begin a batch, whose closure has not been evaluated yet."""
@@ -57,6 +60,8 @@ class RepeatedStep:
 
         ``run`` gets whether the step goes on from it.
         """
+        if not self.may_repeat:
+            return run(True)
         self._evaluations += 1
         self._forward, self._random = run, self._generators.read()
         counted = _states_of(self._metrics)
@@ -69,6 +74,8 @@ class RepeatedStep:
 
     def backward(self, run: Callable[[], None]) -> None:
         """Run a backward; if a rank lacks the memory, repeat the forward and the backward."""
+        if not self.may_repeat:
+            return run()
         refused, flats = "", self._model.flats
         if any(p.grad is not None for flat in flats for p in flat.sharded):
             refused = (
@@ -80,7 +87,7 @@ class RepeatedStep:
             self._relieve(error, refused)
             error, _ = _attempt(self._both, run)
         self._forward, self._random = bool, ()
-        self._model.executor.overlay.forget_start()
+        return self._model.executor.overlay.forget_start()
 
     def _both(self, run: Callable[[], None]) -> None:
         """Run a forward that leaves metrics as the first one has left them, and a backward.
@@ -100,8 +107,8 @@ class RepeatedStep:
     def _relieve(self, error: Exception, refused: str) -> None:
         """Make room and put back what the step has changed, or raise the error."""
         executor = self._model.executor
-        if not executor.failure.gave_up:
-            raise error  # the other ranks are elsewhere
+        if self._relief is None or not executor.failure.gave_up:
+            raise error  # the other ranks may be elsewhere
         if executor.updates.left_half_updated or self._evaluations > 1:
             raise error  # on every rank
         if self.repeats == MOST_REPEATS:

@@ -71,7 +71,6 @@ class Replan:
         rank: The rank whose pace has changed most, or that has run out of memory.
         factor: How many times longer its work takes than when the old plan was chosen.
         since_step: Approximately the first step at this pace.
-        moved_bytes: Approximate bytes that move between ranks.
         moved_s: Seconds that the change took; 0 before it has taken effect.
         cause: Why the plan changes. "pace": ranks are slower or faster. "memory": a rank ran out of
             memory, and the step is repeated. "loaded": batches follow such a change, behind those
@@ -85,7 +84,6 @@ class Replan:
     rank: int
     factor: float
     since_step: int
-    moved_bytes: float
     moved_s: float = 0.0
     cause: Literal["pace", "memory", "loaded"] = "pace"
 
@@ -193,7 +191,6 @@ class ReplanPolicy:
             rank=rank,
             factor=factors[rank],
             since_step=self._since(rank, trial.paces[rank]),
-            moved_bytes=moved_share(self.plan, plan) * self._problem.state_bytes,
         )
 
     def _since(self, rank: int, pace: float) -> int:

@@ -7,8 +7,8 @@
         ▼  steps that are loaded already are trained by the old plan
     take_effect(step)      rows move; the next step follows the new plan
 
-Until all ranks have accepted a plan, nothing changes. A later request replaces a waiting plan,
-except for batches that are loaded already.
+Until all ranks have accepted a plan, nothing changes. One plan waits at a time: the user's replaces
+another whose batches no rank has loaded yet.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ class _Pending:
     adoption: Adoption
     from_batch: float
     mark: Mark
-    is_users: bool
 
 
 class PlanChanges:
@@ -56,20 +55,19 @@ class PlanChanges:
 
     def __init__(self, session: Session, watch: Watch) -> None:
         self.session, self.view, self.watch = session, session.view, watch
-        self._pending: list[_Pending] = []  # in the order of their batches
+        self._pending: _Pending | None = None
         self._steps_before: int | None = None
-        self._accumulates = False
         self.change_s = 0.0
 
     @property
     def is_pending(self) -> bool:
         """Whether a change waits, so that rows may move before the next batch."""
-        return bool(self._pending)
+        return self._pending is not None
 
     @property
     def dealt_plan(self) -> Plan:
         """The plan whose sizes dataloaders deal that are made from now on."""
-        return self._pending[-1].adoption.plan if self._pending else self.session.plan
+        return self.session.plan if self._pending is None else self._pending.adoption.plan
 
     def request(
         self,
@@ -80,9 +78,10 @@ class PlanChanges:
     ) -> bool:
         """Accept a plan on all ranks, or raise on all of them; collective.
 
-        Returns False without a look at it where a plan of the user's waits.
+        Returns False without a look at it where a plan waits and this one is not the user's.
         """
-        if not by_user and any(pending.is_users for pending in self._pending):
+        waiting = self._pending
+        if waiting is not None and not by_user:
             return False
         session, control = self.session, self.session.control
         loaders, dealt = DealtLoaders(self.view), self.dealt_plan
@@ -99,13 +98,17 @@ class PlanChanges:
         first = float(self.view.batches_ready)
         if not deal_alike(dealt, checked):
             first = loaders.first_free_step(int(first), control)
-        elif self._pending:  # the batches before it have the present plan's sizes
-            first = self._pending[-1].from_batch
+            if waiting is not None and waiting.from_batch < first:
+                raise UnsupportedError(
+                    f"change_plan() while batches are loaded for another plan, which follows at"
+                    f" batch {waiting.from_batch:.0f}. Call it again from that batch on."
+                )
+        elif waiting is not None:  # the batches before it have the present plan's sizes
+            first = waiting.from_batch
         if math.isfinite(first):
             together = self.view.accumulates
             first = math.ceil(first / together) * together
-        self._pending = [each for each in self._pending if each.from_batch < first]
-        self._pending.append(_Pending(adoption, first, loaders.mark(), by_user))
+        self._pending = _Pending(adoption, first, loaders.mark())
         if not deal_alike(dealt, checked):
             loaders.deal(checked, first)
         return True
@@ -121,22 +124,24 @@ class PlanChanges:
 
     def take_effect(self) -> bool:
         """Follow an accepted plan if its batch has come; collective then."""
-        batch, steps = self.view.batch, self.view.step
+        batch, steps, waiting = self.view.batch, self.view.step, self._pending
         # no update since the batch before: its gradients are needed still
-        self._accumulates = batch > 0 and steps == self._steps_before
+        accumulates = batch > 0 and steps == self._steps_before
         self._steps_before = steps
-        due = [each for each in self._pending if self._is_due(each, batch)]
-        if not due:
+        if waiting is None or (
+            batch < waiting.from_batch
+            and not DealtLoaders(self.view).are_behind(waiting.mark, batch)
+        ):
             return False
-        self._pending = self._pending[len(due) :]
-        self._follow(self._movable(due[-1].adoption), self._accumulates)
+        self._pending = None
+        self._follow(self._movable(waiting.adoption, accumulates), accumulates)
         return True
 
-    def _movable(self, adoption: Adoption) -> Adoption:
+    def _movable(self, adoption: Adoption, accumulates: bool) -> Adoption:
         """Return a plan; with the present shares, and a warning, if rows cannot move any more."""
         session, plan = self.session, adoption.plan
         try:
-            session.check_move(plan, self._accumulates)
+            session.check_move(plan, accumulates)
         except (UnsupportedError, TooLittleMemoryError, RemoteRankError) as error:
             rank_zero_warn(
                 f"The new plan takes effect, but rows of the model stay where they are: {error}"
@@ -145,11 +150,6 @@ class PlanChanges:
             ranks = tuple(replace(rank, state_fraction=share) for rank, share in present)
             return replace(adoption, plan=replace(plan, ranks=ranks))
         return adoption
-
-    def _is_due(self, pending: _Pending, batch: int) -> bool:
-        if batch >= pending.from_batch:
-            return True
-        return DealtLoaders(self.view).are_behind(pending.mark, batch)
 
     def follow_now(self, plan: Plan, problem: Problem) -> None:
         """Follow a plan from the middle of a step that has failed on all ranks; collective."""

@@ -13,11 +13,11 @@ from dataclasses import replace
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_cephalo.common.errors import PlanError
-from lightning_cephalo.common.quantities import format_mib, format_seconds
+from lightning_cephalo.common.quantities import format_seconds
 from lightning_cephalo.observe import report
 from lightning_cephalo.plan import Plan, Problem, predict
 from lightning_cephalo.plan.beside import SolverBeside
-from lightning_cephalo.plan.replan import Replan, ReplanPolicy, Trial, moved_share
+from lightning_cephalo.plan.replan import Replan, ReplanPolicy, Trial
 from lightning_cephalo.preparation.job import Job
 from lightning_cephalo.preparation.plan_change import REFUSALS, PlanChanges
 from lightning_cephalo.preparation.relief import make_room
@@ -118,7 +118,7 @@ class Replanning:
         except REFUSALS as error:
             if self._policy is not None:
                 self._policy.keep(step)
-            rank_zero_warn(f"Step {step}: another plan would be faster, but was refused. {error}")
+            rank_zero_warn(f"Step {step}: another plan was found, but refused. {error}")
 
     def changed(self) -> None:
         """Note that a plan has taken effect."""
@@ -159,30 +159,25 @@ class Replanning:
         step, old = self._view.step, self._session.plan
         found = make_room(self._changes, self._problem, error, refused)
         self._problem = found.problem
+        old_step_s = predict(found.problem, old).step_s
         change = Replan(
             step=step,
             plan=found.now,
             old_plan=old,
-            old_step_s=predict(found.problem, old).step_s,
+            old_step_s=old_step_s,
             rank=found.rank,
             factor=1.0,
             since_step=step,
-            moved_bytes=moved_share(old, found.now) * found.problem.state_bytes,
             moved_s=self._changes.change_s,
             cause="memory",
         )
         self._begin_anew(found.now)
         self._accepted = None
         self._tell(change)
-        if found.is_requested:
-            moved_bytes = moved_share(found.now, found.plan) * found.problem.state_bytes
-            self._accepted = replace(
-                change,
-                plan=found.plan,
-                old_plan=found.now,
-                old_step_s=found.now.step_s or 0.0,
-                moved_bytes=moved_bytes,
-                cause="loaded",
+        if found.later != found.now and self._session.control.rank == 0:
+            old, old_step_s = found.now, found.now.step_s or 0.0
+            self._ready = replace(
+                change, plan=found.later, old_plan=old, old_step_s=old_step_s, cause="loaded"
             )
 
     def close(self) -> None:
@@ -206,6 +201,5 @@ def line_of(change: Replan, name: str = "") -> str:
     return (
         f"Step {change.step}: {why}"
         f" New plan: {format_seconds(change.plan.step_s)} a step, not"
-        f" {format_seconds(change.old_step_s)}; about {format_mib(change.moved_bytes)} moved in"
-        f" {format_seconds(change.moved_s)}."
+        f" {format_seconds(change.old_step_s)}; rows moved in {format_seconds(change.moved_s)}."
     )

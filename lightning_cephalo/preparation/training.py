@@ -29,7 +29,7 @@ class Training:
     Attributes:
         changes: Changes the plan between two steps.
         replanning: Changes it where ranks change their pace; None: it does not change by itself.
-        repeated: Repeats steps that lack memory; None: they end the run.
+        repeated: Runs forwards and backwards, some of them again, where the plan may change.
         notes: Sentences below the plan's table: why it divides the work so.
     """
 
@@ -39,7 +39,7 @@ class Training:
         self._has_compared = False
         self.changes = PlanChanges(session, watch)
         self.replanning: Replanning | None = None
-        self.repeated: RepeatedStep | None = None
+        self.repeated = RepeatedStep(session.model)
         self.notes: tuple[str, ...] = ()
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
@@ -94,8 +94,7 @@ class Training:
         session = self.session
         session.hold(optimizers)
         session.lasting.between_steps()
-        if self.repeated is not None:
-            self.repeated.begin_batch()
+        self.repeated.begin_batch()
         if self.changes.is_pending:
             self._recovering.settle()  # rows may be about to move
         if self.changes.take_effect():
@@ -114,27 +113,6 @@ class Training:
             compare_losses(self.session, batch, pieces, step)
             self.watch.start_step()  # its time is not that of the step
 
-    def forward(self, run: Callable[[bool], Any]) -> Any:
-        """Run a forward, again if a rank lacks memory; ``run`` gets whether the step goes on."""
-        return run(True) if self.repeated is None else self.repeated.forward(run)
-
-    def backward(self, run: Callable[[], None]) -> None:
-        """Run a backward; repeat the step if a rank lacks the memory."""
-        if self.repeated is None:
-            run()
-        else:
-            self.repeated.backward(run)
-
-    @property
-    def may_repeat(self) -> bool:
-        """Whether a step may run again."""
-        return self.repeated is not None
-
-    @property
-    def step_was_repeated(self) -> bool:
-        """Whether the running step is a repeated one, so that its time says nothing."""
-        return self.repeated is not None and self.repeated.repeats > 0
-
     def settle(self) -> None:
         """Wait until no copy of the state is under way, before it changes."""
         self._recovering.settle()
@@ -146,8 +124,7 @@ class Training:
 
     def _relieve(self, error: Exception, refused: str) -> None:
         """Follow a plan in the middle of a step that takes less memory, or raise the error."""
-        if self.replanning is None:
-            raise error
+        assert self.replanning is not None
         self._recovering.settle()  # rows are about to move
         self.replanning.relieve(error, refused)
         self.session.start_training()
