@@ -24,14 +24,13 @@ def switch_off_caches(module: nn.Module) -> Callable[[], None]:
     Every block would retain its keys and values until the end of the step, and append them a second
     time when it is recomputed.
     """
-    found = [getattr(inner, "config", None) for inner in module.modules()]
-    configs: dict[int, Any] = {
-        id(config): config for config in found if getattr(config, "use_cache", None) is True
-    }
+    found: list[Any] = [getattr(inner, "config", None) for inner in module.modules()]
+    switched = [each for each in found if getattr(each, "use_cache", None) is True]
+    for config in switched:
+        config.use_cache = False
 
-    def set_all(uses: bool) -> None:
-        for config in configs.values():
-            config.use_cache = uses
+    def restore() -> None:
+        for config in switched:
+            config.use_cache = True
 
-    set_all(False)
-    return lambda: set_all(True)
+    return restore
