@@ -20,7 +20,7 @@ from lightning_cephalo.adapters.ending import Ending
 from lightning_cephalo.adapters.user_collectives import require_equal_shapes
 from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.common.errors import UnsupportedError
-from lightning_cephalo.preparation.options import check_ranks_options
+from lightning_cephalo.preparation.options import check
 from lightning_cephalo.preparation.session import Session
 from lightning_cephalo.ranks import launch
 from lightning_cephalo.ranks.aborting import abort_groups
@@ -37,7 +37,9 @@ class ConnectedStrategy(ParallelStrategy):
     def __init__(
         self, process_group_backend: str | None, timeout: timedelta, start_method: str
     ) -> None:
-        check_ranks_options(process_group_backend, timeout, start_method)
+        check(
+            process_group_backend=process_group_backend, timeout=timeout, start_method=start_method
+        )
         super().__init__()
         self._process_group_backend = process_group_backend
         self._timeout, self._start_method = timeout, start_method

@@ -6,8 +6,9 @@ call the packages below.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from os import PathLike
@@ -30,16 +31,7 @@ from lightning_cephalo.plan import Plan
 from lightning_cephalo.preparation import tables
 from lightning_cephalo.preparation.job import Job, read_job
 from lightning_cephalo.preparation.limits import Cap
-from lightning_cephalo.preparation.options import (
-    Choice,
-    Options,
-    Planner,
-    parse_automatic,
-    parse_items,
-    parse_reduce_dtype,
-    parse_units,
-    refuse_removed,
-)
+from lightning_cephalo.preparation.options import Automatic, Options, Planner
 from lightning_cephalo.preparation.session import Session
 from lightning_cephalo.preparation.training import Training
 from lightning_cephalo.profiling.isolation import no_loaders_left
@@ -115,10 +107,8 @@ class CephaloStrategy(SavingStrategy):
             the device.
         timeout: Timeout of collectives.
         start_method: How Lightning starts the ranks: "popen", "spawn", "fork", "forkserver".
-        **removed: Options that are no more.
 
     Raises:
-        TypeError: For options that do not exist; of those that are no more, it names the way on.
         ValueError: For other values than those above; for memory caps it is a PlanError.
         RecoveryError: For another value of ``recover``.
     """
@@ -131,36 +121,34 @@ class CephaloStrategy(SavingStrategy):
         *,
         global_batch_size: int | None = None,
         units: Sequence[type[nn.Module] | str] | None = None,
-        memory_cap: float | int | str | Mapping[int, float | int | str] | None = None,
-        optimizer_offload: bool | Literal["auto"] = False,
-        recompute: bool | Literal["auto"] = True,
-        reshard_after_forward: bool | Literal["auto"] = "auto",
+        memory_cap: Cap = None,
+        optimizer_offload: Automatic = False,
+        recompute: Automatic = True,
+        reshard_after_forward: Automatic = "auto",
         reduce_dtype: torch.dtype | str | None = None,
         split_batch: Callable[[Any, Sequence[int]], list[Any]] | None = None,
         summed_buffers: Sequence[str] = (),
         planner: Planner = Planner(),
-        replan: bool | Literal["auto"] = "auto",
-        recover: bool | Literal["auto"] | Recovery = "auto",
+        replan: Automatic = "auto",
+        recover: Automatic | Recovery = "auto",
         record: str | PathLike[str] | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        **removed: Any,
     ) -> None:
-        refuse_removed(removed)
         self._options = Options(
             plan=plan,
             global_batch_size=global_batch_size,
-            units=parse_units(units),
-            memory_cap=Cap.parse("memory_cap", memory_cap, by_rank=True),
-            optimizer_offload=parse_automatic("optimizer_offload", optimizer_offload),
-            recompute=Choice.parse("recompute", recompute),
-            reshard_after_forward=Choice.parse("reshard_after_forward", reshard_after_forward),
-            reduce_dtype=parse_reduce_dtype(reduce_dtype),
+            units=units,
+            memory_cap=memory_cap,
+            optimizer_offload=optimizer_offload,
+            recompute=recompute,
+            reshard_after_forward=reshard_after_forward,
+            reduce_dtype=reduce_dtype,
             split_batch=split_batch,
-            summed_buffers=parse_items("summed_buffers", summed_buffers, (), "a list of names"),
+            summed_buffers=summed_buffers,
             planner=planner,
-            replan=parse_automatic("replan", replan),
+            replan=replan,
             record=record,
         )
         super().__init__(process_group_backend, timeout, start_method, Wish.parse(recover))
@@ -316,11 +304,15 @@ class CephaloStrategy(SavingStrategy):
             tables.show_plan(training)
 
     def _read_job(self, view: TrainerView) -> Job:
-        recovering = self._recovering
-        size, kept_bytes = recovering.global_batch_size, recovering.kept_bytes(self._module)
-        options = self._options.recovering(size, kept_bytes)
-        if batch_norm.synchronised(self._module):
-            options = options.without_recompute()
+        given, recovering = self._options, self._recovering
+        options = replace(
+            given,
+            global_batch_size=given.global_batch_size or recovering.global_batch_size,
+            kept_bytes=recovering.kept_bytes(self._module),
+        )
+        # such units cannot be recomputed one microbatch at a time
+        if options.plan is None and batch_norm.synchronised(self._module):
+            options = replace(options, recompute=False)
         return read_job(view, self._connection.groups, options, self._samplers.deals)
 
     def _shard(self, job: Job) -> Session:

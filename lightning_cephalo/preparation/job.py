@@ -28,7 +28,7 @@ from lightning_cephalo.data.reading import (
 )
 from lightning_cephalo.plan import Plan, PlanError
 from lightning_cephalo.plan.state_groups import groups_by_node
-from lightning_cephalo.preparation.limits import Limits, check_limits, check_plan
+from lightning_cephalo.preparation.limits import Limits, check_cap, check_plan, read_limits
 from lightning_cephalo.preparation.options import Options
 from lightning_cephalo.ranks.groups import Groups
 
@@ -82,7 +82,7 @@ class Job:
     @classmethod
     def of_evaluation(cls, options: Options, world_size: int) -> Job:
         """Return the job of a run that trains nothing."""
-        return cls(options, (Limits.none(),) * world_size)
+        return cls(options, (Limits(),) * world_size)
 
     @property
     def trains(self) -> bool:
@@ -104,7 +104,7 @@ def read_job(view: TrainerView, groups: Groups, options: Options, deals: bool) -
     """
     control = groups.control
     ranks, together = control.world_size, control.together
-    plan: Plan | None = together("reading the plan", options.given_plan)
+    plan: Plan | None = together("reading the plan", partial(_given_plan, options))
     whole = ranks == 1 and plan is not None and len(plan.ranks[0].microbatch_sizes) == 1
     loaders: Loaders = together(
         "reading the training dataloader", partial(_training_loaders, view, is_read=not whole)
@@ -117,7 +117,6 @@ def read_job(view: TrainerView, groups: Groups, options: Options, deals: bool) -
     )
     own = together("reading the memory caps", partial(_limits, view, control.rank, ranks, options))
     limits = tuple(control.gather(own))
-    check_limits(limits)
     late = together("finding when updates may run", partial(_late, view, options))
     late = next(filter(None, control.gather(late)), "")
     ready_samples = None
@@ -146,6 +145,11 @@ def read_job(view: TrainerView, groups: Groups, options: Options, deals: bool) -
         leaves_batches_whole=whole,
         state_groups=_state_groups(options, plan, groups.nodes),
     )
+
+
+def _given_plan(options: Options) -> Plan | None:
+    plan = options.plan
+    return plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
 
 
 def _state_groups(options: Options, plan: Plan | None, nodes: Sequence[int]) -> tuple[int, ...]:
@@ -242,16 +246,10 @@ def _late(view: TrainerView, options: Options) -> str:
 
 
 def _limits(view: TrainerView, rank: int, ranks: int, options: Options) -> Limits:
+    check_cap("memory_cap", options.memory_cap, ranks)
     strategy = view.strategy
-    return Limits.read(
-        accelerator_of(strategy.root_device),
-        processes_on_this_host(strategy.num_processes),
-        rank,
-        ranks,
-        options.memory_cap,
-        options.planner.host_cap,
-        options.kept_bytes,
-    )
+    processes = processes_on_this_host(strategy.num_processes)
+    return read_limits(accelerator_of(strategy.root_device), processes, rank, options)
 
 
 def _checked_size(plan: Plan | None, ranks: int, size: int | None) -> int:

@@ -5,23 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from lightning_cephalo.accelerator import Accelerator, Device
-from lightning_cephalo.accelerator.host import host_share
+from lightning_cephalo.accelerator.host import HostShare, host_share
 from lightning_cephalo.common.errors import TooLittleMemoryError
 from lightning_cephalo.common.quantities import BYTES, format_mib
 from lightning_cephalo.execution.offload import HostArena, HostMemoryError
 from lightning_cephalo.plan import InfeasibleError, Plan, PlanError, Problem, RankPlan
 
-_EXPECTED = (
-    "expected a fraction of the device (0.5; 1.0 for all of it), bytes (8_000_000_000 or '8 GB'),"
-    " or one of these per rank ({0: '8 GB', 1: 0.5})"
-)
+if TYPE_CHECKING:
+    from lightning_cephalo.preparation.options import Options
+
+Cap: TypeAlias = float | int | str | Mapping[int, float | int | str] | None
+"""A fraction of the memory (a float up to 1.0), bytes (an int, or "8 GB"), or these by rank."""
+
 # Part of the host's free memory that ranks use without a cap; the rest is for the data loaders.
 _FREE_SHARE = 0.5
 # Part of pinned host memory that a plan may use: it comes in pieces whose ends may stay empty.
@@ -31,166 +33,99 @@ _STATE_SHARE = 0.95
 _COPIED_BYTES, _REPEATS = 2**24, 3
 
 
-# -- caps of the user -----------------------------------------------------------------------------
+def check_cap(name: str, cap: Any, world_size: float = math.inf) -> None:
+    """Raise PlanError if an option is no amount of memory, or is for ranks that do not exist."""
+    for rank in cap if isinstance(cap, Mapping) else (0,):
+        is_rank = isinstance(rank, Integral) and not isinstance(rank, bool)
+        if not is_rank or not 0 <= rank < world_size:
+            known = "0, 1, ..." if math.isinf(world_size) else f"0 to {world_size - 1}"
+            raise PlanError(f"{name}: expected ranks ({known}) as keys, but got {rank!r}.")
+        _amount(name, cap, rank)
 
 
-@dataclass(frozen=True)
-class Cap:
-    """A memory cap of the user: a float is a fraction of the existing memory, an int is bytes.
-
-    ``everyone`` is for ranks that ``by_rank`` does not name; None: no cap.
-    """
-
-    name: str
-    everyone: float | int | None = None
-    by_rank: tuple[tuple[int, float | int], ...] = ()
-
-    @classmethod
-    def parse(cls, name: str, value: Any, *, by_rank: bool = False, zero: bool = False) -> Cap:
-        """Read the value of an option: a fraction, bytes, text such as "8 GB", or None.
-
-        Args:
-            by_rank: Whether a mapping from ranks to these is allowed too.
-            zero: Whether 0 is allowed too: no memory at all.
-
-        Raises PlanError for other values.
-        """
-        if value is None:
-            return cls(name)
-        if by_rank and isinstance(value, Mapping):
-            for rank in value:
-                if isinstance(rank, bool) or not isinstance(rank, Integral) or rank < 0:
-                    raise PlanError(
-                        f"{name}: expected ranks (0, 1, ...) as keys, but got {rank!r}."
-                    )
-            amounts = {int(rank): _amount(f"{name}[{rank}]", cap) for rank, cap in value.items()}
-            return cls(name, None, tuple(sorted(amounts.items())))
-        if zero and isinstance(value, (int, float)) and not isinstance(value, bool) and value == 0:
-            return cls(name, 0)
-        return cls(name, _amount(name, value))
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether the user has set no cap."""
-        return self.everyone is None and not self.by_rank
-
-    def of(self, rank: int) -> float | int | None:
-        """Return a rank's fraction or bytes; None where the user has set no cap."""
-        return dict(self.by_rank).get(rank, self.everyone)
-
-    def bytes_of(self, rank: int, total_bytes: float) -> float:
-        """Return the bytes that a rank may use of ``total_bytes``; infinite without a cap."""
-        allowed = self.of(rank)
-        if allowed is None:
-            return math.inf
-        if isinstance(allowed, int):
-            return float(allowed)
-        if math.isinf(total_bytes):
-            raise PlanError(
-                f"{self.name} of rank {rank}: {allowed} of a device that does not tell its memory."
-                " Give bytes, such as '8 GB'."
-            )
-        return allowed * total_bytes
-
-    def check_ranks(self, world_size: int) -> None:
-        """Check that the named ranks exist."""
-        strangers = [rank for rank, _ in self.by_rank if rank >= world_size]
-        if strangers:
-            raise PlanError(
-                f"{self.name} names rank {', '.join(map(str, strangers))}, but this run has"
-                f" {world_size} ranks: expected 0 to {world_size - 1}."
-            )
+def _amount(name: str, cap: Any, rank: int) -> float | int | None:
+    """Return what a cap allows a rank: a fraction (a float), bytes (an int), or None: all."""
+    if isinstance(cap, Mapping):
+        name, cap = f"{name}[{rank}]", cap.get(rank)
+    if cap is None:
+        return None
+    if isinstance(cap, str):
+        return math.floor(BYTES.parse(name, cap))
+    if isinstance(cap, Integral):
+        if int(cap) > 1:  # 1 may mean all of the device, or True
+            return int(cap)
+    elif isinstance(cap, Real) and 0 < float(cap) <= 1:
+        return float(cap)
+    raise PlanError(
+        f"{name}: expected a fraction of the memory (0.5; 1.0 for all of it), bytes (8_000_000_000"
+        f" or '8 GB'), or one of these per rank ({{0: '8 GB', 1: 0.5}}), but got {cap!r}."
+    )
 
 
-def _amount(field: str, value: Any) -> float | int:
-    """Read a fraction (a float) or bytes (an int)."""
-    if isinstance(value, str):
-        return math.floor(BYTES.parse(field, value))
-    if isinstance(value, Integral):
-        if int(value) > 1:  # 1 may mean all of the device, or True
-            return int(value)
-    elif isinstance(value, Real) and 0 < float(value) <= 1:
-        return float(value)
-    raise PlanError(f"{field}: {_EXPECTED}, but got {value!r}.")
+def _allowed_bytes(
+    name: str, cap: Cap, rank: int, memory: Device | HostShare, sharers: int = 1
+) -> float:
+    """Return the bytes that a cap allows a rank, which has a part of a memory; infinite: all."""
+    amount, total_bytes = _amount(name, cap, rank), memory.total_bytes
+    if amount is None:
+        return math.inf
+    if isinstance(amount, float) and math.isinf(total_bytes):
+        raise PlanError(
+            f"{name} of rank {rank}: {amount} of a device that does not tell its memory. Give"
+            " bytes, such as '8 GB'."
+        )
+    allowed = amount * total_bytes if isinstance(amount, float) else float(amount)
+    if allowed > total_bytes * sharers:
+        raise PlanError(
+            f"{name} of rank {rank} is {format_mib(allowed)}, but it has"
+            f" {format_mib(total_bytes * sharers)}{_by(memory.limited_by)}. Lower the cap to that,"
+            " or leave it out."
+        )
+    return allowed
 
 
-# -- limits of a rank -----------------------------------------------------------------------------
+def _by(limited_by: str) -> str:
+    return f", by {limited_by}" if limited_by else ""
 
 
 @dataclass(frozen=True)
 class HostMemory:
     """One rank's part of its host's memory."""
 
-    capacity_bytes: float
+    capacity_bytes: float = math.inf
     copy_bytes_per_s: float = math.inf
     is_apart: bool = True
     is_pinned: bool = False
     limited_by: str = ""
 
-    @property
-    def planned_bytes(self) -> float:
-        """Bytes that a plan may use."""
-        return self.capacity_bytes * (_PLANNED_SHARE if self.is_pinned else 1.0)
-
 
 @dataclass(frozen=True)
 class Limits:
-    """The memory that one rank may use."""
+    """The memory that one rank may use; without arguments all, for a run that makes no plan."""
 
-    device: Device
-    host: HostMemory
-
-    @classmethod
-    def read(
-        cls,
-        accelerator: Accelerator,
-        processes_on_host: int,
-        rank: int,
-        world_size: int,
-        memory_cap: Cap,
-        host_memory_cap: Cap,
-        kept_bytes: float = 0.0,
-    ) -> Limits:
-        """Read the memory of this rank's device and host, and apply the user's caps."""
-        found = accelerator.describe(processes_on_host)
-        memory_cap.check_ranks(world_size)
-        cap_bytes = memory_cap.bytes_of(rank, found.total_bytes)
-        capacity_bytes = min(found.capacity_bytes, cap_bytes)
-        return cls(
-            replace(found, capacity_bytes=capacity_bytes, cap_bytes=cap_bytes),
-            _host_memory(accelerator, processes_on_host, host_memory_cap.of(rank), kept_bytes),
-        )
-
-    @classmethod
-    def none(cls) -> Limits:
-        """No limits, for a run that makes no plan."""
-        return cls(Device("", math.inf), HostMemory(math.inf))
+    device: Device = field(default_factory=lambda: Device("", math.inf))
+    host: HostMemory = field(default_factory=HostMemory)
 
 
-def _host_memory(
-    accelerator: Accelerator, processes_on_host: int, cap: float | int | None, kept_bytes: float
-) -> HostMemory:
-    host = host_share(processes_on_host)
-    total = host.total_bytes
-    limited_by = host.limited_by if cap is None or isinstance(cap, float) else ""
-    if cap is None:
-        capacity = host.free_bytes * _FREE_SHARE
-    else:
-        capacity = float(cap) if isinstance(cap, int) else cap * total
-        if capacity > total * max(processes_on_host, 1):
-            raise PlanError(
-                f"host_memory_cap allows {format_mib(capacity)} for a rank, but its host has"
-                f" {format_mib(total * max(processes_on_host, 1))}{_by(host.limited_by)}. Lower the"
-                " cap to that, or leave it out."
-            )
-    capacity = max(capacity - kept_bytes, 0.0)
+def read_limits(
+    accelerator: Accelerator, processes_on_host: int, rank: int, options: Options
+) -> Limits:
+    """Read the memory of this rank's device and host, and apply the user's caps."""
+    device, host = accelerator.describe(processes_on_host), host_share(processes_on_host)
+    cap_bytes = _allowed_bytes("memory_cap", options.memory_cap, rank, device)
+    device = replace(
+        device, capacity_bytes=min(device.capacity_bytes, cap_bytes), cap_bytes=cap_bytes
+    )
+    cap, capacity_bytes = options.planner.host_memory_cap, host.free_bytes * _FREE_SHARE
+    if cap is not None:
+        sharers = max(processes_on_host, 1)
+        capacity_bytes = _allowed_bytes("host_memory_cap", cap, rank, host, sharers) if cap else 0.0
+    capacity_bytes = max(capacity_bytes - options.kept_bytes, 0.0)
     is_apart = accelerator.host_is_apart
-    rate = _copy_rate(accelerator) if capacity and is_apart else math.inf
-    return HostMemory(capacity, rate, is_apart, accelerator.pins_host_memory, limited_by)
-
-
-def _by(limited_by: str) -> str:
-    return f", by {limited_by}" if limited_by else ""
+    rate = _copy_rate(accelerator) if capacity_bytes and is_apart else math.inf
+    limited_by = "" if isinstance(cap, (int, str)) else host.limited_by
+    pins = accelerator.pins_host_memory
+    return Limits(device, HostMemory(capacity_bytes, rate, is_apart, pins, limited_by))
 
 
 def _copy_rate(accelerator: Accelerator) -> float:
@@ -204,21 +139,6 @@ def _copy_rate(accelerator: Accelerator) -> float:
             host.copy_(values)
             best_s = min(best_s, accelerator.now_s() - start_s)
     return _COPIED_BYTES / max(best_s, 1e-9)
-
-
-# -- use of the limits ----------------------------------------------------------------------------
-
-
-def check_limits(limits: Sequence[Limits]) -> None:
-    """Raise if any rank's cap is above its device's memory; all ranks raise the same error."""
-    for rank, own in enumerate(limits):
-        cap_bytes, total_bytes = own.device.cap_bytes, own.device.total_bytes
-        if not math.isinf(cap_bytes) and cap_bytes > total_bytes:
-            raise PlanError(
-                f"memory_cap of rank {rank} is {format_mib(cap_bytes)}, but its device"
-                f" {own.device.name!r} has {format_mib(total_bytes)}. Lower the cap to that, or"
-                " leave it out."
-            )
 
 
 def check_plan(plan: Plan, limits: Sequence[Limits]) -> None:
@@ -256,57 +176,44 @@ def named_where_nothing_fits(limits: Sequence[Limits]) -> Iterator[None]:
 
 def limit_note(limits: Sequence[Limits], uses_host: bool = True) -> str:
     """Return a sentence on ranks whose memory is less than what their hosts have; empty if none."""
-    by_limit: dict[str, list[int]] = {}
+    by_limit: dict[str, list[str]] = {}
     for rank, own in enumerate(limits):
-        found = own.device.limited_by if math.isinf(own.device.cap_bytes) else ""
-        if not found and uses_host and own.host.is_apart:
-            found = own.host.limited_by
-        if found:
-            by_limit.setdefault(found, []).append(rank)
-    sentences = [
-        f"The memory of rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} on the"
-        f" host is limited by {limit}."
+        limit = own.device.limited_by if math.isinf(own.device.cap_bytes) else ""
+        if uses_host and own.host.is_apart:
+            limit = limit or own.host.limited_by
+        if limit:
+            by_limit.setdefault(limit, []).append(str(rank))
+    return " ".join(
+        f"On rank {', '.join(ranks)} the host's memory is limited by {limit}."
         for limit, ranks in by_limit.items()
-    ]
-    return " ".join(sentences)
+    )
 
 
 def with_host_memory(
     problem: Problem, hosts: Sequence[HostMemory], boundaries: bool = True
 ) -> Problem:
-    """Let the plan use the memory of hosts that have some apart from the device."""
-    moves = problem.optimizer_offload is not False
+    """Let the plan use the memory of hosts that have some apart from the device.
 
-    def planned_bytes(host: HostMemory) -> float:
-        return min(host.planned_bytes, _STATE_SHARE * host.capacity_bytes if moves else math.inf)
-
-    ranks = tuple(
-        replace(
-            rank,
-            host_capacity_bytes=planned_bytes(host),
-            offload_bytes_per_s=host.copy_bytes_per_s,
-        )
-        if host.is_apart
-        else rank
-        for rank, host in zip(problem.ranks, _equal_hosts(problem, hosts), strict=True)
-    )
-    pins = moves and any(host.is_apart and host.is_pinned for host in hosts)
-    return replace(problem, ranks=ranks, offloads_boundaries=boundaries, pins_host_memory=pins)
-
-
-def _equal_hosts(problem: Problem, hosts: Sequence[HostMemory]) -> list[HostMemory]:
-    """Give ranks with equal profiles equal hosts: the smallest capacity and the slowest rate."""
-    found = []
+    Ranks with equal profiles get equal hosts: the smallest capacity and the slowest rate.
+    """
+    moves, ranks = problem.optimizer_offload is not False, []
     for profile in problem.ranks:
-        group = [h for r, h in zip(problem.ranks, hosts, strict=True) if r == profile]
-        merged = HostMemory(
-            min(host.capacity_bytes for host in group),
-            min(host.copy_bytes_per_s for host in group),
-            all(host.is_apart for host in group),
-            any(host.is_pinned for host in group),
-        )
-        found.append(merged)
-    return found
+        pairs = zip(problem.ranks, hosts, strict=True)
+        alike = [host for other, host in pairs if other == profile]
+        is_pinned = any(host.is_pinned for host in alike)
+        share = _PLANNED_SHARE if is_pinned else _STATE_SHARE if moves else 1.0
+        own = profile
+        if all(host.is_apart for host in alike):
+            own = replace(
+                profile,
+                host_capacity_bytes=share * min(host.capacity_bytes for host in alike),
+                offload_bytes_per_s=min(host.copy_bytes_per_s for host in alike),
+            )
+        ranks.append(own)
+    pins = moves and any(host.is_apart and host.is_pinned for host in hosts)
+    return replace(
+        problem, ranks=tuple(ranks), offloads_boundaries=boundaries, pins_host_memory=pins
+    )
 
 
 def reserve_host_memory(
@@ -321,8 +228,7 @@ def reserve_host_memory(
         raise HostMemoryError(
             f"The plan offloads {format_mib(needed)}, but this rank may use"
             f" {format_mib(host.capacity_bytes)} of its host's memory{_by(host.limited_by)}. Raise"
-            " Planner(host_memory_cap=...), or leave the plan out (plan=None) to have one made"
-            " that fits."
+            " Planner(host_memory_cap=...), or leave the plan out (plan=None)."
         )
     arena.reserve(math.ceil(needed))
     return arena

@@ -1,118 +1,136 @@
-"""Reads the options of ``CephaloStrategy`` once, into values that have one meaning each."""
+"""The options of ``CephaloStrategy`` and ``Planner``; a row of a table for what each may be."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from math import inf
-from numbers import Integral
+from numbers import Integral, Real
 from os import PathLike
-from typing import Any, Literal, TypeAlias
+from types import NoneType
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_cephalo.plan import Plan
-from lightning_cephalo.preparation.limits import Cap
-
-_OF_PLANNER = "Give CephaloStrategy(planner=Planner({}=...)); Planner is in lightning_cephalo."
-
-REMOVED_OPTIONS: dict[str, str] = {
-    **{
-        name: _OF_PLANNER.format(name)
-        for name in (
-            "remeasure",
-            "verbose",
-            "hybrid_sharding",
-            "early_update",
-            "single_microbatch",
-            "host_memory_cap",
-        )
-    },
-    "profile_budget_s": _OF_PLANNER.format("budget_s"),
-    "on_replan": "Read strategy.report.replans in a hook; loggers get cephalo/replans, too.",
-    "trace": "Give CephaloStrategy(record=FOLDER), which also writes FOLDER/trace.json.",
-    "optimizer_scope": (
-        "A trial tells of other optimizers than torch's what an update depends on. Name those with"
-        " element-wise updates: CephaloStrategy(planner=Planner(elementwise=[...]))."
-    ),
-    "accelerator": "Give Trainer(accelerator=...), which sets it.",
-    "parallel_devices": "Give Trainer(devices=...), which sets them.",
-    "cluster_environment": "Give Trainer(plugins=[...]), which sets it.",
-    "checkpoint_io": "Give Trainer(plugins=[...]), which sets it.",
-    "precision_plugin": "Give Trainer(precision=...) or Trainer(plugins=[...]), which set it.",
-    "collate_per_microbatch": (
-        "Give CephaloStrategy(split_batch=function): function(batch, sizes) returns one batch for"
-        " each size, such as graphs of a collated batch."
-    ),
-    "equal_microbatches": (
-        "Use lightning_cephalo.loss_over_batch() for a loss over the samples of all ranks, or"
-        " Planner(single_microbatch=True), with which training_step may use collectives."
-    ),
-    "unit_types": "Give CephaloStrategy(units=[...]), a list of classes, or of their names.",
-    "unit_names": "Give CephaloStrategy(units=[...]), a list of full names of modules.",
-    "vocabulary_sharding": (
-        "Embedding and head are gathered whole. Less memory for logits:"
-        " lightning_cephalo.chunked_cross_entropy(head, hidden, targets)."
-    ),
-    "chunked_logits": (
-        "Return lightning_cephalo.chunked_cross_entropy(head, hidden, targets) from training_step."
-    ),
-}
-"""Options that ``CephaloStrategy`` no longer has: what to write instead, in sentences."""
-
-
-def refuse_removed(given: Iterable[str]) -> None:
-    """Raise TypeError for options that do not exist; of those that are no more, name the way on."""
-    for name in given:
-        if name in REMOVED_OPTIONS:
-            raise TypeError(f"CephaloStrategy({name}=...) is no more. {REMOVED_OPTIONS[name]}")
-        raise TypeError(f"CephaloStrategy() got an unexpected keyword argument {name!r}")
-
-
-def require(name: str, value: Any, is_right: bool, expected: str, way_out: str = "") -> None:
-    """Raise ValueError with what came and what an option may be, if it is not right."""
-    if not is_right:
-        raise ValueError(f"{name}: expected {expected}, but got {value!r}.{way_out}")
-
-
-def require_bool(name: str, value: Any, way_out: str = "") -> None:
-    """Raise ValueError if an option is neither True nor False."""
-    require(name, value, isinstance(value, bool), "True or False", way_out)
-
+from lightning_cephalo.preparation.limits import Cap, check_cap
 
 Automatic: TypeAlias = bool | Literal["auto"]
+"""A choice of the user, or of the planner."""
 
 
-def parse_automatic(name: str, value: Any) -> Automatic:
-    """Read an option; raise ValueError if it is not True, False or "auto"."""
-    is_right = isinstance(value, bool) or (isinstance(value, str) and value == "auto")
-    require(name, value, is_right, "True, False or 'auto'")
-    return value
+class _Rule(NamedTuple):
+    """What an option may be, in code and in words, and what to do in place of another value."""
+
+    is_right: Callable[[Any], bool]
+    expected: str
+    way_out: str = ""
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A yes-or-no choice of the user, or of the planner: then both ways are measured."""
+def _is(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kinds)
 
-    default: bool
-    is_planned: bool = False
 
-    @classmethod
-    def parse(cls, name: str, value: Automatic) -> Choice:
-        """Read an option; raise ValueError if it is not True, False or "auto"."""
-        return cls(bool(parse_automatic(name, value)), is_planned=value == "auto")
+def _is_auto(value: Any) -> bool:
+    return isinstance(value, str) and value == "auto"
 
-    def of_plan(self, choice: bool | None) -> bool:
-        """Return the value under a plan with ``choice``; None: the plan does not say."""
-        return self.default if choice is None else choice
 
-    @property
-    def as_given(self) -> Automatic:
-        """The option as the user writes it."""
-        return "auto" if self.is_planned else self.default
+def _is_number(value: Any, kind: Any, least: float) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool) and least <= value < inf
+
+
+def _lists(*kinds: type) -> Callable[[Any], bool]:
+    """Return what tells whether a value is a list of names, and of subclasses of ``kinds``."""
+    return lambda value: (
+        isinstance(value, Sequence)
+        and not isinstance(value, str)
+        and all(
+            isinstance(item, str) or (isinstance(item, type) and issubclass(item, kinds))
+            for item in value
+        )
+    )
+
+
+_BOOL = _Rule(_is(bool), "True or False")
+_AUTOMATIC = _Rule(
+    lambda value: _is_auto(value) or isinstance(value, bool), "True, False or 'auto'"
+)
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_METHODS = ("popen", "spawn", "fork", "forkserver")
+_RULES = {
+    # of CephaloStrategy
+    "plan": _Rule(
+        _is(Plan, str, PathLike, NoneType), "a lightning_cephalo.Plan, or the path of one"
+    ),
+    "global_batch_size": _Rule(
+        lambda value: value is None or _is_number(value, Integral, 1), "None, or 1 or more samples"
+    ),
+    "units": _Rule(
+        lambda value: value is None or _lists(nn.Module)(value),
+        "a list of classes of modules, names of classes and full names of modules",
+        " An empty list makes the whole model one unit.",
+    ),
+    "recompute": _AUTOMATIC,
+    "reshard_after_forward": _AUTOMATIC,
+    "optimizer_offload": _AUTOMATIC,
+    "replan": _AUTOMATIC,
+    "reduce_dtype": _Rule(
+        lambda value: value is None or _dtype(value) is not None,
+        "None, torch.float32 or torch.bfloat16",
+        " Narrower exponents would lose small gradients.",
+    ),
+    "split_batch": _Rule(
+        lambda value: value is None or callable(value), "None, or a function of a batch and sizes"
+    ),
+    "summed_buffers": _Rule(_lists(), "a list of names"),
+    "planner": _Rule(lambda value: isinstance(value, Planner), "a lightning_cephalo.Planner"),
+    "record": _Rule(_is(str, PathLike, NoneType), "None, or the path of a folder"),
+    "process_group_backend": _Rule(_is(str, NoneType), 'None, or a name such as "gloo"'),
+    "timeout": _Rule(
+        lambda value: isinstance(value, timedelta) and value > timedelta(0),
+        "a datetime.timedelta above 0",
+    ),
+    "start_method": _Rule(lambda value: value in _METHODS, f"one of {_METHODS}"),
+    # of Planner
+    "budget_s": _Rule(lambda value: _is_number(value, Real, 1e-9), "seconds above 0"),
+    "remeasure": _BOOL,
+    "verbose": _Rule(
+        lambda value: isinstance(value, int) and 0 <= value <= 2, "True, False, or 0, 1 or 2"
+    ),
+    "hybrid_sharding": _Rule(
+        _is(bool),
+        "True or False",
+        " To choose, start once with each and compare the predicted steps, or let `cephalo plan"
+        " --hybrid-sharding auto` estimate both.",
+    ),
+    "early_update": _Rule(
+        lambda value: value is False or _is_auto(value),
+        "'auto' or False",
+        " Where updates inside the backward are not exact, none can be forced.",
+    ),
+    "single_microbatch": _BOOL,
+    "elementwise": _Rule(_lists(Optimizer), "a list of classes of optimizers and names of classes"),
+}
+
+
+def check(**options: Any) -> None:
+    """Raise ValueError with what came and what it may be, for the first option that is wrong."""
+    for name, value in options.items():
+        if name in _RULES and not _RULES[name].is_right(value):
+            _, expected, way_out = _RULES[name]
+            raise ValueError(f"{name}: expected {expected}, but got {value!r}.{way_out}")
+
+
+def _dtype(value: Any) -> torch.dtype | None:
+    return _DTYPES.get(str(value).removeprefix("torch."))
+
+
+def chosen(option: Automatic, by_plan: bool | None) -> bool:
+    """Return what holds under a plan: what it says, or else the option; "auto" is True."""
+    return bool(option) if by_plan is None else by_plan
 
 
 @dataclass(frozen=True)
@@ -150,8 +168,7 @@ class Planner:
             model at once.
 
     Raises:
-        ValueError: For values of another kind.
-        PlanError: For a ``host_memory_cap`` that is no amount of memory.
+        ValueError: For values of another kind; for ``host_memory_cap`` it is a PlanError.
     """
 
     budget_s: float = 20.0
@@ -164,159 +181,54 @@ class Planner:
     elementwise: Sequence[type[Optimizer] | str] = ()
 
     def __post_init__(self) -> None:
-        seconds = self.budget_s
-        is_time = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-        require("budget_s", seconds, is_time and 0 < seconds < inf, "seconds above 0")
-        require_bool("remeasure", self.remeasure)
-        is_level = isinstance(self.verbose, int) and int(self.verbose) in (0, 1, 2)
-        require("verbose", self.verbose, is_level, "True, False, or 0, 1 or 2")
-        require_bool(
-            "hybrid_sharding",
-            self.hybrid_sharding,
-            " To choose, start once with each and compare the predicted steps, or let `cephalo plan"
-            " --hybrid-sharding auto` estimate both.",
-        )
-        require(
-            "early_update",
-            self.early_update,
-            self.early_update is False or self.early_update == "auto",
-            "'auto' or False",
-            " Where updates inside the backward are not exact, none can be forced.",
-        )
-        require_bool("single_microbatch", self.single_microbatch)
-        expected = "a list of classes of optimizers and names of classes"
-        named = parse_items("elementwise", self.elementwise, (Optimizer,), expected)
-        object.__setattr__(self, "elementwise", named)
-        _ = self.host_cap
-
-    @property
-    def host_cap(self) -> Cap:
-        """What ``host_memory_cap`` allows each rank."""
-        return Cap.parse("host_memory_cap", self.host_memory_cap, zero=True)
-
-
-def parse_reduce_dtype(value: torch.dtype | str | None) -> torch.dtype | None:
-    """Read ``reduce_dtype``: None, float32, bfloat16, or a name of these; else raise ValueError."""
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-    found = known.get(str(value).removeprefix("torch."))
-    require(
-        "reduce_dtype",
-        value,
-        found is not None or value is None,
-        "None, torch.float32 or torch.bfloat16",
-        " Narrower exponents would lose small gradients.",
-    )
-    return found
-
-
-def parse_units(value: Sequence[Any] | None) -> tuple[type[nn.Module] | str, ...] | None:
-    """Read ``units``: None, or classes of modules and names; raise ValueError for others."""
-    if value is None:
-        return None
-    return parse_items(
-        "units",
-        value,
-        (nn.Module,),
-        "a list of classes of modules, names of classes and full names of modules",
-        " An empty list makes the whole model one unit.",
-    )
-
-
-def parse_items(
-    name: str, value: Any, kinds: tuple[type, ...], expected: str, way_out: str = ""
-) -> tuple[Any, ...]:
-    """Read a list of names, and of subclasses of ``kinds``; raise ValueError for others."""
-
-    def is_item(item: Any) -> bool:
-        return isinstance(item, str) or (isinstance(item, type) and issubclass(item, kinds))
-
-    is_list = isinstance(value, Sequence) and not isinstance(value, str)
-    require(name, value, is_list and all(map(is_item, value)), expected, way_out)
-    return tuple(value)
-
-
-def check_ranks_options(backend: Any, timeout: Any, start_method: Any) -> None:
-    """Raise ValueError for values of the options that say how ranks start and communicate."""
-    is_backend = backend is None or isinstance(backend, str)
-    require("process_group_backend", backend, is_backend, 'None, or a name such as "gloo"')
-    is_time = isinstance(timeout, timedelta) and timeout > timedelta(0)
-    require("timeout", timeout, is_time, "a datetime.timedelta above 0")
-    methods = ("popen", "spawn", "fork", "forkserver")
-    require("start_method", start_method, start_method in methods, f"one of {methods}")
+        check(**vars(self))
+        check_cap("host_memory_cap", self.host_memory_cap or None)
 
 
 @dataclass(frozen=True)
 class Options:
-    """The user's options for batches, units, memory and planning; see ``CephaloStrategy``.
-
-    Attributes:
-        plan: A plan, or its path; None: one is made.
-        global_batch_size: Samples of a step over all ranks; None: as the dataloader says.
-        units: Modules that are units, by class or name; None: they are searched.
-        reduce_dtype: Dtype that gradients travel in; None: their own.
-        kept_bytes: Memory of its host that each rank keeps for a restart, on average.
-    """
+    """What the user gives for batches, units, memory and planning; see ``CephaloStrategy``."""
 
     plan: Plan | str | PathLike[str] | None = None
     global_batch_size: int | None = None
-    units: tuple[type[nn.Module] | str, ...] | None = None
-    recompute: Choice = Choice(True)
-    reshard_after_forward: Choice = Choice(True, is_planned=True)
-    split_batch: Callable[[Any, Sequence[int]], list[Any]] | None = None
-    summed_buffers: tuple[str, ...] = ()
-    memory_cap: Cap = field(default_factory=lambda: Cap("memory_cap"))
+    units: Sequence[type[nn.Module] | str] | None = None
+    memory_cap: Cap = None
     optimizer_offload: Automatic = False
-    reduce_dtype: torch.dtype | None = None
+    recompute: Automatic = True
+    reshard_after_forward: Automatic = "auto"
+    reduce_dtype: torch.dtype | str | None = None
+    split_batch: Callable[[Any, Sequence[int]], list[Any]] | None = None
+    summed_buffers: Sequence[str] = ()
     planner: Planner = field(default_factory=Planner)
     replan: Automatic = "auto"
     record: str | PathLike[str] | None = None
-    kept_bytes: float = 0.0
+    kept_bytes: float = 0.0  # of its host that each rank keeps for a restart, on average
 
     def __post_init__(self) -> None:
-        is_plan = self.plan is None or isinstance(self.plan, (Plan, str, PathLike))
-        require("plan", self.plan, is_plan, "a lightning_cephalo.Plan, or the path of one")
-        size, split = self.global_batch_size, self.split_batch
-        is_size = isinstance(size, Integral) and not isinstance(size, bool) and size >= 1
-        require("global_batch_size", size, size is None or is_size, "None, or 1 or more samples")
-        is_function = split is None or callable(split)
-        require("split_batch", split, is_function, "None, or a function of a batch and sizes")
-        is_planner = isinstance(self.planner, Planner)
-        require("planner", self.planner, is_planner, "a lightning_cephalo.Planner")
-        is_folder = self.record is None or isinstance(self.record, (str, PathLike))
-        require("record", self.record, is_folder, "None, or the path of a folder")
+        check(**vars(self))
+        check_cap("memory_cap", self.memory_cap)
 
     @property
     def verbose(self) -> bool:
         """Whether rank 0 prints plans and predictions."""
         return bool(self.planner.verbose)
 
-    def given_plan(self) -> Plan | None:
-        """Return the plan that is given; None: one must be made."""
-        return (
-            self.plan if self.plan is None or isinstance(self.plan, Plan) else Plan.load(self.plan)
-        )
-
-    def recovering(self, global_batch_size: int | None, kept_bytes: float) -> Options:
-        """Return the options after a restart, with the batch size of the first start."""
-        size = self.global_batch_size or global_batch_size
-        return replace(self, global_batch_size=size, kept_bytes=kept_bytes)
-
-    def without_recompute(self) -> Options:
-        """Return the options for units that cannot be recomputed one microbatch at a time."""
-        return self if self.plan is not None else replace(self, recompute=Choice(False))
+    @property
+    def gradient_dtype(self) -> torch.dtype | None:
+        """Dtype that gradients travel in; None: their own."""
+        return _dtype(self.reduce_dtype)
 
     def of_measuring(self) -> dict[str, Any]:
         """Return a measured job's key as plain values: other names make every job measure again."""
-        rounded = {} if self.reduce_dtype is None else {"reduce_dtype": str(self.reduce_dtype)}
-        single = {"single_microbatch": True} if self.planner.single_microbatch else {}
+        dtype = self.gradient_dtype
         return {
-            **single,
-            **rounded,
+            **({"single_microbatch": True} if self.planner.single_microbatch else {}),
+            **({"reduce_dtype": str(dtype)} if dtype is not None else {}),
             "global_batch_size": self.global_batch_size,
             "split_batch": self.split_batch,
             "profile_budget_s": self.planner.budget_s,
-            "host_memory_cap": self.planner.host_cap.everyone,
-            "choose_recompute": self.recompute.is_planned,
-            "reshard_after_forward": self.reshard_after_forward.as_given,
-            "memory_cap": None if self.memory_cap.is_empty else self.memory_cap,
+            "host_memory_cap": self.planner.host_memory_cap,
+            "choose_recompute": self.recompute == "auto",
+            "reshard_after_forward": self.reshard_after_forward,
+            "memory_cap": self.memory_cap,
         }

@@ -81,7 +81,7 @@ def measure_or_load(
                     minimum_microbatch_size=smallest,
                     ready_samples=job.ready_samples,
                     single_microbatch=options.planner.single_microbatch or manual is not None,
-                    choose_recompute=options.recompute.is_planned and manual is None,
+                    choose_recompute=options.recompute == "auto" and manual is None,
                     verbose=options.verbose,
                 ),
             )
@@ -94,8 +94,9 @@ def measure_or_load(
         )
         _keep(problem, found, options.verbose, control)
     model.release_buffers()
-    reshard = options.reshard_after_forward.as_given
-    problem = replace(problem, reshard_after_forward=reshard, no_idle_ranks=True)
+    problem = replace(
+        problem, reshard_after_forward=options.reshard_after_forward, no_idle_ranks=True
+    )
     if manual is not None:
         return replace(problem, reshard_after_forward=True)
     if not job.late:
@@ -109,7 +110,7 @@ def measure_or_load(
     if _gives_moved_state(job) and not _gives_host_updates(job):
         problem = without_host_updates(problem)
     # retained activations hold the boundaries: there is only state to offload
-    boundaries = options.recompute.default
+    boundaries = bool(options.recompute)
     if not boundaries and offload is False:
         return problem
     return with_host_memory(problem, [own.host for own in job.limits], boundaries)
@@ -200,7 +201,7 @@ def _solved(job: Job, problem: Problem, rank: int) -> Plan | None:
         try:
             return solve(problem)
         except InfeasibleError as error:
-            if job.options.recompute.default:
+            if job.options.recompute:
                 raise
             hint = "Recomputation is off: CephaloStrategy(recompute=True) takes less memory."
             raise InfeasibleError(f"{error} {hint}") from None

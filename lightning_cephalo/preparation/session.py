@@ -54,6 +54,7 @@ from lightning_cephalo.preparation.limits import (
     named_where_nothing_fits,
     reserve_host_memory,
 )
+from lightning_cephalo.preparation.options import chosen
 from lightning_cephalo.profiling.memory_model import check_capacities, predicted, state_bytes
 from lightning_cephalo.ranks.control import not_connected
 from lightning_cephalo.ranks.groups import Groups
@@ -121,11 +122,11 @@ class Session:
             accelerator,
             fractions=partial(first_shares, job, compute_dtype=dtype),
             units=options.units,
-            dtypes=Dtypes(dtype, options.reduce_dtype),
+            dtypes=Dtypes(dtype, options.gradient_dtype),
             state_groups=job.state_groups,
         )
         install(self.model.executor)
-        self.model.executor.recompute = options.recompute.default
+        self.model.executor.recompute = bool(options.recompute)
         self.model.executor.overlay.buffers.sum_up(options.summed_buffers)
         self._at_end.callback(ModuleCopies(self.model).remove)
         if job.trains:
@@ -238,7 +239,7 @@ class Session:
             if given is None:
                 check_capacities(self.model, device.capacity_bytes, job.keeps_gradients)
             else:  # a given plan must obey the cap; the device's free memory is the user's concern
-                reshards = job.options.reshard_after_forward.of_plan(given.reshard_after_forward)
+                reshards = chosen(job.options.reshard_after_forward, given.reshard_after_forward)
                 check_capacities(self.model, device.cap_bytes, reshard_after_forward=reshards)
         self._at_end.callback(self.model.accelerator.limit_memory(device.cap_bytes))
 
@@ -285,13 +286,13 @@ class Session:
         self.user_collectives.expect([len(rank.microbatch_sizes) for rank in plan.ranks])
         self.batches.follow(own)
         options, executor = self.job.options, self.model.executor
-        executor.reshard_after_forward = options.reshard_after_forward.of_plan(
-            plan.reshard_after_forward
+        executor.reshard_after_forward = chosen(
+            options.reshard_after_forward, plan.reshard_after_forward
         )
         self.model.padding.is_on = plan.shares_are_even and plan.padded is not False
         # a lower bound: where weights are tokens, the total that measuring left is closer
         executor.weighing.whole_batch = float(plan.global_batch_size)
-        executor.recompute = options.recompute.of_plan(own.recompute)
+        executor.recompute = chosen(options.recompute, own.recompute)
         executor.failure.planned_memory = _planned_memory(own)
         executor.arena = adoption.arena
         warn = partial(warn_of_microbatches, self.model.module, plan, self.control.rank)
@@ -317,7 +318,7 @@ class Session:
         if self.manual is not None:
             _refuse_with_manual_optimization(plan)
         recompute = self.job.options.recompute
-        if any(rank.offload and not recompute.of_plan(rank.recompute) for rank in plan.ranks):
+        if any(rank.offload and not chosen(recompute, rank.recompute) for rank in plan.ranks):
             raise PlanError(
                 "The plan says offload: true, but recomputation is off, so that activations are"
                 " kept and hold what enters them. Use CephaloStrategy(recompute=True), or say"

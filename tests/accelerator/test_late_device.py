@@ -16,7 +16,8 @@ from lightning_cephalo.accelerator.throttle import Throttle
 from lightning_cephalo.execution.offload import HostArena
 from lightning_cephalo.observe.memory import COUNTED_STEP, TrainingMemory
 from lightning_cephalo.observe.watch import Watch
-from lightning_cephalo.preparation.limits import Cap, Limits
+from lightning_cephalo.preparation.limits import read_limits
+from lightning_cephalo.preparation.options import Options, Planner
 from lightning_cephalo.profiling.memory_model import StepMeter, resting_bytes
 
 
@@ -138,7 +139,7 @@ def test_a_watch_does_not_wait_for_a_device_that_runs_behind():
 
 
 def test_host_memory_apart_from_the_device_is_measured():
-    limits = Limits.read(LateDevice(), 1, 0, 1, Cap("memory_cap"), Cap("host_memory_cap", 2**20))
-    host = limits.host
+    options = Options(planner=Planner(host_memory_cap=2**20))
+    host = read_limits(LateDevice(), 1, 0, options).host
     assert host.is_apart and not host.is_pinned
     assert host.capacity_bytes == 2**20 and 0 < host.copy_bytes_per_s < math.inf

@@ -6,14 +6,17 @@ import functools
 from dataclasses import replace
 
 import pytest
+import torch
 from lightning.pytorch import Callback
 from profiled import GPT, fit, in_ranks, loader
 
-from lightning_cephalo import Plan, RankPlan
+from lightning_cephalo import Plan, Planner, RankPlan
+from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.emulation import active_device
 from lightning_cephalo.plan import PlanError, Problem, RankProfile
 from lightning_cephalo.preparation import prepare as planning
-from lightning_cephalo.preparation.limits import Cap, HostMemory, with_host_memory
+from lightning_cephalo.preparation.limits import HostMemory, read_limits, with_host_memory
+from lightning_cephalo.preparation.options import Options
 
 MODEL = {"width": 32, "depth": 8, "context": 128}
 # State, gathered buffers and the boundaries of 12 samples take a sixth more than two ranks have, so
@@ -137,17 +140,17 @@ def test_what_cannot_be_is_said_on_every_rank(name):
 @pytest.mark.parametrize("value", [-1, 1.5, True, "much", [1]])
 def test_caps_that_are_none(value):
     with pytest.raises(PlanError, match="host_memory_cap"):
-        Cap.parse("host_memory_cap", value, zero=True)
+        Planner(host_memory_cap=value)
 
 
 def test_caps():
-    def parsed(value):
-        return Cap.parse("host_memory_cap", value, zero=True).of(rank=1)
+    def capacity(value):
+        options = Options(planner=Planner(host_memory_cap=value))
+        return read_limits(accelerator_of(torch.device("cpu")), 1, 0, options).host.capacity_bytes
 
-    assert parsed(None) is None
-    assert parsed(0) == 0 and parsed(0.0) == 0
-    assert parsed(0.25) == 0.25
-    assert parsed("1 GiB") == 2**30
+    assert capacity(0) == capacity(0.0) == 0.0
+    assert capacity("1 MiB") == 2**20
+    assert capacity(0.5) == 2 * capacity(0.25) > 0 and capacity(None) > 0
 
 
 def test_equal_ranks_stay_equal_and_ranks_on_the_cpu_move_nothing():

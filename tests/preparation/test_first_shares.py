@@ -19,8 +19,7 @@ from lightning_cephalo.sharding.discovery import find_units
 
 def job(*capacities, **fields):
     limits = tuple(
-        replace(Limits.none(), device=Device("card", capacity_bytes=capacity))
-        for capacity in capacities
+        replace(Limits(), device=Device("card", capacity_bytes=capacity)) for capacity in capacities
     )
     return Job(Options(planner=Planner(verbose=False)), limits, len(capacities), **fields)
 

@@ -32,7 +32,8 @@ from lightning_cephalo.plan.moving import choices
 from lightning_cephalo.plan.state_homes import home_bytes
 from lightning_cephalo.preparation import limits
 from lightning_cephalo.preparation.host_state import HostState
-from lightning_cephalo.preparation.limits import Cap, HostMemory, Limits
+from lightning_cephalo.preparation.limits import HostMemory, Limits
+from lightning_cephalo.preparation.options import Options, Planner
 from lightning_cephalo.sharding.discovery import UnitKind
 
 RANK = RankProfile(
@@ -136,8 +137,8 @@ def _limits(folder: Path, monkeypatch: Any, limit: int, used: int, cap: Any = No
     read = partial(memory_limit, folder / "cgroup", mount)
     monkeypatch.setattr(limits, "host_share", partial(host_share, limit_of=read))
     monkeypatch.setattr(limits, "_copy_rate", lambda accelerator: 1e9)
-    caps = Cap.parse("memory_cap", None), Cap.parse("host_memory_cap", cap)
-    return Limits.read(_Apart(torch.device("cpu")), 2, 0, 1, *caps)
+    options = Options(planner=Planner(host_memory_cap=cap))
+    return limits.read_limits(_Apart(torch.device("cpu")), 2, 0, options)
 
 
 SIZES = (0, *[2**18] * 16)

@@ -1,6 +1,7 @@
 """What may be written as ``memory_cap``, and what is said to anything else."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,30 +11,40 @@ from lightning_cephalo.accelerator import Device, accelerator_of
 from lightning_cephalo.common.errors import HostMemoryError, TooLittleMemoryError
 from lightning_cephalo.plan import PlanError, RankPlan
 from lightning_cephalo.preparation.limits import (
-    Cap,
     HostMemory,
     Limits,
     limit_note,
     named_where_nothing_fits,
+    read_limits,
     reserve_host_memory,
 )
+from lightning_cephalo.preparation.options import Options
 
 
 @pytest.mark.parametrize(
     ("given", "rank_0_bytes", "rank_1_bytes"),
     [
-        (0.5, 50.0, 50.0),
-        (1.0, 100.0, 100.0),
+        (0.5, 5000.0, 5000.0),
+        (1.0, 10000.0, 10000.0),
         (40, 40.0, 40.0),
         ("2 KiB", 2048.0, 2048.0),
         ({1: 40}, math.inf, 40.0),
-        ({0: 0.25, 1: "1 KiB"}, 25.0, 1024.0),
+        ({0: 0.25, 1: "1 KiB"}, 2500.0, 1024.0),
     ],
 )
 def test_fractions_bytes_and_sizes_for_all_ranks_or_by_rank(given, rank_0_bytes, rank_1_bytes):
-    cap = Cap.parse("memory_cap", given, by_rank=True)
-    assert cap.bytes_of(0, 100.0) == rank_0_bytes
-    assert cap.bytes_of(1, 100.0) == rank_1_bytes
+    assert _cap_bytes(given, 0) == rank_0_bytes
+    assert _cap_bytes(given, 1) == rank_1_bytes
+
+
+def _cap_bytes(cap, rank, total_bytes=10000.0):
+    """What a rank may use of a device."""
+    device = SimpleNamespace(
+        describe=lambda processes: Device("card", 9000.0, total_bytes),
+        host_is_apart=False,
+        pins_host_memory=False,
+    )
+    return read_limits(device, 1, rank, Options(memory_cap=cap)).device.cap_bytes
 
 
 @pytest.mark.parametrize("given", [0, 1, -5, 0.0, 1.5, 8e9, True, "8", "8 Gb", [0.5], math.nan])
@@ -47,13 +58,13 @@ def test_anything_else_is_refused_when_the_strategy_is_made(given):
 @pytest.mark.parametrize("rank", [-1, "0", True, 0.0])
 def test_keys_are_ranks(rank):
     with pytest.raises(PlanError, match="expected ranks"):
-        Cap.parse("memory_cap", {rank: 0.5}, by_rank=True)
+        CephaloStrategy(memory_cap={rank: 0.5})
 
 
 def test_a_fraction_of_an_unknown_memory_is_refused():
     with pytest.raises(PlanError, match="Give bytes"):
-        Cap.parse("memory_cap", 0.5).bytes_of(0, math.inf)
-    assert Cap.parse("memory_cap", 40).bytes_of(0, math.inf) == 40.0
+        _cap_bytes(0.5, 0, math.inf)
+    assert _cap_bytes(40, 0, math.inf) == 40.0
 
 
 GROUP = "its control group (/sys/fs/cgroup/memory.max: 4.0 GiB)"
@@ -68,11 +79,11 @@ def limited(cap_bytes: float = math.inf, *, device: str = "", host: str = "") ->
 def test_ranks_whose_memory_a_control_group_limits_are_named():
     on_cpu = [limited(device=GROUP), limited(device=GROUP)]
     assert limit_note(on_cpu, uses_host=False) == (
-        f"The memory of ranks 0, 1 on the host is limited by {GROUP}."
+        f"On rank 0, 1 the host's memory is limited by {GROUP}."
     )
     apart = [limited(), limited(host=GROUP)]
     assert limit_note(apart, uses_host=False) == ""  # the plan takes nothing of the host
-    assert limit_note(apart) == f"The memory of rank 1 on the host is limited by {GROUP}."
+    assert limit_note(apart) == f"On rank 1 the host's memory is limited by {GROUP}."
     assert limit_note([limited(5.0, device=GROUP)]) == ""  # the user's own cap is below it
 
 

@@ -9,35 +9,17 @@ import torch
 
 from lightning_cephalo import CephaloStrategy, Planner
 from lightning_cephalo.plan import PlanError
-from lightning_cephalo.preparation.options import (
-    REMOVED_OPTIONS,
-    Choice,
-    Options,
-    parse_reduce_dtype,
-)
+from lightning_cephalo.preparation.options import Options, chosen
 
 
-def test_an_option_that_is_no_more_names_the_way_on(monkeypatch):
-    monkeypatch.setitem(REMOVED_OPTIONS, "gone", "Use plan.")
-    for name, way_on in REMOVED_OPTIONS.items():
-        with pytest.raises(TypeError) as caught:
-            CephaloStrategy(**{name: True})
-        assert f"CephaloStrategy({name}=...) is no more" in str(caught.value)
-        assert str(caught.value).endswith(way_on) and way_on.endswith(".")
+def test_an_option_that_does_not_exist_is_an_error():
     with pytest.raises(TypeError, match="got an unexpected keyword argument 'never'"):
         CephaloStrategy(never=True)
 
 
-@pytest.mark.parametrize(
-    ("given", "default", "is_planned"), [(True, True, False), (False, False, False),
-                                         ("auto", True, True)]
-)  # fmt: skip
-def test_a_choice_has_a_default_where_a_plan_does_not_say(given, default, is_planned):
-    choice = Choice.parse("recompute", given)
-    assert choice == Choice(default, is_planned)
-    assert choice.of_plan(None) is default
-    assert choice.of_plan(True) is True and choice.of_plan(False) is False
-    assert choice.as_given == given
+def test_an_option_holds_where_a_plan_does_not_say():
+    assert chosen(True, None) and chosen("auto", None) and not chosen(False, None)
+    assert chosen(False, True) and not chosen(True, False) and not chosen("auto", False)
 
 
 @pytest.mark.parametrize("name", ["recompute", "reshard_after_forward"])
@@ -64,8 +46,9 @@ def test_whether_nodes_hold_the_whole_state_is_not_chosen_by_a_plan(given):
 
 def test_gradients_travel_in_dtypes_of_as_many_exponents_by_name_too():
     for given in (torch.bfloat16, "bfloat16", "torch.bfloat16"):
-        assert parse_reduce_dtype(given) is torch.bfloat16
-    assert parse_reduce_dtype(None) is None and parse_reduce_dtype("float32") is torch.float32
+        assert Options(reduce_dtype=given).gradient_dtype is torch.bfloat16
+    assert Options().gradient_dtype is None
+    assert Options(reduce_dtype="float32").gradient_dtype is torch.float32
     for given in (torch.float16, "None", 16, True):
         with pytest.raises(ValueError, match="reduce_dtype: expected None") as caught:
             CephaloStrategy(reduce_dtype=given)
@@ -111,7 +94,6 @@ def test_a_planner_refuses_other_values_when_it_is_made(name, given, expected):
 def test_a_planner_refuses_what_is_no_amount_of_memory():
     with pytest.raises(PlanError, match="host_memory_cap: "):
         Planner(host_memory_cap="much")
-    assert Planner(host_memory_cap=0).host_cap.of(3) == 0
 
 
 @pytest.mark.parametrize(

@@ -168,12 +168,12 @@ def test_a_cap_above_the_device_is_refused_on_every_rank():
         assert "memory_cap of rank 1 is 6.7 MiB" in message
         assert "has 5.7 MiB. Lower the cap" in message
     for message in refusals("more than the machine has"):
-        assert "memory_cap of rank 0" in message and "Lower the cap" in message
+        assert "memory_cap of rank" in message and "Lower the cap" in message
 
 
 def test_a_cap_of_a_rank_that_is_not_there_is_refused_on_every_rank():
     for message in refusals("no such rank"):
-        assert "memory_cap names rank 2, 7" in message and "expected 0 to 1" in message
+        assert "memory_cap: expected ranks (0 to 1) as keys, but got 2" in message
 
 
 def test_a_given_plan_that_needs_more_than_the_cap_is_refused_on_every_rank():
