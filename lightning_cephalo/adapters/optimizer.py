@@ -52,30 +52,26 @@ def local_update(
         depth += 1
         if depth > 1:
             return None
-        evaluations = 0
-        options = dict(kwargs)
-        given = len(args) > 1 or "closure" in options
+        evaluations, options = 0, dict(kwargs)
         closure = args[1] if len(args) > 1 else options.pop("closure", None)
+        if closure is None:  # a gradient scaler has run it already
+            shown.enter_context(show())
+            return None
 
         def closure_and_exchange() -> Any:
             nonlocal evaluations
             evaluations += 1
             if evaluations > 1 and owned is not None:
                 raise UnsupportedError(
-                    f"{type(optimizer).__name__} evaluates its closure several times a step, and"
-                    " ranks may do so differently often. Use a form of it that evaluates its"
-                    " closure once a step."
+                    f"{type(optimizer).__name__} evaluates its closure several times a step, which"
+                    " ranks may do differently often. Use a form of it that evaluates it once."
                 )
             shown.close()  # of an evaluation before
-            outcome = closure() if closure is not None else None
+            outcome = closure()  # gradients exist, and are clipped, only after it has run
             shown.enter_context(show())
             return outcome
 
-        if given:
-            # gradients exist, and are clipped, only after the closure has run
-            return (args[0], closure_and_exchange, *args[2:]), options
-        closure_and_exchange()  # a gradient scaler has run the closure already
-        return None
+        return (args[0], closure_and_exchange, *args[2:]), options
 
     def after(_: Optimizer, args: Any, kwargs: Any) -> None:
         nonlocal depth

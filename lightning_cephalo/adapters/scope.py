@@ -9,10 +9,11 @@ what is plainly wrong.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from contextlib import suppress
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,13 +32,14 @@ from lightning_cephalo.sharding.placement import like_parameter
 
 # Steps of a trial: more than the periods of common slow updates (5, 6 and 10).
 _STEPS = 12
-# Parameters of a trial, and of one kind in one group.
-_MOST, _OF_A_KIND = 16, 2
+# Parameters of a trial.
+_MOST = 16
 # Moments of Adam.
 MOMENTS = 2
 # A difference, relative to the largest change, below which results count as equal: batched kernels
 # sum in another order.
 _ALIKE = 1e-3
+# Those of one kind.
 _SHAPES = ((6, 4, 3, 2, 2), (5, 7, 2, 3, 1))
 
 
@@ -78,27 +80,22 @@ def state_bytes_per_element(optimizer: Optimizer) -> list[int]:
     A copy of the optimizer updates one small parameter of each group. 8 for Adam in fp32, and as
     with Adam if no copy can tell: updates are not element-wise, or options are for devices only.
     """
-    if known_scope(optimizer) is Scope.ELEMENT:
-        with suppress(Exception), torch.random.fork_rng(devices=[]):
-            return _tried_bytes(optimizer)
-    first = [group["params"][:1] for group in optimizer.param_groups]
-    return [sum(MOMENTS * p.element_size() for p in each) for each in first]
-
-
-def _tried_bytes(optimizer: Optimizer) -> list[int]:
     members = [
-        [nn.Parameter(torch.zeros(2, 2, dtype=p.dtype)) for p in group["params"][:1]]
+        [nn.Parameter(torch.ones(2, 2, dtype=p.dtype)) for p in group["params"][:1]]
         for group in optimizer.param_groups
     ]
-    own = copy_of(optimizer, members, on_host=True)
-    for parameter in parameters_of(own):
-        parameter.grad = torch.ones_like(parameter)
-    step_without_hooks(own)
-    entries = [[v for p in each for v in own.state.get(p, {}).values()] for each in members]
-    return [
-        sum(v.element_size() for v in each if isinstance(v, Tensor) and v.shape == (2, 2))
-        for each in entries
-    ]
+    if known_scope(optimizer) is Scope.ELEMENT:
+        with suppress(Exception):
+            own = copy_of(optimizer, members, on_host=True)
+            for parameter in parameters_of(own):
+                parameter.grad = torch.ones_like(parameter)
+            step_without_hooks(own)
+            entries = [[v for p in each for v in own.state[p].values()] for each in members]
+            return [
+                sum(v.element_size() for v in each if isinstance(v, Tensor) and v.shape == (2, 2))
+                for each in entries
+            ]
+    return [sum(MOMENTS * p.element_size() for p in each) for each in members]
 
 
 # -- trials ---------------------------------------------------------------------------------------
@@ -111,65 +108,50 @@ _Run = Mapping[_Place, tuple[list[Tensor], Any]]
 """By parameter, its values before and after every step, and its state at the end."""
 
 
-class Trial(NamedTuple):
-    """Why updates do not run on rows, or on single parameters; empty: they do, if a trial ran."""
+def try_out(optimizer: Optimizer, *, by_rows: bool) -> str:
+    """Return why updates do not run on rows, or on single parameters; empty: they may.
 
-    why: str = ""
-    ran: bool = True
-
-
-def try_out(optimizer: Optimizer, *, by_rows: bool) -> Trial:
-    """Run a few steps of copies of the optimizer on small random parameters, whole and in parts.
-
-    ``by_rows``: the parts are rows of all parameters, not whole ones. Nothing is communicated, and
-    nothing stays. It runs on the CPU, so that ranks with different devices find the same.
+    Copies of the optimizer run a few steps on small random parameters, whole and in parts.
+    ``by_rows``: the parts are rows of all parameters, and a trial that cannot run refutes nothing.
+    It runs on the CPU, so that ranks with different devices find the same.
     """
-    found = _parameters_elsewhere(optimizer)
-    if found:
-        return Trial(
-            "it holds parameters, a module or another optimizer in its attributes"
-            f" {found}, where they stay in shards during its update"
-        )
-    if optimizer.state:
-        return Trial("it has state already, so that no copy of it can be tried", ran=False)
-    if not by_rows and all(callable(getattr(optimizer, name, None)) for name in ("train", "eval")):
-        return Trial("it has train() and eval(), which change parameters outside of step()")
-    with torch.random.fork_rng(devices=[]):
-        try:
-            return Trial(_difference(optimizer, _pieces(optimizer), by_rows))
-        except UnsupportedError as found_so:
-            return Trial(str(found_so))
-        except Exception as failure:
-            return Trial(f"a trial raised {type(failure).__name__}: {failure}", ran=False)
-
-
-def _parameters_elsewhere(optimizer: Optimizer) -> list[str]:
-    """Return the attributes that hold parameters, modules or other optimizers."""
     own = set(map(id, parameters_of(optimizer)))
 
-    def holds(value: Any) -> bool:
-        keys = value if isinstance(value, Mapping) else ()
-        leaves = [*pytree.tree_leaves(value), *keys]
+    def is_held(value: Any) -> bool:
+        leaves = [*pytree.tree_leaves(value), *(value if isinstance(value, Mapping) else ())]
         return any(id(leaf) in own or isinstance(leaf, Optimizer | nn.Module) for leaf in leaves)
 
-    attributes = vars(optimizer).items()
-    torchs = ("state", "param_groups", "defaults")
-    return [name for name, value in attributes if name not in torchs and holds(value)]
+    attributes = vars(optimizer).keys() - {"state", "param_groups", "defaults"}
+    held = sorted(name for name in attributes if is_held(vars(optimizer)[name]))
+    if held:
+        return (
+            "it holds parameters, a module or another optimizer in its attributes"
+            f" {held}, where they stay in shards during its update"
+        )
+    if optimizer.state:
+        return "" if by_rows else "it has state already, so that no copy of it can be tried"
+    if not by_rows and all(callable(getattr(optimizer, name, None)) for name in ("train", "eval")):
+        return "it has train() and eval(), which change parameters outside of step()"
+    with torch.random.fork_rng(devices=[]):
+        try:
+            return _difference(optimizer, _pieces(optimizer), by_rows)
+        except UnsupportedError as found_so:
+            return str(found_so)
+        except Exception as failure:
+            return "" if by_rows else f"a trial raised {type(failure).__name__}: {failure}"
 
 
 def _pieces(optimizer: Optimizer) -> _Pieces:
     """Return a small random tensor for some of the parameters of every group."""
-    generator = torch.Generator().manual_seed(7)
-    counts: dict[tuple[str, int], int] = {}
+    generator, counts = torch.Generator().manual_seed(7), Counter[tuple[str, int]]()
     found: dict[_Place, tuple[Tensor, Tensor]] = {}
     for g, group in enumerate(optimizer.param_groups):
         options = repr({k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr")})
         for i, parameter in enumerate(group["params"]):
             kind = (options, parameter.ndim)
-            count = counts.get(kind, 0)
-            if count < _OF_A_KIND and len(found) < _MOST and parameter.ndim <= 5:
-                counts[kind] = count + 1
-                shape = _SHAPES[count][: parameter.ndim]
+            if counts[kind] < len(_SHAPES) and len(found) < _MOST and parameter.ndim <= 5:
+                shape = _SHAPES[counts[kind]][: parameter.ndim]
+                counts[kind] += 1
                 start, target = (torch.randn(shape, generator=generator) for _ in range(2))
                 found[g, i] = start.to(parameter.dtype), target.to(parameter.dtype)
     return found
@@ -177,23 +159,26 @@ def _pieces(optimizer: Optimizer) -> _Pieces:
 
 def _difference(optimizer: Optimizer, pieces: _Pieces, by_rows: bool) -> str:
     """Return what differs between parts and the whole, in a few words; empty: nothing."""
-    whole, order = _run(optimizer, pieces), list(pieces)
+    places = list(pieces)
     if by_rows:
-        cuts = (slice(2), slice(2, None))
         # every rank has all of a 0-d parameter
         parts: list[_Pieces] = [
             {at: (s[rows], t[rows]) if s.ndim else (s, t) for at, (s, t) in pieces.items()}
-            for rows in cuts
+            for rows in (slice(2), slice(2, None))
         ]
     else:
-        parts = [{place: pieces[place] for place in order[first::2]} for first in (0, 1)]
+        parts = [{at: pieces[at] for at in places[first::2]} for first in (0, 1)]
+    whole = _run(optimizer, pieces)
     # of another loss: ranks compute other ones
     runs = [_run(optimizer, part, loss=3.0) for part in parts if part]
     for place, (values, state) in whole.items():
         steps = zip(*(run[place][0] for run in runs if place in run), strict=True)
-        if not _equal([torch.cat(s) if s[0].ndim else s[0] for s in steps], values):
-            where = "is cut into rows" if by_rows else "stands alone"
-            return f"a parameter that {where}, or another loss, changes an update"
+        for found, wanted in zip(steps, values, strict=True):
+            one = torch.cat(found) if wanted.ndim else found[0]
+            limit = _ALIKE * float((wanted - values[0]).abs().max())
+            if not (one - wanted).abs().max() <= limit and wanted.isfinite().all():
+                where = "is cut into rows" if by_rows else "stands alone"
+                return f"a parameter that {where}, or another loss, changes an update"
         tensors = [v for v in pytree.tree_leaves(state) if isinstance(v, Tensor) and v.ndim]
         if by_rows and any(each.shape != values[0].shape for each in tensors):
             return "its state has other rows than the parameters"
@@ -230,14 +215,3 @@ def _run(optimizer: Optimizer, pieces: _Pieces, loss: float = 1.0) -> _Run:
             tensor.grad = None
             values[place].append(tensor.detach().clone())
     return {place: (values[place], own.state.get(p, {})) for place, p in held.items()}
-
-
-def _equal(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
-    """Return whether values after every step are alike, until they are not finite any more."""
-    for one, other in zip(found, wanted, strict=True):
-        if not other.isfinite().all():
-            break
-        most = (other - wanted[0]).abs().max() if other.numel() else 0.0
-        if not bool(((one - other).abs() <= _ALIKE * most).all()):
-            return False
-    return True

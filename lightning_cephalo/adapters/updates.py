@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -65,18 +64,16 @@ class OptimizerUpdates:
         name, named = type(optimizer).__name__, self._elementwise
         # the user names the class, or one that it is made from
         is_named = any(kind in named or kind.__name__ in named for kind in type(optimizer).__mro__)
-        claim, trial = f"Planner(elementwise=[{name!r}])", try_out(optimizer, by_rows=is_named)
-        if not is_named and trial.why:
+        claim, why = f"Planner(elementwise=[{name!r}])", try_out(optimizer, by_rows=is_named)
+        if why and is_named:
             raise UnsupportedError(
-                f"{name} does not update each parameter by itself: {trial.why}. So it trains on one"
+                f"{claim} names an optimizer whose updates of rows, in a trial, are not those of"
+                f" whole parameters: {why}. Do not name it."
+            )
+        if why:
+            raise UnsupportedError(
+                f"{name} does not update each parameter by itself: {why}. So it trains on one"
                 " device only. Use an optimizer whose update needs one parameter only, such as"
                 f" AdamW or Muon. If each element's update depends on that element alone: {claim}."
             )
-        if is_named and trial.why and trial.ran:
-            raise UnsupportedError(
-                f"{claim} names an optimizer whose updates of rows, in a trial, are not those of"
-                f" whole parameters: {trial.why}. Do not name it."
-            )
-        if trial.why:
-            rank_zero_warn(f"{claim} is followed. It could not be checked: {trial.why}.")
         return Scope.ELEMENT if is_named else Scope.PARAMETER
