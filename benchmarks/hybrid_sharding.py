@@ -61,7 +61,7 @@ from lightning_cephalo.features.install import install  # noqa: E402
 from lightning_cephalo.plan import Plan, Problem, RankPlan, RankProfile  # noqa: E402
 from lightning_cephalo.plan.cost import predict  # noqa: E402
 from lightning_cephalo.plan.state_groups import even_shares  # noqa: E402
-from lightning_cephalo.profiling.network import measure_network  # noqa: E402
+from lightning_cephalo.profiling.network import with_network_times  # noqa: E402
 from lightning_cephalo.ranks.groups import Groups  # noqa: E402
 
 STRAIGHT, HYBRID, HSDP = "straight", "hybrid", "HSDP"
@@ -149,10 +149,6 @@ def predicted_s(
     sharded: ShardedModel, forward_s: float, backward_s: float, updated_s: float
 ) -> float:
     """Return what the model of a step says of a contender; collective."""
-    clock = accelerator_of(CPU).clock
-    network = measure_network(sharded, clock, 0.0)  # without room for shares of another kind
-    for flat in sharded.flats:
-        flat.gradient.forget()
     units = len(sharded.units) - 1
     own = RankProfile(
         f"rank {sharded.control.rank}",
@@ -172,7 +168,10 @@ def predicted_s(
         hybrid_sharding=bool(state_groups),
         state_groups=state_groups,
     )
-    problem = network.in_problem(problem, 1.0)
+    # without room for shares of another kind
+    problem = with_network_times(problem, sharded, accelerator_of(CPU).clock, 0.0)
+    for flat in sharded.flats:
+        flat.gradient.forget()
     ranks = tuple(RankPlan((1,), share) for share in sharded.fractions)
     return predict(problem, Plan(ranks, state_groups=state_groups)).step_s
 

@@ -21,7 +21,7 @@ from lightning_cephalo.emulation import EmulatedDevice
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Plan, Problem, RankProfile, solve
 from lightning_cephalo.profiling.memory_model import state_bytes
-from lightning_cephalo.profiling.network import measure_network
+from lightning_cephalo.profiling.network import with_network_times
 from lightning_cephalo.profiling.optimizer_time import optimizer_time
 from lightning_cephalo.profiling.probe import Prober, ProfiledStep
 from lightning_cephalo.profiling.rank_curves import merge_equal_ranks
@@ -191,10 +191,6 @@ def _profile(
     options = ProfileOptions(case.global_batch_size, _PROFILE_S)
     measured = measure_times(prober, options, device.name)
     updates = optimizer_time(sharded, clock)
-    network = measure_network(sharded, clock, math.inf)
-    for unit in sharded.units:
-        for flat in unit.flats:
-            flat.gradient.forget()
     units = sum(visit.differentiable for visit in sharded.executor.visits)
     known, every = sorted(measured.times), np.arange(1, measured.largest + 1)
 
@@ -220,7 +216,10 @@ def _profile(
         reshard_after_forward="auto",
         unresharded_bytes=float(sharded.unresharded_bytes),
     )
-    problem = network.in_problem(with_unit_parameters(problem, sharded), 1.0)
+    problem = with_unit_parameters(problem, sharded)
+    problem = with_network_times(problem, sharded, clock, math.inf)
+    for flat in sharded.flats:
+        flat.gradient.forget()
     update_s = updates.overhead_s
     return replace(problem, update_overhead_s=update_s, unit_update_s=update_s * problem.unit_part)
 

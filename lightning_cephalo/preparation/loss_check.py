@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from lightning_cephalo.common.texts import printable
 from lightning_cephalo.data.containers import own_copy
 from lightning_cephalo.data.cutting import BatchCutter, loss_and_weight
 from lightning_cephalo.execution.overlay_slots import TrainingModes
@@ -24,7 +25,6 @@ from lightning_cephalo.execution.step import MicrobatchCall
 from lightning_cephalo.features.over_batch import was_called
 from lightning_cephalo.preparation.session import Session
 from lightning_cephalo.profiling.isolation import forget_gradients, isolated
-from lightning_cephalo.profiling.progress import Progress
 from lightning_cephalo.ranks.crash_report import is_lost_connection
 
 # Relative: of sums in another order, by the dtype of computing; and of the same sums again.
@@ -109,10 +109,12 @@ def compare_losses(session: Session, batch: Any, pieces: Sequence[Piece], step: 
     rows = control.gather(found)
     if control.rank == 0 and failure:
         how = "steps without updates" if is_manual else "steps without gradients"
-        Progress(session.job.options.verbose).warn(
+        text = (
             f"The loss of a batch was not compared with that of its parts ({how}, in evaluation"
             f" mode). {failure}. {_SPLIT_BATCH}"
         )
+        if session.job.options.verbose:
+            print(printable(text), flush=True)
     elif control.rank == 0:
         every = [(number, each) for row in rows for number, each in enumerate(row, start=1)]
         wrong = [

@@ -13,6 +13,7 @@ from lightning_cephalo.adapters.held_state import OptimizerFacts
 from lightning_cephalo.adapters.precision import loss_scaler
 from lightning_cephalo.adapters.user_module import step_on
 from lightning_cephalo.adapters.view import TrainerView
+from lightning_cephalo.common.texts import printable
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.features.manual_step import PhasedSteps
 from lightning_cephalo.plan import InfeasibleError, Plan, PlanError, Problem, solve
@@ -22,13 +23,11 @@ from lightning_cephalo.profiling import job_cache
 from lightning_cephalo.profiling.measure import measure
 from lightning_cephalo.profiling.memory_model import largest_row
 from lightning_cephalo.profiling.probe import ProfiledStep
-from lightning_cephalo.profiling.progress import Progress
 from lightning_cephalo.profiling.state_rates import (
     has_state_rates,
     planned_state_bytes,
     trained_sizes,
     with_state_rates,
-    with_unit_parameters,
     without_host_updates,
 )
 from lightning_cephalo.profiling.sweep import ProfileOptions
@@ -61,8 +60,8 @@ def measure_or_load(
     offload = _optimizer_offload(job)
     device, smallest = job.limits[control.rank].device, smallest_microbatch(model.module)
     found = _look_up(job, model, view, smallest)
-    if found.said is not None:
-        Progress(options.verbose and control.rank == 0).warn(found.said)
+    if found.said is not None and options.verbose and control.rank == 0:
+        print(printable(found.said), flush=True)
     problem = found.problem
     if problem is None:
         module: Any = model.module
@@ -102,7 +101,7 @@ def measure_or_load(
     if not job.late:
         problem = problem.with_early_update()
     problem = replace(
-        with_unit_parameters(problem, model),
+        problem,
         optimizer_offload=offload,
         sends_gradients=gradients_leave(job.late, view) and not job.optimizers.late,
     )
@@ -181,17 +180,13 @@ def _keep(
     if control.rank == 0 and found.path is not None:
         lost = job_cache.save(found.path, problem)
         if lost is not None and verbose:
-            Progress(True).warn(f"The next start of this job will measure again: {lost}")
+            print(printable(f"The next start of this job will measure again: {lost}"), flush=True)
 
 
 def make_plan(job: Job, problem: Problem, control: ControlGroup) -> Plan:
     """Solve for the plan on rank 0, and return it on every rank; collective."""
-    with Progress(job.options.verbose and control.rank == 0) as progress:
-        progress.say("solving for the plan")
-        plan = control.together(
-            "solving for the plan", partial(_solved, job, problem, control.rank)
-        )
-    return control.broadcast(plan)
+    solved = partial(_solved, job, problem, control.rank)
+    return control.broadcast(control.together("solving for the plan", solved))
 
 
 def _solved(job: Job, problem: Problem, rank: int) -> Plan | None:

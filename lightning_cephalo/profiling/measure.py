@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from lightning_cephalo.accelerator import Device
 from lightning_cephalo.adapters.view import TrainerView
+from lightning_cephalo.common.texts import printable
 from lightning_cephalo.data.containers import own_copy
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Problem
@@ -19,16 +20,10 @@ from lightning_cephalo.profiling.memory_model import (
     state_bytes,
     updating_state_bytes,
 )
-from lightning_cephalo.profiling.network import measure_network
-from lightning_cephalo.profiling.optimizer_time import clipping, optimizer_time
+from lightning_cephalo.profiling.network import with_network_times
+from lightning_cephalo.profiling.optimizer_time import OptimizerTime, clipping, optimizer_time
 from lightning_cephalo.profiling.probe import Prober, ProfiledStep
-from lightning_cephalo.profiling.progress import Progress
-from lightning_cephalo.profiling.rank_curves import (
-    merge_equal_ranks,
-    profile_of,
-    remember,
-    without_recompute,
-)
+from lightning_cephalo.profiling.rank_curves import merge_equal_ranks, profile_of, remember
 from lightning_cephalo.profiling.state_rates import with_unit_parameters
 from lightning_cephalo.profiling.sweep import (
     Measured,
@@ -38,17 +33,6 @@ from lightning_cephalo.profiling.sweep import (
     measure_without_recompute,
 )
 from lightning_cephalo.sharding.discovery import UnitKind
-
-
-@dataclass(frozen=True)
-class _Own:
-    """What a rank has measured."""
-
-    device: Device
-    measured: Measured
-    retaining: Measured | None
-    updated_parameters_per_s: float
-    resting_bytes: float
 
 
 def measure(
@@ -74,7 +58,6 @@ def measure(
     """
     control, accelerator = model.control, model.accelerator
     started_s, clock = accelerator.now_s(), accelerator.clock
-    progress = Progress(options.verbose and control.rank == 0)
     of_size, batch = 0, None
 
     def batch_of(size: int) -> Any:
@@ -85,82 +68,76 @@ def measure(
         # a step may change what it gets
         return moved_to_device(view, own_copy(batch, with_arrays=True))
 
-    def report(sizes: Sequence[int]) -> None:
-        by_rank = ", ".join(str(size) if size else "-" for size in sizes)
-        progress.say(f"profiling: microbatches of {by_rank} samples (by rank)")
-
-    with (
-        progress,
-        isolated(view, accelerator),
-        model.executor.updates.dropping(),  # beside an optimizer there may be no room for them
-    ):
-        prober = Prober(
-            model, clock, batch_of, step, options.smallest if options.single_microbatch else 0
-        )
-        measured, retaining = measure_times(prober, options, device.name, report), None
-        progress.say("profiling: memory")
+    # reduced gradients are dropped: beside an optimizer there may be no room for them
+    with isolated(view, accelerator), model.executor.updates.dropping():
+        idle = options.smallest if options.single_microbatch else 0
+        prober = Prober(model, clock, batch_of, step, idle)
+        measured, retaining = measure_times(prober, options, device.name), None
         measure_memory(prober, measured, options)
         if options.choose_recompute:
-            progress.say("profiling: without recomputation")
             retaining = measure_without_recompute(prober, measured, options)
-        progress.say("profiling: network")
         # a backend allocates when it first communicates, and cannot use memory that torch caches
         accelerator.empty_cache()
         clip = clipping(view.clip_value, view.clips_by_value)
         updates = optimizer_time(model, clock, view.optimizers, clip)
-        network = measure_network(model, clock, device.capacity_bytes)
-        own_resting = float(resting_bytes(model, view.optimizers))
+        blocks = [
+            visit
+            for visit in model.executor.visits
+            if not visit.is_meeting and model.units[visit.unit].kind is UnitKind.BLOCK
+        ]
+        units = max(1, sum(visit.differentiable for visit in blocks))
+        reduced = len({visit.unit for visit in blocks if model.units[visit.unit].trainable})
+        resting = control.max(float(resting_bytes(model, view.optimizers)))
+        problem = _problem_of(model, options, device, measured, retaining, updates, units)
+        problem = replace(problem, gathered_bytes=problem.gathered_bytes + resting)
+        capacity = device.capacity_bytes
+        problem = with_network_times(problem, model, clock, capacity, reduced / units)
+        # clipping waits for the other ranks' norms
+        update_s = updates.overhead_s + (0.0 if clip is None else problem.step_overhead_s / 2)
+        unit_update_s = update_s * problem.unit_part
+        problem = replace(problem, update_overhead_s=update_s, unit_update_s=unit_update_s)
 
     for flat in model.flats:
         flat.gradient.forget()  # moving the shards may need this memory
     accelerator.empty_cache()
-    blocks = [
-        visit
-        for visit in model.executor.visits
-        if not visit.is_meeting and model.units[visit.unit].kind is UnitKind.BLOCK
-    ]
-    units = max(1, sum(visit.differentiable for visit in blocks))
-    reduced = len({visit.unit for visit in blocks if model.units[visit.unit].trainable})
-    own = _Own(device, measured, retaining, updates.parameters_per_s, own_resting)
-    problem = _problem_of(model, options, own, units)
-    problem = network.in_problem(with_unit_parameters(problem, model), reduced / units)
-    # clipping waits for the other ranks' norms
-    update_s = updates.overhead_s + (0.0 if clip is None else network.exchange_s)
-    unit_update_s = update_s * problem.unit_part
-    problem = replace(problem, update_overhead_s=update_s, unit_update_s=unit_update_s)
+    shows = options.verbose and control.rank == 0
     if control.rank == 0 and device.speed_lasts:
         lost = remember(problem, model, batch)
-        if lost is not None:
-            progress.warn(f"The measured times were not kept for later: {lost}")
-    seconds = accelerator.now_s() - started_s
-    sizes = ", ".join(str(profile.largest_microbatch_size) for profile in problem.ranks)
-    progress.warn(f"Profiled microbatches of up to {sizes} samples (by rank) in {seconds:.1f} s.")
+        if lost is not None and shows:
+            print(printable(f"The measured times were not kept for later: {lost}"), flush=True)
+    if shows:
+        sizes = ", ".join(str(profile.largest_microbatch_size) for profile in problem.ranks)
+        seconds = f"{accelerator.now_s() - started_s:.1f} s"
+        print(f"Profiled microbatches of up to {sizes} samples (by rank) in {seconds}.", flush=True)
     return problem
 
 
-def _problem_of(model: ShardedModel, options: ProfileOptions, own: _Own, units: int) -> Problem:
+def _problem_of(
+    model: ShardedModel,
+    options: ProfileOptions,
+    device: Device,
+    measured: Measured,
+    retaining: Measured | None,
+    updates: OptimizerTime,
+    units: int,
+) -> Problem:
     """Return what all ranks have measured of compute and memory; collective."""
-    kept, inside = own.measured.kept, own.retaining.kept if own.retaining else RetainedBytes()
-    rows = model.control.gather([*astuple(kept), *astuple(inside), own.resting_bytes])
-    *figures, resting_bytes = map(max, zip(*rows, strict=True))
-    kept, inside = RetainedBytes(*figures[:3]), RetainedBytes(*figures[3:])
+    kept, inside = measured.kept, retaining.kept if retaining else RetainedBytes()
     per_microbatch = max(kept.microbatch_bytes, inside.microbatch_bytes)
     per_sample = max(kept.sample_bytes, inside.sample_bytes)
-    kept = replace(kept, microbatch_bytes=per_microbatch)
-    inside = replace(inside, sample_bytes=per_sample, microbatch_bytes=per_microbatch)
+    kept = kept._replace(microbatch_bytes=per_microbatch)
+    inside = inside._replace(sample_bytes=per_sample, microbatch_bytes=per_microbatch)
     gathered_bytes = float(model.gathered_bytes)
-    profile = profile_of(own.device, own.measured, kept, units, gathered_bytes)
-    profile = replace(profile, updated_parameters_per_s=own.updated_parameters_per_s)
-    if own.retaining is not None:
-        profile = without_recompute(profile, own.retaining, inside, units, gathered_bytes)
-    return Problem(
+    profile = profile_of(device, measured, retaining, kept, inside, units, gathered_bytes)
+    profile = replace(profile, updated_parameters_per_s=updates.parameters_per_s)
+    problem = Problem(
         ranks=tuple(merge_equal_ranks(model.control.gather(profile))),
         units=units,
         global_batch_size=options.global_batch_size,
         minimum_microbatch_size=options.smallest,
         single_microbatch=options.single_microbatch,
         reducing_retained_bytes=kept.reducing_sample_bytes,
-        kept_reducing_retained_bytes=inside.reducing_sample_bytes if own.retaining else None,
+        kept_reducing_retained_bytes=inside.reducing_sample_bytes if retaining else None,
         boundary_bytes=kept.sample_bytes / units,
         kept_bytes=(per_sample - kept.sample_bytes) / units,
         microbatch_bytes=per_microbatch,
@@ -172,7 +149,8 @@ def _problem_of(model: ShardedModel, options: ProfileOptions, own: _Own, units: 
         early_state_bytes=float(state_bytes(model, early=True)),
         early_reducing_state_bytes=float(reducing_state_bytes(model)),
         early_updating_state_bytes=float(updating_state_bytes(model)),
-        gathered_bytes=gathered_bytes + resting_bytes,
+        gathered_bytes=gathered_bytes,
         hybrid_sharding=bool(model.state_groups),
         state_groups=model.state_groups,
     )
+    return with_unit_parameters(problem, model)

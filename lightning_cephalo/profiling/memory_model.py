@@ -14,8 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -250,8 +249,7 @@ class _StepTracker(MemoryTracker):
         return any(storage == other._cdata for other in known)
 
 
-@dataclass(frozen=True)
-class Held:
+class Held(NamedTuple):
     """Bytes of a step beyond the state, up to the first reduce and (``reducing_``) from it on."""
 
     peak_bytes: float = 0.0
@@ -260,26 +258,9 @@ class Held:
     reducing_kept_bytes: float = 0.0
 
 
-@dataclass(frozen=True)
-class RetainedBytes:
+class RetainedBytes(NamedTuple):
     """Bytes that are retained from the forward until the backward."""
 
     sample_bytes: float = 0.0
     microbatch_bytes: float = 0.0
     reducing_sample_bytes: float = 0.0
-
-    @property
-    def reducing(self) -> RetainedBytes:
-        """What is retained from the first reduce on."""
-        return RetainedBytes(self.reducing_sample_bytes, self.microbatch_bytes)
-
-    @classmethod
-    def between(
-        cls, single: float, several: float, count: int, size: int, larger: tuple[int, float] | None
-    ) -> RetainedBytes:
-        """Derive both figures from the bytes held between forward and backward."""
-        each = max(0.0, (several - single) / (count - 1))
-        if larger is None:
-            return cls(each / size, 0.0)
-        sample = max(0.0, (larger[1] - single) / (larger[0] - size))
-        return cls(sample, max(0.0, each - sample * size))

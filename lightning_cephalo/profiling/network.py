@@ -6,12 +6,12 @@ Collectives pass as in a step without compute: alone they take another time
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
+from typing import Any, NamedTuple
 
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Problem
@@ -31,99 +31,80 @@ _NOISE = 0.05
 _EXCHANGES = 5
 
 
-@dataclass(frozen=True)
-class MeanTimes:
-    """Mean seconds of gathering and of reducing a unit, and of both at the same time."""
+class MeanTimes(NamedTuple):
+    """Mean seconds of gathering a unit, of reducing it, and of both at the same time."""
 
     gather_s: float = 0.0
     reduce_s: float = 0.0
-    gather_and_reduce_s: float | None = None
-    padded_bytes: float = 0.0
+    gather_and_reduce_s: float = 0.0
 
     @property
     def total_s(self) -> float:
         """Seconds of a unit's gather in the forward, and of its gather and reduce after it."""
-        both_s = self.gather_and_reduce_s
-        return self.gather_s + (self.gather_s + self.reduce_s if both_s is None else both_s)
+        return self.gather_s + self.gather_and_reduce_s
 
-    def reduced(self, part: float) -> MeanTimes:
-        """Return the means over units of which only this part is reduced."""
-        both_s = self.gather_and_reduce_s
-        if both_s is not None:
-            both_s = self.gather_s + part * (both_s - self.gather_s)
-        return replace(self, reduce_s=part * self.reduce_s, gather_and_reduce_s=both_s)
-
-
-@dataclass(frozen=True)
-class NetworkTimes:
-    """Seconds of communication: of blocks, and of what comes before and behind them."""
-
-    uneven: MeanTimes  # or with the only shares that were timed
-    even: MeanTimes | None  # None: unknown, or no faster
-    root: MeanTimes
-    last: MeanTimes
-    exchange_s: float
-
-    def in_problem(self, problem: Problem, reduced: float) -> Problem:
-        """Return a problem with these times; ``reduced`` is the part of its units that train."""
-        own = self.uneven.reduced(reduced)
-        problem = replace(
-            problem,
-            gather_s=own.gather_s,
-            reduce_s=own.reduce_s,
-            gather_and_reduce_s=own.gather_and_reduce_s,
-            root_gather_s=self.root.gather_s,
-            root_reduce_s=self.root.reduce_s,
-            last_gather_s=self.last.gather_s,
-            last_reduce_s=self.last.reduce_s,
-            # the first unit's gather and the last unit's reduce, which no compute hides
-            fill_s=self.uneven.gather_s + self.uneven.reduce_s,
-            # the two exchanges that every step waits for, whatever the ranks compute
-            step_overhead_s=2 * self.exchange_s,
-        )
-        if self.even is None:
-            return problem
-        even = self.even.reduced(reduced)
-        return replace(
-            problem,
-            even_gather_s=even.gather_s,
-            even_reduce_s=even.reduce_s,
-            even_gather_and_reduce_s=even.gather_and_reduce_s,
-            padded_bytes=even.padded_bytes,
-        )
+    def fields(self, prefix: str, reduced: float) -> dict[str, Any]:
+        """Return the fields of a problem of whose units this part is reduced."""
+        alone_s = self.gather_s, reduced * self.reduce_s
+        both_s = self.gather_s + reduced * (self.gather_and_reduce_s - self.gather_s)
+        names = ("gather_s", "reduce_s", "gather_and_reduce_s")
+        return {prefix + name: s for name, s in zip(names, (*alone_s, both_s), strict=True)}
 
 
-def measure_network(
-    model: ShardedModel, clock: Callable[[], float], capacity_bytes: float
-) -> NetworkTimes:
-    """Time the collectives of a step on the groups that the step uses; collective.
+def with_network_times(
+    problem: Problem,
+    model: ShardedModel,
+    clock: Callable[[], float],
+    capacity_bytes: float,
+    reduced: float = 1.0,
+) -> Problem:
+    """Return a problem with the times of a step's collectives on the groups it uses; collective.
 
     Where every rank has the memory, it also measures with shares of the other kind, even or uneven.
-    It restores the shares.
+    It restores the shares. ``reduced`` is the part of the problem's units that train.
     """
     model.executor.reshard()
-    fractions = model.fractions
-    was_even, count = fractions_are_even(fractions), len(fractions)
-    times = {was_even: _times_of_blocks(model, clock, was_even, capacity_bytes)}
-    weights = [3.0 if was_even and rank % 2 else 1.0 for rank in range(count)]
-    other = [weight / sum(weights) for weight in weights]
+    given, count = model.fractions, len(model.fractions)
+    even_shares = (1 / count,) * count
+    weights = [3.0 if fractions_are_even(given) and rank % 2 else 1.0 for rank in range(count)]
+    other = tuple(weight / sum(weights) for weight in weights)
+    shares, padded_bytes, times = [given], 0, {}
     # groups of ranks that each hold the whole state cut it anyhow
     has_other = model.units[1:] and count > 1 and not model.state_groups
     if has_other and _have_room(model, other, capacity_bytes):
-        model.change_fractions(other)
-        times[not was_even] = _times_of_blocks(model, clock, not was_even, capacity_bytes)
-        model.change_fractions(fractions)
-    uneven, even = times.get(False, times[was_even]), times.get(True, times[was_even])
+        shares.append(other)
+        padded_bytes = model.padded_bytes().total
+        if padded_bytes and not _have_room(model, even_shares, capacity_bytes - padded_bytes):
+            padded_bytes = 0
+    for fractions in shares:
+        if fractions != model.fractions:
+            model.change_fractions(fractions)
+        is_even = fractions_are_even(fractions)
+        model.padding.is_on = is_even and padded_bytes > 0
+        times[is_even] = mean_times(model, clock, model.of_kind(UnitKind.BLOCK))
+        model.padding.is_on = False
+    if model.fractions != given:
+        model.change_fractions(given)
+    uneven, even = times.get(False, times[is_even]), times.get(True, times[is_even])
+    root = _sum_of(model, clock, UnitKind.ROOT, UnitKind.EMBEDDING)
+    last = _sum_of(model, clock, UnitKind.HEAD)
     exchange = partial(model.control.gather, [0.0, 0.0])
-    return NetworkTimes(
-        uneven=uneven,
-        even=even if even.total_s < (1 - _NOISE) * uneven.total_s else None,
-        root=_sum_of(model, clock, UnitKind.ROOT, UnitKind.EMBEDDING),
-        last=_sum_of(model, clock, UnitKind.HEAD),
-        exchange_s=statistics.median(
-            _slowest(model, model.accelerator.now_s, exchange) for _ in range(_EXCHANGES)
-        ),
+    exchanges_s = [_slowest(model, model.accelerator.now_s, exchange) for _ in range(_EXCHANGES)]
+    problem = replace(
+        problem,
+        **uneven.fields("", reduced),
+        root_gather_s=root.gather_s,
+        root_reduce_s=root.reduce_s,
+        last_gather_s=last.gather_s,
+        last_reduce_s=last.reduce_s,
+        # the first unit's gather and the last unit's reduce, which no compute hides
+        fill_s=uneven.gather_s + uneven.reduce_s,
+        # the two exchanges that every step waits for, whatever the ranks compute
+        step_overhead_s=2 * statistics.median(exchanges_s),
     )
+    if even.total_s >= (1 - _NOISE) * uneven.total_s:
+        return problem
+    return replace(problem, **even.fields("even_", reduced), padded_bytes=padded_bytes)
 
 
 def _have_room(model: ShardedModel, fractions: Sequence[float], capacity_bytes: float) -> bool:
@@ -134,26 +115,10 @@ def _have_room(model: ShardedModel, fractions: Sequence[float], capacity_bytes: 
     return model.control.all(needed < capacity_bytes)
 
 
-def _times_of_blocks(
-    model: ShardedModel, clock: Callable[[], float], even: bool, capacity_bytes: float
-) -> MeanTimes:
-    """Return the times with the present shares, in the faster of the forms that they can have."""
-    times = mean_times(model, clock, model.of_kind(UnitKind.BLOCK))
-    padded_bytes = model.padded_bytes().total if even else 0
-    if not padded_bytes or not _have_room(model, model.fractions, capacity_bytes - padded_bytes):
-        return times
-    model.padding.is_on = True
-    padded = mean_times(model, clock, model.of_kind(UnitKind.BLOCK))
-    model.padding.is_on = False
-    model.release_buffers()
-    padded = replace(padded, padded_bytes=padded_bytes)
-    return min(padded, times, key=lambda each: each.total_s)
-
-
 def _sum_of(model: ShardedModel, clock: Callable[[], float], *kinds: UnitKind) -> MeanTimes:
     """Return the times of all units of some kinds, one after the other."""
     times = [mean_times(model, clock, [unit]) for kind in kinds for unit in model.of_kind(kind)]
-    return MeanTimes(sum(each.gather_s for each in times), sum(each.reduce_s for each in times))
+    return MeanTimes(*map(sum, zip(*times, strict=True)))
 
 
 def mean_times(model: ShardedModel, clock: Callable[[], float], units: Sequence[Unit]) -> MeanTimes:
@@ -162,22 +127,58 @@ def mean_times(model: ShardedModel, clock: Callable[[], float], units: Sequence[
     trained = _spread([unit for unit in units if unit.trainable])
     if not passed:
         return MeanTimes()
-    passes: list[tuple[float, float, float]] = []
+    timed = partial(_slowest, model, clock)
+
+    def forward() -> None:
+        """Gather units in turn, each while the one before is waited for; the last one stays."""
+        for number, unit in enumerate(passed):
+            for each in passed[number : number + 2]:
+                each.start_gather()
+            unit.wait_gather()
+            if unit is not passed[-1]:
+                unit.free()
+
+    def backward() -> None:
+        """Gather and reduce units in turn, from the last one on, up to the first one's reduce."""
+        order = trained[::-1]
+        for number, unit in enumerate(order):
+            for each in order[number : number + 2]:
+                each.start_gather()
+            unit.arm()
+            unit.wait_gather()
+            if number:
+                order[number - 1].wait_reduce()
+                order[number - 1].drop_gradients()
+            if unit is not trained[0]:
+                unit.start_reduce(1.0, in_place=True)
+            unit.free()
+
+    def last_reduce() -> None:
+        trained[0].start_reduce(1.0, in_place=True)
+        trained[0].wait_reduce()
+        trained[0].drop_gradients()
+
+    passes: list[list[float]] = []
     while len(passes) <= _PASSES:
-        passes.append(_pass(partial(_slowest, model, clock), passed, trained))
+        passes.append([timed(forward)])
+        for unit in passed:
+            if unit not in trained[-1:]:
+                unit.free()
+        if trained:
+            trained[-1].wait_gather()
+            passes[-1] += [timed(backward), timed(last_reduce)]
         if sum(passes[-1]) > _LONG_S * 2 * len(passed):
             break  # on all ranks: they share the slowest rank's time
-    forward_s, backward_s, last_s = map(
-        statistics.median, zip(*(passes[1:] or passes), strict=True)
-    )
+    forward_s, *of_trained = map(statistics.median, zip(*(passes[1:] or passes), strict=True))
     gather_s = forward_s / len(passed)
     if not trained:
-        return MeanTimes(gather_s)
+        return MeanTimes(gather_s, 0.0, gather_s)
+    backward_s, last_s = of_trained
     # the last reduce runs alone: its unit counts for all by its bytes
     mean_bytes = statistics.fmean(unit.gradient_bytes for unit in trained)
     reduce_s = last_s * mean_bytes / max(1, trained[0].gradient_bytes)
     if len(trained) < _WITH_BOTH:
-        return MeanTimes(gather_s, reduce_s)
+        return MeanTimes(gather_s, reduce_s, gather_s + reduce_s)
     both_s = (backward_s - gather_s - reduce_s) / (len(trained) - 2)
     # a gather or a reduce alone is never longer
     return MeanTimes(gather_s, reduce_s, max(gather_s, reduce_s, both_s))
@@ -185,53 +186,6 @@ def mean_times(model: ShardedModel, clock: Callable[[], float], units: Sequence[
 
 def _spread(units: Sequence[Unit]) -> Sequence[Unit]:
     return units[:: max(1, math.ceil(len(units) / _UNITS))]
-
-
-def _pass(
-    timed: Callable[[Callable[[], None]], float], units: Sequence[Unit], trained: Sequence[Unit]
-) -> tuple[float, float, float]:
-    """Return the seconds of a forward, of a backward, and of its last reduce."""
-    forward_s = timed(partial(_forward, units))
-    if not trained or units[-1] is not trained[-1]:
-        units[-1].free()
-    if not trained:
-        return forward_s, 0.0, 0.0
-    trained[-1].wait_gather()
-    return forward_s, timed(partial(_backward, trained)), timed(partial(_reduce, trained[0]))
-
-
-def _forward(units: Sequence[Unit]) -> None:
-    """Gather units in turn, each while the one before is waited for; the last one stays."""
-    units[0].start_gather()
-    for unit, following in itertools.zip_longest(units, units[1:]):
-        if following is not None:
-            following.start_gather()
-        unit.wait_gather()
-        if following is not None:
-            unit.free()
-
-
-def _backward(units: Sequence[Unit]) -> None:
-    """Gather and reduce units in turn, from the last one on, up to the first one's reduce."""
-    before: Unit | None = None
-    for unit, following in itertools.zip_longest(units[::-1], units[-2::-1]):
-        if following is not None:
-            following.start_gather()
-        unit.arm()
-        unit.wait_gather()
-        if before is not None:
-            before.wait_reduce()
-            before.drop_gradients()
-        if following is not None:
-            unit.start_reduce(1.0, in_place=True)
-        unit.free()
-        before = unit
-
-
-def _reduce(unit: Unit) -> None:
-    unit.start_reduce(1.0, in_place=True)
-    unit.wait_reduce()
-    unit.drop_gradients()
 
 
 def _slowest(

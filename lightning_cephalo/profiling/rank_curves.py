@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -37,91 +38,86 @@ _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 
 
 def profile_of(
-    device: Device, measured: Measured, kept: RetainedBytes, units: int, gathered_bytes: float
+    device: Device,
+    measured: Measured,
+    retaining: Measured | None,
+    kept: RetainedBytes,
+    inside: RetainedBytes,
+    units: int,
+    gathered_bytes: float,
 ) -> RankProfile:
-    """Return dense curves from the measured sizes; per unit where the problem wants it."""
-    sizes, largest = sorted(measured.times), measured.largest
+    """Return dense curves from the measured sizes; per unit where the problem wants it.
 
-    def dense(part: str, count: int) -> tuple[float, ...]:
-        values = [getattr(measured.times[size], part) / count for size in sizes]
-        return tuple(np.interp(np.arange(1, largest + 1), sizes, values).tolist()) if sizes else ()
+    ``retaining`` was measured without recomputation, and ``inside`` is what it kept.
+    """
+    times, every = measured.times, np.arange(1, measured.largest + 1)
+    if not times:
+        return RankProfile(device.name, (), (), (), (), device.capacity_bytes)
 
-    compute, reducing = _compute_curves(measured.held, largest, gathered_bytes, kept)
-    return RankProfile(
-        name=device.name,
-        forward_s=dense("forward_s", units),
-        backward_s=dense("backward_s", units),
-        tail_s=dense("tail_s", 1),
+    def dense(values: Mapping[int, float]) -> tuple[float, ...]:
+        sizes = sorted(values)
+        return tuple(np.interp(every, sizes, [values[size] for size in sizes]).tolist())
+
+    def memory(held: Mapping[int, Held], own: RetainedBytes) -> list[tuple[float, ...]]:
+        """Return ``compute_bytes`` up to the first reduce, and from it on."""
+        sizes, fixed = sorted(held), gathered_bytes + own.microbatch_bytes
+        peaks = [held[size].peak_bytes for size in sizes]
+        reducing = [held[size].reducing_peak_bytes for size in sizes]
+        return [
+            compute_curve(sizes, peaks, every, fixed, own.sample_bytes),
+            compute_curve(sizes, reducing, every, fixed, own.reducing_sample_bytes),
+        ]
+
+    compute, reducing = memory(measured.held, kept)
+    profile = RankProfile(
+        device.name,
+        forward_s=dense({size: at.forward_s / units for size, at in times.items()}),
+        backward_s=dense({size: at.backward_s / units for size, at in times.items()}),
+        tail_s=dense({size: at.tail_s for size, at in times.items()}),
         compute_bytes=compute,
         capacity_bytes=device.capacity_bytes,
         reducing_compute_bytes=reducing,
     )
-
-
-def without_recompute(
-    profile: RankProfile,
-    retaining: Measured,
-    kept: RetainedBytes,
-    units: int,
-    gathered_bytes: float,
-) -> RankProfile:
-    """Add the curves without recomputation to a profile, if this rank ran any such size."""
-    sizes, largest = sorted(retaining.times), profile.largest_microbatch_size
-    if not sizes:
+    if retaining is None or not retaining.times:
         return profile
-    shares = [
-        retaining.times[size].backward_s / units / max(profile.backward_s[size - 1], 1e-12)
-        for size in sizes
-    ]
-    backward = np.interp(np.arange(1, largest + 1), sizes, shares) * profile.backward_s
-    compute, reducing = _compute_curves(retaining.held, largest, gathered_bytes, kept)
+    shares = {
+        size: at.backward_s / max(times[size].backward_s, 1e-12)
+        for size, at in retaining.times.items()
+    }
+    compute, reducing = memory(retaining.held, inside)
     return replace(
         profile,
-        kept_backward_s=tuple(backward.tolist()),
+        kept_backward_s=tuple(np.multiply(dense(shares), profile.backward_s).tolist()),
         kept_compute_bytes=compute,
         kept_reducing_compute_bytes=reducing,
     )
 
 
-def _compute_curves(
-    held: Mapping[int, Held], largest: int, gathered_bytes: float, kept: RetainedBytes
-) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return ``compute_bytes`` up to the first reduce, and from it on."""
-    sizes = sorted(held)
-    peaks = [held[size].peak_bytes for size in sizes]
-    reducing = [held[size].reducing_peak_bytes for size in sizes]
-    return (
-        compute_curve(sizes, peaks, largest, gathered_bytes, kept),
-        compute_curve(sizes, reducing, largest, gathered_bytes, kept.reducing),
-    )
-
-
 def compute_curve(
-    sizes: Sequence[int], peaks: Sequence[float], largest: int, gathered: float, kept: RetainedBytes
+    sizes: Sequence[int],
+    peaks: Sequence[float],
+    every: np.ndarray,
+    fixed: float,
+    per_sample: float,
 ) -> tuple[float, ...]:
-    """Return ``compute_bytes`` of 1 to ``largest`` samples; a larger batch holds no less.
+    """Return the peaks of ``every`` size from 1 on, without what is fixed and what a sample keeps.
 
-    Between two sizes it lies on their line. Where chunks of logits fill up in between, growth slows
-    down: then it lies on the lines of the sizes at both ends, up to where they meet. Sizes beyond
-    those measured lie on the steepest line.
+    A larger batch holds no less. Between two sizes it lies on their line. Where chunks of logits
+    fill up in between, growth slows down: then it lies on the lines of the sizes at both ends, up
+    to where they meet. Sizes beyond those measured lie on the steepest line.
     """
-    if not largest:
-        return ()
-    every, rising = np.arange(1, largest + 1), np.maximum.accumulate(np.asarray(peaks, dtype=float))
+    rising = np.maximum.accumulate(np.asarray(peaks, dtype=float))
     slopes = np.diff(rising) / np.diff(sizes) if len(sizes) > 1 else [rising[0] / sizes[0]]
     dense = np.interp(every, sizes, rising) + max(slopes) * np.maximum(every - sizes[-1], 0)
-    for at in range(len(sizes) - 1):
-        bound = np.full(largest, rising[at + 1])
-        if at > 1 and slopes[at - 1] < _SLOWER * slopes[at - 2]:
-            continue  # they were full before
-        if at:
-            bound = np.minimum(bound, rising[at] + slopes[at - 1] * (every - sizes[at]))
-        if at + 2 < len(sizes):
-            bound = np.minimum(bound, rising[at + 1] - slopes[at + 1] * (sizes[at + 1] - every))
-        is_between = (every > sizes[at]) & (every < sizes[at + 1]) & (len(sizes) > 2)
-        dense = np.where(is_between, np.maximum(dense, bound), dense)
-    inside = dense - gathered - kept.microbatch_bytes - kept.sample_bytes * every
-    return tuple(np.maximum(inside, 0.0).tolist())
+    for at, (low, high) in enumerate(pairwise(sizes)):
+        were_full = at > 1 and slopes[at - 1] < _SLOWER * slopes[at - 2]
+        if were_full or len(sizes) == 2:
+            continue
+        between = every[low : high - 1]
+        before = rising[at] + (slopes[at - 1] if at else np.inf) * (between - low)
+        behind = rising[at + 1] - [*slopes, 0.0][at + 1] * (high - between)
+        dense[between - 1] = np.maximum(dense[between - 1], np.minimum(before, behind))
+    return tuple(np.maximum(dense - fixed - per_sample * every, 0.0).tolist())
 
 
 def merge_equal_ranks(profiles: Sequence[RankProfile]) -> list[RankProfile]:
@@ -177,16 +173,12 @@ def remember(problem: Problem, model: ShardedModel, batch: Any) -> str | None:
             )
             for name, rank in kinds.items()
         )
-        if curves:
-            dtype = _DTYPES.get(model.compute_dtype or torch.float32, "fp32")
-            kind, count = type(model.module).__name__, model.parameter_count
-            save_measured(CurveTable(kind, dtype, _sample_length(batch), curves, parameters=count))
+        # tokens, where a sample's first dimension is one of them
+        leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+        length = max(1, leaves[0].shape[1]) if leaves and leaves[0].ndim > 1 else 1
+        dtype = _DTYPES.get(model.compute_dtype or torch.float32, "fp32")
+        kind, count = type(model.module).__name__, model.parameter_count
+        save_measured(CurveTable(kind, dtype, length, curves, parameters=count))
     except Exception as error:  # only one rank saves, and the others go on
         return f"{type(error).__name__}: {error}"
     return None
-
-
-def _sample_length(batch: Any) -> int:
-    """Return the length of the first tensor's samples in their first dimension (tokens), or 1."""
-    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-    return max(1, leaves[0].shape[1]) if leaves and leaves[0].ndim > 1 else 1

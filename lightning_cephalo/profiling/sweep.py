@@ -9,9 +9,8 @@ and the shortest time counts.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from operator import attrgetter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from lightning_cephalo.common.errors import TooLittleMemoryError
 from lightning_cephalo.common.quantities import format_bytes
@@ -27,8 +26,6 @@ _TIMING_SHARE = 0.7
 _BEYOND = 1.25
 # Ranks run together if their steps are expected to take at most this multiple of the shortest.
 _TOGETHER = 1.5
-# Microbatches whose memory is compared with that of one.
-_COUNT = 2
 
 
 @dataclass
@@ -125,17 +122,11 @@ class ProfileOptions:
         return size if size >= _BEYOND * largest or largest < size == self.largest else 0
 
 
-def measure_times(
-    prober: Prober,
-    options: ProfileOptions,
-    device: str,
-    report: Callable[[Sequence[int]], None] = lambda sizes: None,
-) -> Measured:
+def measure_times(prober: Prober, options: ProfileOptions, device: str) -> Measured:
     """Time growing microbatches until time, memory or benefit runs out; collective."""
     control, now_s, smallest = prober.control, prober.model.accelerator.now_s, options.smallest
     # there is no plan without the sizes of a job that runs its share at once
     ends_s = math.inf if options.single_microbatch else now_s() + _TIMING_SHARE * options.budget_s
-    report([smallest] * control.world_size)
     measured = Measured()
     measured.time(prober, smallest)
     measured.times.clear()  # the first step of a process takes longer
@@ -156,7 +147,6 @@ def measure_times(
                 " recompute=True, smaller units (units=), a lower precision, or more or larger"
                 " devices."
             )
-        report(sizes)
         for _ in range(_TIMES_OF_SMALL if max(sizes) <= _SMALL * smallest else _TIMES):
             measured.time(prober, sizes[control.rank] or options.idle(measured))
 
@@ -218,17 +208,21 @@ def _ends(prober: Prober, measured: Measured, options: ProfileOptions) -> list[i
 
 
 def _measure_retained(prober: Prober, measured: Measured, smallest: int) -> RetainedBytes:
-    """Measure what this rank retains per sample and microbatch until its backward; collective."""
-    single = measured.held.get(smallest)
-    several = prober.held(0 if single is None else smallest, _COUNT)
-    if single is None or several is None:
-        return RetainedBytes()
-    largest = max(measured.held)
+    """Measure what ranks retain per sample and microbatch until the backward; collective."""
+    single, found = measured.held.get(smallest), RetainedBytes()
+    two = prober.held(0 if single is None else smallest, 2)
+    if single is not None and two is not None:
+        largest = max(measured.held)
+        last = measured.held[largest]
 
-    def between(kept: Callable[[Held], float]) -> RetainedBytes:
-        larger = None if largest == smallest else (largest, kept(measured.held[largest]))
-        return RetainedBytes.between(kept(single), kept(several), _COUNT, smallest, larger)
+        def of(one: float, both: float, more: float) -> tuple[float, float]:
+            each = max(0.0, both - one)
+            if largest == smallest:
+                return each / smallest, 0.0
+            sample = max(0.0, (more - one) / (largest - smallest))
+            return sample, max(0.0, each - sample * smallest)
 
-    found = between(attrgetter("kept_bytes"))
-    reducing = between(attrgetter("reducing_kept_bytes"))
-    return replace(found, reducing_sample_bytes=min(reducing.sample_bytes, found.sample_bytes))
+        sample, microbatch = of(single.kept_bytes, two.kept_bytes, last.kept_bytes)
+        reducing, _ = of(*(held.reducing_kept_bytes for held in (single, two, last)))
+        found = RetainedBytes(sample, microbatch, min(reducing, sample))
+    return RetainedBytes(*map(max, zip(*prober.control.gather([*found]), strict=True)))

@@ -64,7 +64,7 @@ def test_what_was_measured_is_kept_for_plans_of_other_clusters(profiled_once, mo
     assert list(curves.compute_bytes) == problem["ranks"][0]["compute_bytes"]
 
 
-def both_kinds_of_shares(capacity_bytes, uneven_s=(3.0, 3.0)):
+def both_kinds_of_shares(capacity_bytes, uneven_s=(3.0, 3.0, 6.0)):
     """What one of the two kinds of shares saves, by a clock that counts bytes moved."""
     from lightning_cephalo.profiling import network
 
@@ -75,7 +75,7 @@ def both_kinds_of_shares(capacity_bytes, uneven_s=(3.0, 3.0)):
         if len(units) > 1:  # blocks
             seen.append(model.fractions)
         even = len(set(model.fractions)) == 1
-        return network.MeanTimes(*((1.0, 2.0) if even else uneven_s))
+        return network.MeanTimes(*((1.0, 2.0, 3.0) if even else uneven_s))
 
     network.mean_times = recorded
     try:
@@ -87,7 +87,7 @@ def both_kinds_of_shares(capacity_bytes, uneven_s=(3.0, 3.0)):
 
 def test_even_and_uneven_shares_are_both_timed():
     def each():
-        cases = [(None,), ((3 * 10**8, 10**8),), (None, (1.0, 2.1))]
+        cases = [(None,), ((3 * 10**8, 10**8),), (None, (1.0, 2.1, 3.1))]
         return [both_kinds_of_shares(*case) for case in cases]
 
     alike, other, noise = in_ranks(2, each)[0]

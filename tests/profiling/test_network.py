@@ -13,9 +13,10 @@ from torch import nn
 
 from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.execution.sharded_model import Dtypes, ShardedModel
+from lightning_cephalo.plan import Problem, RankProfile
 from lightning_cephalo.plan.program import Operation, Visit, compile_step
 from lightning_cephalo.profiling.memory_model import state_bytes
-from lightning_cephalo.profiling.network import mean_times, measure_network
+from lightning_cephalo.profiling.network import mean_times, with_network_times
 from lightning_cephalo.ranks.groups import Groups
 from lightning_cephalo.sharding.discovery import UnitKind
 from lightning_cephalo.sharding.unit import UnitState
@@ -104,7 +105,9 @@ def _measured(rank: int) -> float:
         now_s += 1.0
         return now_s
 
-    return measure_network(model, clock, PLENTY).uneven.gather_s
+    rank = RankProfile("a", [1.0], [1.0], [1.0], [1.0], 1000.0)
+    problem = Problem([rank] * 3, 3, state_bytes=1, global_batch_size=1)
+    return with_network_times(problem, model, clock, PLENTY).gather_s
 
 
 def test_a_gather_takes_its_part_of_the_time_of_all_units() -> None:

@@ -10,7 +10,6 @@ from profiled import GPT, fit, in_ranks, loader, profile
 from lightning_cephalo import CephaloStrategy, Plan
 from lightning_cephalo.emulation import active_device
 from lightning_cephalo.plan import RankPlan, RankProfile, predict
-from lightning_cephalo.profiling.memory_model import RetainedBytes
 from lightning_cephalo.profiling.rank_curves import compute_curve, merge_equal_ranks
 
 MODEL = {"width": 64, "depth": 3, "context": 32}
@@ -81,10 +80,10 @@ def test_a_small_rank_recomputes_and_a_large_one_does_not():
 
 
 def test_sizes_that_did_not_run_get_the_memory_that_they_lack():
-    nothing = RetainedBytes()
-    found = compute_curve([1, 3], [10.0, 30.0], 5, 0.0, nothing)
+    found = compute_curve([1, 3], [10.0, 30.0], np.arange(1, 6), 0.0, 0.0)
     assert found == pytest.approx([10, 20, 30, 40, 50])
-    assert compute_curve([2], [10.0], 4, 0.0, nothing) == pytest.approx([10, 10, 15, 20])
+    single = compute_curve([2], [10.0], np.arange(1, 5), 0.0, 0.0)
+    assert single == pytest.approx([10, 10, 15, 20])
 
 
 def test_equal_ranks_keep_the_choice_only_if_all_have_it():

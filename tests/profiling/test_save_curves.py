@@ -9,13 +9,14 @@ from torch.distributed import DistBackendError
 
 from lightning_cephalo.execution.memory_errors import is_out_of_memory
 from lightning_cephalo.plan import RankProfile
-from lightning_cephalo.profiling.memory_model import RetainedBytes
+from lightning_cephalo.profiling.memory_model import Held, RetainedBytes
 from lightning_cephalo.profiling.probe import Times
 from lightning_cephalo.profiling.rank_curves import compute_curve, merge_equal_ranks
 from lightning_cephalo.profiling.sweep import (
     Measured,
     ProfileOptions,
     _by_device,
+    _measure_retained,
     _together,
     measure_times,
 )
@@ -137,39 +138,57 @@ def test_the_best_size_counts_for_how_fast_a_rank_is():
     assert measured(m1=1.0, m2=1.0, m4=8.0).samples_per_s == pytest.approx(2.0)
 
 
+def curve_of(sizes, peaks, largest, fixed=0.0, per_sample=0.0):
+    return compute_curve(sizes, peaks, np.arange(1, largest + 1), fixed, per_sample)
+
+
 def test_memory_between_two_measured_sizes_lies_on_a_line_and_never_falls():
-    curve = compute_curve([1, 3], [150.0, 350.0], 4, gathered=50.0, kept=RetainedBytes(10.0, 5.0))
+    curve = curve_of([1, 3], [150.0, 350.0], 4, fixed=55.0, per_sample=10.0)
     assert curve == pytest.approx([85.0, 175.0, 265.0, 355.0])
-    nothing = RetainedBytes(0.0, 0.0)
-    assert compute_curve([1, 2], [150.0, 120.0], 2, 50.0, nothing) == pytest.approx([100.0, 100.0])
-    assert compute_curve([1], [10.0], 1, 50.0, nothing) == (0.0,)
+    assert curve_of([1, 2], [150.0, 120.0], 2, fixed=50.0) == pytest.approx([100.0, 100.0])
+    assert curve_of([1], [10.0], 1, fixed=50.0) == pytest.approx([0.0])
 
 
 @pytest.mark.parametrize("full", [2, 3, 5, 11, 16, 20])
 def test_memory_that_stops_growing_at_a_full_chunk_of_logits_is_never_less(full):
     held = [100.0 + 3.0 * size + 20.0 * min(size, full) for size in range(1, 33)]
     sizes = [1, 2, 16, 32]
-    found = compute_curve(sizes, [held[size - 1] for size in sizes], 32, 0.0, RetainedBytes())
+    found = curve_of(sizes, [held[size - 1] for size in sizes], 32)
     for own, wanted in zip(found, held, strict=True):
         assert wanted - 1e-9 <= own <= 1.1 * wanted
 
 
 def test_memory_that_grows_faster_from_some_size_on_lies_on_lines():
     sizes, held = [1, 2, 16, 32], [10.0, 11.0, 40.0, 100.0]
-    found = compute_curve(sizes, held, 32, 0.0, RetainedBytes())
+    found = curve_of(sizes, held, 32)
     assert found == pytest.approx(np.interp(np.arange(1, 33), sizes, held))
 
 
-def test_what_is_kept_is_told_apart_by_what_samples_and_microbatches_add():
-    # 100, and 20 for each microbatch, and 5 for each sample
-    assert RetainedBytes.between(130, 190, count=3, size=2, larger=(4, 140)) == RetainedBytes(
-        5.0, 20.0
-    )
-    # with one size there is no telling
-    assert RetainedBytes.between(130, 190, count=3, size=2, larger=None) == RetainedBytes(15.0, 0.0)
-    assert RetainedBytes.between(130, 120, count=2, size=1, larger=(2, 110)) == RetainedBytes(
-        0.0, 0.0
-    )
+class _Keeps:
+    """Two microbatches keep so many bytes; the only rank."""
+
+    def __init__(self, kept_bytes):
+        self.kept_bytes, self.control = kept_bytes, SimpleNamespace(gather=lambda row: [row])
+
+    def held(self, size, count):
+        assert count == 2
+        return Held(kept_bytes=self.kept_bytes)
+
+
+@pytest.mark.parametrize(
+    ("kept", "both", "expected"),
+    [
+        # 100, and 20 for each microbatch, and 5 for each sample
+        ({2: 130, 4: 140}, 160, (5.0, 20.0)),
+        # with one size there is no telling
+        ({2: 130}, 160, (15.0, 0.0)),
+        ({1: 130, 2: 110}, 120, (0.0, 0.0)),
+    ],
+)
+def test_what_is_kept_is_told_apart_by_what_samples_and_microbatches_add(kept, both, expected):
+    held = {size: Held(kept_bytes=kept_bytes) for size, kept_bytes in kept.items()}
+    found = _measure_retained(_Keeps(both), Measured(held=held), min(kept))
+    assert found == RetainedBytes(*expected)
 
 
 def test_equal_devices_get_one_profile_despite_noise():
