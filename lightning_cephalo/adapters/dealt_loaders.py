@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.data.passes import Passes
-from lightning_cephalo.data.streams import OwnPart
+from lightning_cephalo.data.rank_loaders import OwnPart
 from lightning_cephalo.plan import Plan
 from lightning_cephalo.ranks.control import ControlGroup
 
@@ -93,9 +93,9 @@ class DealtLoaders:
 
     def deal(self, plan: Plan, from_step: float) -> None:
         """Deal the sizes of a plan from a step on, and in all later epochs."""
-        sizes = [each.batch_size for each in plan.ranks]
+        sizes = tuple(each.batch_size for each in plan.ranks)
         for passes in self.dealt:
-            passes.change_batch_sizes(sizes, from_step=from_step)
+            passes.running.change(sizes, from_step)
 
 
 class SamplerTakeover:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -18,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_cephalo.adapters.dealt_loaders import Dealt, DealtLoaders, dealt_in
 from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.data.containers import known_length
-from lightning_cephalo.data.passes import Continue, Position, is_stateful
+from lightning_cephalo.data.passes import Continue, Position
 from lightning_cephalo.data.reading import original_of
 
 KEY = "cephalo_data_order"
@@ -101,8 +100,6 @@ class Resumption:
                 f"its steps have {position.items} samples or lists, those of this run"
                 f" {passes.items}; give CephaloStrategy(global_batch_size=...)"
             )
-        if is_stateful(loader):  # Lightning gives it its own state, which passes over the steps
-            position = replace(position, step=0)
         try:
             stay = bool(getattr(loader, "persistent_workers", False))
             passes.continue_at(position, self._way, undoes_draws=stay)

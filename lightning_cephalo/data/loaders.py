@@ -15,35 +15,30 @@ All of them give the same samples, in the same order, as one device with the glo
 
 from __future__ import annotations
 
-import os
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from lightning.fabric.utilities.seed import pl_worker_init_function
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.data import reading
-from lightning_cephalo.data.dealing import Dealing, DealtSamples, as_it_is
-from lightning_cephalo.data.fingerprints import fingerprint
+from lightning_cephalo.data.containers import known_length
+from lightning_cephalo.data.dealing import Dealing
 from lightning_cephalo.data.randomness import (
-    SeparateRandomness,
     generators_of,
     read_states,
     samplers_within,
     write_states,
 )
-from lightning_cephalo.data.samplers import RankBatchSampler
-from lightning_cephalo.data.shares import deal
-from lightning_cephalo.data.streams import DealtStream, OwnPart
+from lightning_cephalo.data.rank_loaders import DealtSamples, DealtStream, OwnPart, RankLoader
+from lightning_cephalo.data.samplers import RankBatchSampler, warn_of_too_few_samples
 
 
-def dealt_loader(loader: Any, dealing: Dealing) -> Any:
+def dealt_loader(loader: Any, dealing: Dealing) -> RankLoader:
     """Returns a loader that yields this rank's part of each global batch; collective.
 
-    A DataLoader with a sampler stays of the user's own class, with the same options.
+    It reads a DataLoader of the user's own class, with the same options.
 
     Raises:
         ValueError: a DistributedSampler for several ranks, ``batch_size=None`` with a map-style
@@ -56,11 +51,7 @@ def dealt_loader(loader: Any, dealing: Dealing) -> Any:
     write_states(generators, dealing.broadcast(read_states(generators)))
     _reject_distributed_sampler(loader, ranks)
     total = dealing.global_batch_size or reading.global_batch_size(loader, ranks)
-    # A custom batch sampler's lists may have any lengths. Dealing the length of the first list here
-    # would only make the proportions coarser.
-    if total is not None and total != sum(dealing.sizes) and not reading.has_custom_lists(loader):
-        dealing = replace(dealing, sizes=deal(total, dealing.sizes))
-    return (_deal_stream if reading.is_stream(loader) else _deal_map_style)(loader, dealing)
+    return (_deal_stream if reading.is_stream(loader) else _deal_map_style)(loader, dealing, total)
 
 
 def own_part(loader: Any, dealing: Dealing) -> OwnPart:
@@ -81,65 +72,47 @@ def own_part(loader: Any, dealing: Dealing) -> OwnPart:
     return OwnPart(source, dealing, loader)
 
 
-def _deal_stream(loader: Any, dealing: Dealing) -> DealtStream:
+def _deal_stream(loader: Any, dealing: Dealing, total: int | None) -> DealtStream:
     source, items = loader, 0
-    if dealing.trains and not reading.yields_ready_batches(loader):
-        if len(dealing.sizes) > 1:
-            _warn_unless_it_begins_anew(loader, dealing.seed)
-        items = sum(dealing.sizes)
-        source = reading.with_batch_size(loader, items)
-    changes = _equal_seeds(loader)
-    if changes:
-        source = reading.with_changes(source, **changes)
+    if dealing.trains and total and not reading.yields_ready_batches(loader):
+        source, items = reading.with_batch_size(loader, total), total
+    seeds = getattr(source, "worker_init_fn", None)
+    is_lightnings = getattr(seeds, "func", None) is pl_worker_init_function
+    if getattr(source, "num_workers", 0) and (seeds is None or is_lightnings):
+        # Lightning's differs by rank, so that ranks would read other streams than one device
+        equally = partial(pl_worker_init_function, rank=0)
+        source = reading.with_changes(source, worker_init_fn=equally)
     return DealtStream(source, dealing, loader, items)
 
 
-def _warn_unless_it_begins_anew(loader: DataLoader[Any], seed: int) -> None:
-    def first() -> int:
-        with reading.untouched(loader), SeparateRandomness((seed % 2**64, 0)).active():
-            return fingerprint(next(iter(loader.dataset), None))
-
-    if first() != first():
-        rank_zero_warn(
-            f"The stream {type(loader.dataset).__name__} begins with another sample each time that"
-            " it is read, and its first samples are also read beforehand. One that goes on where"
-            " its last reader has stopped, as an open file does, loses these. So begin anew in"
-            " __iter__, and seed what is random, or draw from the global generators."
-        )
-
-
-def _equal_seeds(loader: Any) -> dict[str, Any]:
-    """Returns the option that seeds workers as on one device: Lightning's differs by rank."""
-    if not isinstance(loader, DataLoader) or not loader.num_workers:
-        return {}
-    own = loader.worker_init_fn
-    by_rank = isinstance(own, partial) and own.func.__name__ == pl_worker_init_function.__name__
-    seeds = int(os.environ.get("PL_SEED_WORKERS", "0")) and own is None
-    equally = partial(pl_worker_init_function, rank=0)
-    return {"worker_init_fn": equally} if by_rank or seeds else {}
-
-
-def _deal_map_style(loader: DataLoader[Any], dealing: Dealing) -> DataLoader[Any]:
-    ranks, lists = len(dealing.sizes), reading.unwrapped_batch_sampler(loader)
+def _deal_map_style(loader: DataLoader[Any], dealing: Dealing, total: int | None) -> DealtSamples:
+    lists, ranks = reading.unwrapped_batch_sampler(loader), len(dealing.sizes)
     if lists is None:
         raise ValueError(
             "DataLoader(batch_size=None) with a map-style dataset yields ready batches, which "
             "cephalo cannot deal out by sample. Let the dataset return single samples, or lists of "
             "them in __getitems__(indices), and give DataLoader(batch_size=...)."
         )
-    if reading.has_custom_lists(loader):
+    if total is None or reading.has_custom_lists(loader):
         each = _lists_per_step(loader, ranks, dealing.global_batch_size)
-        mine = RankBatchSampler(lists, dealing, lists_per_step=each)
+        mine = RankBatchSampler(lists, dealing, per_step=each, items=each)
     else:  # the same samples, but drop_last must refer to the global batch
-        mine = RankBatchSampler(lists.sampler, dealing, drop_last=lists.drop_last)
-    changes: dict[str, Any] = {"batch_sampler": mine, "passes": mine.passes, "dealt_from": loader}
+        rest = (known_length(lists.sampler) or 0) % total
+        is_left_out = dealing.every_rank and not lists.drop_last and 0 < rest < ranks
+        if is_left_out:
+            warn_of_too_few_samples(rest, ranks)
+        steps = BatchSampler(lists.sampler, total, lists.drop_last or is_left_out)
+        mine = RankBatchSampler(steps, dealing, items=total)
     wrapper: Any = loader.batch_sampler
-    if wrapper is not lists:  # Lightning's predict loop reads the indices from it
-        changes["batch_sampler"] = type(wrapper)(mine)
-    if ranks > 1:  # a single rank is never without samples
-        changes["dataset"] = DealtSamples(loader.dataset, loader.collate_fn)
-        changes["collate_fn"] = as_it_is
-    return reading.with_changes(loader, **changes)
+    # Lightning's predict loop reads the indices from its wrapper
+    shown = mine if wrapper is lists else type(wrapper)(mine)
+    # every rank's batches must be of the same steps
+    return DealtSamples(
+        reading.with_changes(loader, batch_sampler=shown, in_order=True),
+        dealing,
+        loader,
+        mine.passes,
+    )
 
 
 def _reject_distributed_sampler(loader: Any, world_size: int) -> None:

@@ -7,6 +7,7 @@ position is small, and depends on no plan, no number of ranks, and no prefetched
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -23,7 +24,6 @@ from lightning_cephalo.data.randomness import (
     samplers_within,
     write_states,
 )
-from lightning_cephalo.data.shares import deal
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Position:
     number: int  # of the pass in the epoch
     step: int  # global steps of the pass that are trained
     items: int  # samples (or lists of a batch sampler) in a global step
-    start: list[Any]  # states of generators and samplers when the pass began
+    start: list[Any]  # states of generators when the pass began
     now: list[Any]  # their states at the checkpoint; workers may have read ahead
 
 
@@ -53,10 +53,12 @@ class Pass:
         self.randomness = SeparateRandomness(entropy)
         self.skipped = skipped  # steps that a run that is resumed has trained
         self.steps = 0  # that were dealt, prefetched and skipped ones included
+        # of steps that were dealt, but not yielded: whether this rank has no samples
+        self.idle = deque[bool]()
         self._sizes: list[tuple[float, tuple[int, ...]]] = [(0.0, sizes)]
 
     def sizes_of(self, step: float) -> tuple[int, ...]:
-        """Returns every rank's samples in a step."""
+        """Returns every rank's samples in a step, in proportion."""
         return next(sizes for start, sizes in reversed(self._sizes) if start <= step)
 
     def change(self, sizes: tuple[int, ...], from_step: float) -> None:
@@ -66,27 +68,22 @@ class Pass:
 
 
 class Passes:
-    """The passes over a loader, whose samples a sampler or a stream deals; equal on every rank."""
+    """The passes over a loader; equal on every rank.
 
-    def __init__(
-        self,
-        dealing: Dealing,
-        items: int,  # samples of a global step, or lists of a batch sampler; 0 if they vary
-        source: object = None,  # a sampler, whose generators and states are saved
-        others: Sequence[Any] = (),  # generators that are saved, too
-        *,
-        is_stateful: bool = False,  # the loader is restored by a state of its own
-    ) -> None:
+    ``items`` is the samples of a global step, or lists of a batch sampler; 0 if they vary.
+    ``source`` is the loader or sampler whose generators are saved.
+    """
+
+    def __init__(self, dealing: Dealing, items: int, source: object) -> None:
         self.seed, self.epoch, self.items = dealing.seed, dealing.epoch, items
         self.begun = 0  # passes, in all epochs
+        self.running = Pass((), 0, dealing.sizes)  # the latest one
         # epochs that Lightning counts more than were trained; None: the next one that it sets tells
         self._epochs_ahead: int | None = 0
-        self._whole = sum(dealing.sizes) if items else 0
-        self._source, self._others, self._is_stateful = source, others, is_stateful
+        self._source = source
         # A loader that restarts within an epoch (CombinedLoader's max_size_cycle) draws a new
         # order, as a torch sampler does; DistributedSampler would repeat the last order.
         self._number = 0
-        self._pass = Pass((), 0, dealing.sizes)
         self._latest: Position | None = None  # the pass that has begun, or that is resumed
         self._resumed: tuple[int, list[Any] | None] = (0, None)  # steps that it skips, its states
         self._at_next_epoch: list[Any] | None = None  # states
@@ -118,24 +115,15 @@ class Passes:
         entropy = (self.seed % 2**64, self.epoch, self._number)
         self._number += 1
         # a new one: an unfinished iterator of another pass must not write into it
-        self._pass = Pass(entropy, skipped, self._pass.sizes_of(math.inf))
-        return self._pass
-
-    def change_batch_sizes(self, batch_sizes: Sequence[int], *, from_step: float) -> None:
-        """Deals other sizes from a step of the latest pass on, and in all later passes.
-
-        The samples of a step over all ranks stay the same. Sizes that sum to another number than
-        before are proportions. Prefetched steps must come before ``from_step``.
-        """
-        sizes, whole = tuple(batch_sizes), self._whole
-        self._pass.change(sizes if whole in (0, sum(sizes)) else deal(whole, sizes), from_step)
+        self.running = Pass(entropy, skipped, self.running.sizes_of(math.inf))
+        return self.running
 
     def dealt_steps(self, trained: int, ahead: int) -> int | None:
         """Returns the dealt steps of the latest pass; None if only the next one can change.
 
         That is so if not only training has iterated. ``ahead`` steps may have been read already.
         """
-        dealt = self._pass.steps
+        dealt = self.running.steps
         known = not self.begun or trained <= dealt <= trained + ahead
         return dealt if known else None
 
@@ -168,20 +156,12 @@ class Passes:
                 return None
             step = (trained - 1) % length + 1
         least = step if length is None else min(step, length)
-        if self.begun and not self._is_stateful and not least <= self._pass.steps <= step + ahead:
+        if self.begun and not least <= self.running.steps <= step + ahead:
             return None
         now = self._states()
         if self._latest is None:  # the steps are those of an earlier epoch
             return Position(self.epoch - bool(step), 0, step, self.items, now, now)
         return replace(self._latest, step=step, now=now)
-
-    @property
-    def _stateful(self) -> list[Any]:
-        return [sampler for sampler in samplers_within(self._source) if is_stateful(sampler)]
-
-    @property
-    def _generators(self) -> list[Any]:
-        return [*generators_of(self._source), *self._others]
 
     def _states(self) -> list[Any]:
         """Returns states without numpy's types, which a checkpoint of weights may not hold."""
@@ -189,19 +169,8 @@ class Passes:
         def plain(_: object, leaf: Any) -> Any:
             return leaf.tolist() if isinstance(leaf, np.ndarray | np.generic) else leaf
 
-        states = mapped(read_states(self._generators), plain)
-        return [*states, *(sampler.state_dict() for sampler in self._stateful)]
+        plain_states: list[Any] = mapped(read_states(generators_of(self._source)), plain)
+        return plain_states
 
     def _restore(self, states: Sequence[Any]) -> None:
-        generators, samplers = self._generators, self._stateful
-        held = len(generators) + len(samplers)
-        if len(states) != held:
-            raise ValueError(f"it has {len(states)} generators and stateful samplers, not {held}")
-        write_states(generators, states[: len(generators)])
-        for sampler, state in zip(samplers, states[len(generators) :], strict=True):
-            sampler.load_state_dict(state)
-
-
-def is_stateful(value: Any) -> bool:
-    """Returns whether a loader or sampler can save and restore its position."""
-    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+        write_states(generators_of(self._source), states)

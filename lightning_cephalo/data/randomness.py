@@ -100,11 +100,11 @@ def read_states(generators: Iterable[Any]) -> list[Any]:
 
 
 def write_states(generators: Sequence[Any], states: Sequence[Any]) -> None:
-    """Sets ``generators``; raises ValueError if ranks built samplers with other ones."""
+    """Sets ``generators``; raises ValueError for states of another number of them."""
     if len(generators) != len(states):
         raise ValueError(
-            f"Expects samplers with the same generators on every rank, but this rank's hold "
-            f"{len(generators)} and rank 0's {len(states)}. Build the same sampler on every rank."
+            f"Expects samplers with {len(states)} generators, but these have {len(generators)}."
+            " Build the same sampler on every rank, and in a run that is resumed."
         )
     for generator, state in zip(generators, states, strict=True):
         _access(generator)[1](state)

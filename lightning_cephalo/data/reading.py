@@ -22,7 +22,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from lightning_cephalo.common.errors import BatchSplitError, UnsupportedError
 from lightning_cephalo.data.batch_layout import BatchLayout, Splitter
 from lightning_cephalo.data.containers import own_copy
-from lightning_cephalo.data.dealing import Broadcast, fetch
+from lightning_cephalo.data.dealing import Broadcast
 from lightning_cephalo.data.randomness import (
     generators_of,
     preserved_randomness,
@@ -54,10 +54,7 @@ def unwrapped_batch_sampler(loader: Any) -> Any:
 
 def has_custom_lists(loader: Any) -> bool:
     """Returns whether the user's own batch sampler sets the number of samples of a list."""
-    lists = unwrapped_batch_sampler(loader)
-    # torchdata has a copy of torch's
-    is_copy = isinstance(lists, BatchSampler) and type(lists).__module__.startswith("torchdata.")
-    return not (lists is None or type(lists) is BatchSampler or is_copy)
+    return loader.batch_size is None and type(unwrapped_batch_sampler(loader)) is not BatchSampler
 
 
 def original_of(loader: Any) -> Any:
@@ -156,17 +153,21 @@ def sample_batches(
                     f" that {type(loader).__name__} yields has {rows}."
                 )
             return [layout.take(batch, 0, size) for size in sizes]
-        is_read = isinstance(loader.dataset, IterableDataset)
-        found = list(islice(iter(loader.dataset), count)) if is_read else _keys(loader, count)
+        data = loader.dataset
+        is_read = isinstance(data, IterableDataset)
+        found = list(islice(iter(data), count)) if is_read else _keys(loader, count)
         if not found:
             raise ValueError(
-                f"Expects at least one sample to read before training, but "
-                f"{type(loader.dataset).__name__} gave none on this rank. Check its data."
+                f"Expects at least one sample to read before training, but {type(data).__name__}"
+                " gave none on this rank. Check its data."
             )
         found = list(islice(cycle(found), count))
         batches = []
         for size in sizes:
-            samples = found[:size] if is_read else fetch(loader.dataset, found[:size])
+            samples = found[:size]
+            if not is_read:  # as torch's DataLoader reads them
+                fetch = getattr(data, "__getitems__", None)
+                samples = fetch(samples) if fetch else [data[key] for key in samples]
             # some collate functions change what they get
             batches.append(loader.collate_fn(own_copy(samples, with_arrays=True)))
         return batches

@@ -20,8 +20,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from lightning_cephalo.data.containers import known_length
-from lightning_cephalo.data.dealing import Dealing, Idle
+from lightning_cephalo.data.dealing import Dealing
 from lightning_cephalo.data.passes import Passes
 from lightning_cephalo.data.shares import deal
 
@@ -41,44 +40,32 @@ def warn_of_too_few_samples(samples: int, ranks: int) -> None:
 class RankBatchSampler(Sampler[list[Any]]):
     """Yields this rank's keys of each global step; a drop-in ``batch_sampler`` for a DataLoader.
 
-    It yields `Idle` in a step without samples for this rank, so that all take the same number. The
-    user's sampler runs under global random states seeded from ``(seed, epoch, pass)``, as it may
-    draw from them. It is read lazily, so that an endless one works. With ``lists_per_step`` it
-    yields lists of keys, so many of which are a global step; ``drop_last`` is then ignored.
+    A rank without samples in a step gets one key that does not count (`Pass.idle`). The user's
+    sampler runs under global random states seeded from ``(seed, epoch, pass)``, as it may draw from
+    them. It is read lazily, so that an endless one works.
     """
 
     def __init__(
-        self,
-        source: Iterable[Any],
-        dealing: Dealing,
-        *,
-        drop_last: bool = False,
-        lists_per_step: int | None = None,
+        self, lists: Iterable[list[Any]], dealing: Dealing, *, per_step: int = 1, items: int
     ) -> None:
-        self.source, self.drop_last, self.lists_per_step = source, drop_last, lists_per_step
-        self._rank, self._whole = dealing.rank, sum(dealing.sizes)
+        self.lists, self.per_step, self._rank = lists, per_step, dealing.rank
         self._fewest = len(dealing.sizes) if dealing.every_rank else 1
+        self._draws_at_once = type(getattr(lists, "sampler", None)) in _DRAW_AT_ONCE
         # Lightning sets the epoch of what is called sampler; it must be in the __dict__, which its
         # _IndexBatchSamplerWrapper (predict) copies.
-        self.sampler = self.passes = Passes(dealing, lists_per_step or self._whole, source)
-        rest = (known_length(source) or 0) % self.passes.items
-        if lists_per_step is None and not drop_last and 0 < rest < self._fewest:
-            warn_of_too_few_samples(rest, self._fewest)
+        self.sampler = self.passes = Passes(dealing, items, lists)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        own, size = self.passes.begin(), self.passes.items
+        own = self.passes.begin()
         with own.randomness.active():
-            items = iter(self.source)
-            for _ in islice(items, own.skipped * size):
+            lists = iter(self.lists)
+            for _ in islice(lists, own.skipped * self.per_step):
                 pass
         own.steps, has_drawn = own.skipped, False
         while True:
             with nullcontext() if has_drawn else own.randomness.active():
-                keys = list(islice(items, size))
-            if self.lists_per_step is not None:
-                keys = list(chain.from_iterable(keys))
-            elif self.drop_last and len(keys) < self._whole:
-                return
+                keys = list(chain.from_iterable(islice(lists, self.per_step)))
+            has_drawn = self._draws_at_once
             if not keys:
                 return
             if len(keys) < self._fewest:
@@ -87,11 +74,8 @@ class RankBatchSampler(Sampler[list[Any]]):
             dealt = deal(len(keys), own.sizes_of(own.steps))
             own.steps += 1
             start = sum(dealt[: self._rank])
-            yield keys[start : start + dealt[self._rank]] or Idle(keys[-1])
-            has_drawn = type(self.source) in _DRAW_AT_ONCE
+            own.idle.append(not dealt[self._rank])
+            yield keys[start : start + dealt[self._rank]] or keys[-1:]
 
     def __len__(self) -> int:
-        items, per_step = len(self.source), self.passes.items  # type: ignore[arg-type]
-        rest = items % per_step
-        is_left_out = self.lists_per_step is None and (self.drop_last or rest < self._fewest)
-        return items // per_step + (rest > 0 and not is_left_out)
+        return -(-len(self.lists) // self.per_step)  # type: ignore[arg-type]

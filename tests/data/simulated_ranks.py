@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from lightning_cephalo.data.batch_layout import NoSamples
 from lightning_cephalo.data.dealing import Dealing
@@ -45,11 +45,19 @@ def dealt(loader, sizes, rank=0, **options):
     return dealt_loader(loader, Dealing(rank, tuple(sizes), **common))
 
 
-def ranked(source, rank, sizes, seed=0, every_rank=False, **options):
+def ranked(source, rank, sizes, seed=0, drop_last=False):
     """A rank's sampler of a source of keys."""
-    common = {"every_rank": every_rank}
-    dealing = Dealing(rank, tuple(sizes), seed, same, gathered_alone, **common)
-    return RankBatchSampler(source, dealing, **options)
+    dealing, whole = Dealing(rank, tuple(sizes), seed, same, gathered_alone), sum(sizes)
+    return RankBatchSampler(BatchSampler(source, whole, drop_last), dealing, items=whole)
+
+
+def keys_of(sampler):
+    """A rank's keys in each step of a pass; none where a key is only shown."""
+    steps = list(sampler)
+    return [
+        [] if is_idle else keys
+        for keys, is_idle in zip(steps, sampler.passes.running.idle, strict=True)
+    ]
 
 
 def rebuilt_for_ranks(make_loader, batch_sizes, *, seed=7, evaluate=False, **options):

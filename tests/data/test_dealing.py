@@ -1,6 +1,5 @@
 """A rank without samples shows a repeated one, for every dataset and collate function."""
 
-import pickle
 import random
 
 import numpy as np
@@ -9,8 +8,8 @@ import torch
 from simulated_ranks import Numbers, dealt, rebuilt_for_ranks
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.data.batch_layout import NoSamples
-from lightning_cephalo.data.dealing import DealtSamples, Idle
 
 
 class Augmented(Dataset):
@@ -43,26 +42,42 @@ def popping_collate(samples):
 
 
 def test_a_rank_without_samples_shows_a_sample_of_the_step_read_anew():
-    dataset = Augmented()
-    samples = DealtSamples(dataset, popping_collate)
+    user = DataLoader(Augmented(6), batch_size=2, collate_fn=popping_collate)
+    loader = dealt(user, (1, 0), rank=1)
 
-    for _ in range(2):  # a hook may spoil what it gets
-        shown = samples.__getitems__(pickle.loads(pickle.dumps(Idle(3))))  # as a worker gets it
-        assert isinstance(shown, NoSamples)
-        assert shown.shown["x"].shape == (1, 3) and shown.shown.pop("names") == ["sample 3"]
-    assert dataset.reads == 2
-
-
-def test_the_dataset_stays_of_the_users_class_and_in_workers_too():
-    here = DealtSamples(Augmented(), popping_collate)
-    for samples in (here, pickle.loads(pickle.dumps(here))):
-        assert isinstance(samples, Augmented) and samples.length == len(samples) == 9
-        assert samples.__getitems__([1, 4])["names"] == ["sample 1", "sample 4"]
+    assert loader.dataset is user.dataset
+    names = []
+    for batch in loader:
+        assert isinstance(batch, NoSamples) and batch.shown["x"].shape == (1, 3)
+        names += batch.shown.pop("names")  # a hook may spoil what it gets
+    assert names == ["sample 3", "sample 5"]
+    assert user.dataset.reads == 2
 
 
-def test_samples_that_are_all_dropped_count_as_none():
-    dropping = DealtSamples(Numbers(4), lambda samples: None)
-    assert dropping.__getitems__([0, 1]) == NoSamples(())
+def test_samples_that_are_all_dropped_count_as_none_but_on_one_device():
+    user = DataLoader(Numbers(4), batch_size=2, collate_fn=lambda samples: None)
+    assert list(dealt(user, (1, 1))) == [NoSamples(())]
+    assert list(dealt(user, (2,))) == [None, None]
+
+
+class Repeats(DataLoader):
+    times, inside = 2, False
+
+    def __iter__(self):
+        for _ in range(self.times):
+            for batch in super().__iter__():
+                yield from [batch, batch] if self.inside else [batch]
+
+
+def test_a_loader_that_repeats_its_passes_is_dealt_and_one_that_repeats_batches_refused():
+    user = Repeats(Numbers(5), batch_size=2)
+    found = [list(dealt(user, (1, 1), rank)) for rank in range(2)]
+    assert [batch.tolist() for batch in found[0]] == 2 * [[0, 1], [4]]
+    assert [batch.shown.tolist() for batch in found[1][1::2]] == [[4], [4]]
+
+    user.inside = True
+    with pytest.raises(UnsupportedError, match=r"Repeats\.__iter__ yields more batches"):
+        list(dealt(user, (1, 1), 1))
 
 
 def test_keys_need_not_be_numbers():
@@ -89,13 +104,3 @@ def test_idle_ranks_and_ragged_steps_work_with_every_way_of_fetching(dataset, wo
     sizes = [[rows(batch) for batch in loader] for loader in loaders]
 
     assert sizes == [[3, 2], [3, 1], [0, 0]]
-
-
-def test_a_wrapped_dataset_shows_its_attributes_and_is_pickled():
-    loader = dealt(DataLoader(Fetched(4)), (1, 1))
-
-    loader.dataset.length = 3  # as a function that starts a worker opens files
-    assert loader.dataset.length == len(loader.dataset) == loader.dataset.wrapped.length == 3
-    copied = pickle.loads(pickle.dumps(loader.dataset))
-    assert copied.__getitems__([0, 2]).tolist() == [0, 2]
-    assert copied[2] == 2

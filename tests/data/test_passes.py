@@ -41,26 +41,6 @@ class Drawing(Sampler):
         return SAMPLES
 
 
-class Counting(Sampler):
-    """A user's sampler with a state of another kind, which it can save."""
-
-    def __init__(self):
-        self.passes = 0
-
-    def __iter__(self):
-        self.passes += 1
-        return ((index * self.passes) % SAMPLES for index in range(SAMPLES))
-
-    def __len__(self):
-        return SAMPLES
-
-    def state_dict(self):
-        return {"passes": self.passes}
-
-    def load_state_dict(self, state):
-        self.passes = state["passes"]
-
-
 def seeded():
     return torch.Generator().manual_seed(3)
 
@@ -94,7 +74,6 @@ KINDS = {
     "numpy": lambda: DataLoader(DATA, batch_size=6, sampler=Drawing(np.random.default_rng(4))),
     "old numpy": lambda: DataLoader(DATA, batch_size=6, sampler=Drawing(np.random.RandomState(4))),
     "python": lambda: DataLoader(DATA, batch_size=6, sampler=Drawing(random.Random(4))),
-    "state": lambda: DataLoader(DATA, batch_size=6, sampler=Counting()),
 }
 
 SAME_SAMPLES = {"workers": "generator"}
@@ -150,9 +129,7 @@ def test_a_pass_goes_on_at_its_step_and_later_epochs_follow(kind):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("way", [Continue.BEHIND, Continue.AT_END])
-@pytest.mark.parametrize(
-    "kind", ["generator", "shuffle", "numpy", "state", "workers", "workers that stay"]
-)
+@pytest.mark.parametrize("kind", ["generator", "shuffle", "numpy", "workers", "workers that stay"])
 def test_an_ended_epoch_is_followed_by_the_next(kind, way):
     loaders = ranks_of(SAME_SAMPLES.get(kind, kind), (8, 4))
     wanted = [joined(steps_of(loaders, epoch)) for epoch in range(3)]

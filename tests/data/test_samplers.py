@@ -12,7 +12,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.fabric.utilities.data import _set_sampler_epoch
-from simulated_ranks import Numbers, joined, ranked, rebuilt_for_ranks, single_device, steps_of
+from simulated_ranks import (
+    Numbers,
+    joined,
+    keys_of,
+    ranked,
+    rebuilt_for_ranks,
+    single_device,
+    steps_of,
+)
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -243,13 +251,12 @@ class Unsized(Sampler):
 
 @pytest.mark.parametrize("source", [range(10), Unsized()])
 def test_every_rank_has_a_sample_and_a_rest_without_is_left_out_with_a_warning(source):
-    found = []
-    for rank in range(3):
-        with pytest.warns(UserWarning, match="has 2 samples for 3 ranks"):
-            sampler = ranked(source, rank, (2, 1, 1), every_rank=True)
-            found.append(list(sampler))
-        assert isinstance(source, Unsized) or len(sampler) == 2
-    assert found == [[[0, 1], [4, 5]], [[2], [6]], [[3], [7]]]
+    make = lambda: DataLoader(Numbers(10), 1, sampler=source)  # noqa: E731
+    with pytest.warns(UserWarning, match="has 2 samples for 3 ranks"):
+        loaders = rebuilt_for_ranks(make, (2, 1, 1), every_rank=True, global_batch_size=4)
+        found = steps_of(loaders)
+    assert isinstance(source, Unsized) or {len(loader) for loader in loaders} == {2}
+    assert found == [[[0, 1], [2], [3]], [[4, 5], [6], [7]]]
 
 
 def test_set_epoch_reaches_the_users_sampler_through_lightning():
@@ -311,7 +318,7 @@ def test_batch_sizes_can_be_replaced_for_later_passes():
     running = iter(sampler)
     assert next(running) == [0, 1, 2]
 
-    sampler.passes.change_batch_sizes((1, 3), from_step=math.inf)
+    sampler.passes.running.change((1, 3), math.inf)
 
     assert next(running) == [4, 5, 6]
     assert list(sampler) == [[0], [4]]
@@ -326,13 +333,13 @@ def test_batch_sizes_change_at_a_step_of_the_running_pass_and_in_later_ones():
     assert [sampler.passes.dealt_steps(1, ahead=3) for sampler in samplers] == [2, 1]
     assert samplers[0].passes.dealt_steps(6, ahead=3) is None  # somebody else has iterated it
     for sampler in samplers:
-        sampler.passes.change_batch_sizes((1, 3), from_step=2)
+        sampler.passes.running.change((1, 3), 2)
 
     assert first == [[0, 1, 2], [3]]
     assert list(running[0]) == [[8], [12]]
     assert list(running[1]) == [[7], [9, 10, 11], [13, 14, 15]]
     assert [next(iter(sampler)) for sampler in samplers] == [[0], [1, 2, 3]]
-    samplers[0].passes.change_batch_sizes((20, 20), from_step=9)
+    samplers[0].passes.running.change((20, 20), 9)
     assert [len(keys) for keys in samplers[0]] == [2] * 4
 
 
@@ -352,31 +359,9 @@ def test_slices_partition_every_step_in_order(length, sizes, drop_last):
     samplers = [
         ranked(range(length), rank, sizes, drop_last=drop_last) for rank in range(len(sizes))
     ]
-    steps = list(zip(*map(list, samplers), strict=True))
+    steps = list(zip(*map(keys_of, samplers), strict=True))
 
     whole_order = [index for step in steps for part in step for index in part]
     kept = length // sum(sizes) * sum(sizes) if drop_last else length
     assert whole_order == list(range(kept))
     assert {len(sampler) for sampler in samplers} == {len(steps)}
-
-
-def test_a_stateful_loader_resumes_in_the_middle_of_an_epoch():
-    stateful = pytest.importorskip("torchdata.stateful_dataloader")
-
-    def build():
-        torch.manual_seed(3)  # torchdata's sampler draws its seed when it is made
-        return rebuilt_for_ranks(
-            lambda: stateful.StatefulDataLoader(Numbers(40), batch_size=4, shuffle=True), (6, 2)
-        )
-
-    uninterrupted = steps_of(build(), 1)
-    for rank, loader in enumerate(build()):
-        loader.batch_sampler.sampler.set_epoch(1)
-        batches = iter(loader)
-        for _ in range(2):
-            next(batches)
-        state = loader.state_dict()
-        again = build()[rank]
-        again.batch_sampler.sampler.set_epoch(1)
-        again.load_state_dict(state)
-        assert [batch.tolist() for batch in again] == [step[rank] for step in uninterrupted[2:]]

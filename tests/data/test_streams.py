@@ -318,28 +318,6 @@ def test_checksums_do_not_tell_one_object_from_two_equal_ones():
     assert fingerprint([same, same, "ab"]) == fingerprint([same, same.clone(), "".join("ab")])
 
 
-class Reads(IterableDataset):
-    """Its iterator is itself, which goes on where the last reader has stopped."""
-
-    def __init__(self):
-        self.next = 0
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        self.next += 1
-        return torch.tensor(self.next)
-
-
-def test_a_stream_that_does_not_begin_anew_is_named_before_it_is_used():
-    with pytest.warns(UserWarning, match="Reads begins with another sample each time"):
-        dealt(DataLoader(Reads(), batch_size=4), (3, 1))
-    for options in ({"sizes": (4,)}, {"sizes": (1, 1), "trains": False}):
-        unread = dealt(DataLoader(Reads(), batch_size=4), **options)
-        assert next(iter(unread)).tolist() == [1, 2, 3, 4]  # nothing was read, and nothing is said
-
-
 def test_a_generator_is_refused_because_its_first_batches_would_be_lost():
     with pytest.raises(UnsupportedError, match="is a generator, which can be read once"):
         refuse_one_pass(torch.ones(2) for _ in range(3))

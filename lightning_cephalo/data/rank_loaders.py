@@ -1,32 +1,35 @@
-"""Deals streams: loaders whose samples have no index, so that no sampler can deal them.
+"""What a rank iterates of a user's loader.
 
-Every rank reads the whole stream. In training it cuts its part out of each global batch, so a step
-has the samples of one device, in the same order, with any number of workers. In an evaluation it
-takes every batch whose turn is its own. Checksums of every step are compared, so that a stream that
-differs between ranks is refused.
+``DealtSamples`` yields a rank's part of what a `RankBatchSampler` deals. Streams have no index, so
+that no sampler can deal them: with ``DealtStream`` every rank reads the whole stream. In training
+it cuts its part out of each global batch, so a step has the samples of one device, in the same
+order, with any number of workers. In an evaluation it takes every batch whose turn is its own.
+Checksums of every step are compared, so that a stream that differs between ranks is refused.
 
-With ``Trainer(use_distributed_sampler=False)`` each rank reads a part of its own.
+With ``Trainer(use_distributed_sampler=False)`` each rank reads a part of its own, ``OwnPart``.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import chain, islice, repeat
 from typing import Any
+
+from torch.utils.data import DataLoader
 
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.data.batch_layout import NoSamples
 from lightning_cephalo.data.containers import known_length, own_copy
 from lightning_cephalo.data.dealing import Dealing
 from lightning_cephalo.data.fingerprints import fingerprint
-from lightning_cephalo.data.passes import Passes, is_stateful
-from lightning_cephalo.data.randomness import generators_of
+from lightning_cephalo.data.passes import Pass, Passes
 from lightning_cephalo.data.samplers import warn_of_too_few_samples
 from lightning_cephalo.data.shares import deal
 
 _END: Any = object()
-_OWN = ("loader", "dealt_from", "passes", "sampler")
+# passes resume a loader by its steps; with a state of its own, too, they would be skipped twice
+_HIDDEN = ("state_dict", "load_state_dict")
 _OWN_PART = (
     " If it divides itself between ranks, give Trainer(use_distributed_sampler=False): each rank"
     " then trains its own part."
@@ -36,66 +39,103 @@ _OWN_PART = (
 class RankLoader(ABC):
     """Iterates ``loader`` on every rank; its attributes are those of the wrapped loader.
 
-    Creating and iterating it is collective. ``dealt_from`` is the user's loader.
+    ``dealt_from`` is the user's loader. ``passes`` is None if each rank reads a part of its own.
     """
 
-    def __init__(self, loader: Iterable[Any], dealing: Dealing, dealt_from: object) -> None:
-        self.loader, self.dealt_from, self._dealing = loader, dealt_from, dealing
-        if is_stateful(loader):  # as Lightning looks for
-            for name in ("state_dict", "load_state_dict"):
-                object.__setattr__(self, name, getattr(loader, name))
-        own = self._own_length()
-        everyones = [row[0] for row in dealing.gather([-1.0 if own is None else float(own)])]
-        longest = min(everyones) if dealing.every_rank else max(everyones)
-        self._length = None if min(everyones) < 0 else int(longest)
+    def __init__(
+        self, loader: Any, dealing: Dealing, dealt_from: object, passes: Passes | None
+    ) -> None:
+        own = {"loader": loader, "dealt_from": dealt_from, "passes": passes, "_dealing": dealing}
+        vars(self).update(own)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "loader" not in self.__dict__:
+        if name.startswith("__") or name in _HIDDEN or "loader" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name.startswith("_") or name in _OWN:
-            object.__setattr__(self, name, value)
-        else:  # such as Lightning's worker_init_fn
-            setattr(self.loader, name, value)
+        setattr(self.loader, name, value)  # such as Lightning's worker_init_fn
 
     def __len__(self) -> int:
-        if self._length is None:
-            raise TypeError(f"object of type {type(self.loader).__name__!r} has no len()")
-        return self._length
+        return len(self.loader)
 
     @abstractmethod
     def __iter__(self) -> Iterator[Any]:
         """Yields this rank's batches."""
 
-    def _own_length(self) -> int | None:
-        return known_length(self.loader)
+
+class DealtSamples(RankLoader):
+    """Yields the batches of a DataLoader; `NoSamples` in steps without samples for this rank."""
+
+    __class__: type[Any] = DataLoader  # for users' isinstance
+
+    def __iter__(self) -> Iterator[Any]:
+        own: Pass | None = None
+        for index, batch in enumerate(self.loader):
+            if own is None or not own.idle:
+                own = self.passes.running
+            if not own.idle:
+                raise UnsupportedError(
+                    f"{type(self.loader).__name__}.__iter__ yields more batches than its batch"
+                    " sampler yields lists. Yield one for each, or do so in the dataset."
+                )
+            is_idle = own.idle.popleft()
+            seen = getattr(self.batch_sampler, "seen_batch_indices", [])
+            if is_idle and index < len(seen):
+                seen[index] = []  # Lightning gives them to a writer of predictions
+            # Lightning would skip a step whose batch is None, on this rank alone
+            is_idle = is_idle or (batch is None and len(self._dealing.sizes) > 1)
+            yield NoSamples(() if batch is None else batch) if is_idle else batch
 
 
-class OwnPart(RankLoader):
+class _Stream(RankLoader):
+    """Iterates in lock step with the other ranks: creating and iterating it is collective."""
+
+    def __init__(
+        self,
+        loader: Any,
+        dealing: Dealing,
+        dealt_from: object,
+        passes: Passes | None,
+        length: int | None,
+    ) -> None:
+        super().__init__(loader, dealing, dealt_from, passes)
+        everyones = [row[0] for row in dealing.gather([-1.0 if length is None else float(length)])]
+        longest = min(everyones) if dealing.every_rank else max(everyones)
+        vars(self).update(_length=None if min(everyones) < 0 else int(longest))
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError(f"object of type {type(self.loader).__name__!r} has no len()")
+        return int(self._length)
+
+
+class OwnPart(_Stream):
     """Yields this rank's own samples, on every rank until the last one has run out.
 
     Ranks that have run out continue with `NoSamples`, so that every sample counts once. With
     ``every_rank`` all end with the first.
     """
 
-    _shown: Any = ()  # of a part that has nothing at all; None would let Lightning skip the step
+    def __init__(self, loader: Any, dealing: Dealing, dealt_from: object) -> None:
+        super().__init__(loader, dealing, dealt_from, None, known_length(loader))
 
     def __iter__(self) -> Iterator[Any]:
+        own = vars(self)
         for batch in chain(self.loader, repeat(_END)):
             is_batch = batch is not _END and batch is not None
-            if is_batch and self._shown is OwnPart._shown:
-                self._shown = own_copy(batch, with_arrays=True)
+            if is_batch and "_shown" not in own:
+                own["_shown"] = own_copy(batch, with_arrays=True)
             everyones = [bool(row[0]) for row in self._dealing.gather([float(batch is not _END)])]
             if not (all(everyones) if self._dealing.every_rank else any(everyones)):
                 return
             # Lightning skips a step whose batch is None, and the other ranks would wait for it.
             # A hook may change the containers that it gets.
-            yield batch if is_batch else NoSamples(own_copy(self._shown, with_arrays=True))
+            shown = own.get("_shown", ())
+            yield batch if is_batch else NoSamples(own_copy(shown, with_arrays=True))
 
 
-class DealtStream(RankLoader):
+class DealtStream(_Stream):
     """Yields this rank's part of each step of a stream that every rank reads whole.
 
     ``items`` is the samples of a global batch, 0 if they have any sizes. On iteration all ranks
@@ -103,12 +143,14 @@ class DealtStream(RankLoader):
     """
 
     def __init__(self, loader: Any, dealing: Dealing, dealt_from: object, items: int) -> None:
-        stateful = is_stateful(loader)
-        # Lightning sets the epoch of what is called sampler
-        self.passes = self.sampler = Passes(
-            dealing, items, others=generators_of(loader), is_stateful=stateful
-        )
-        super().__init__(loader, dealing, dealt_from)
+        length = known_length(loader)
+        if dealing.every_rank:
+            length = None  # steps that are left out would count, and no epoch would end
+        elif length is not None and not dealing.trains:
+            length = -(-length // len(dealing.sizes))
+        passes = Passes(dealing, items, loader)
+        super().__init__(loader, dealing, dealt_from, passes, length)
+        vars(self).update(sampler=passes)  # Lightning sets the epoch of what is called so
 
     def __iter__(self) -> Iterator[Any]:
         own, number, ranks = self.passes.begin(), 0, len(self._dealing.sizes)
@@ -152,13 +194,6 @@ class DealtStream(RankLoader):
         start = min(sum(dealt[:rank]), count - 1)
         part = layout.take(batch, start, start + max(dealt[rank], 1))
         return part if dealt[rank] else NoSamples(part), count, fingerprint(batch)
-
-    def _own_length(self) -> int | None:
-        length = super()._own_length()
-        # steps that are left out would count, and no epoch would end
-        if length is None or self._dealing.every_rank:
-            return None
-        return length if self._dealing.trains else -(-length // len(self._dealing.sizes))
 
     def _compare(self, own: list[float], number: int) -> None:
         """Raises on every rank if ranks read different samples; collective."""
