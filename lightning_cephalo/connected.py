@@ -44,7 +44,7 @@ class ConnectedStrategy(ParallelStrategy):
         self._process_group_backend = process_group_backend
         self._timeout, self._start_method = timeout, start_method
         self._num_nodes = 1
-        self._ending = Ending(self._is_half_updated)
+        self._ending = Ending(self._is_half_updated, self._abort_groups)
         # from setup_environment() until the process ends, or until this rank fails alone on a
         # backend that must be aborted
         self._ranks: Ranks | None = None
@@ -146,7 +146,7 @@ class ConnectedStrategy(ParallelStrategy):
         node_rank = self._environment.node_rank() if self.world_size > 1 else 0
         self._ranks = launch.ranks_for(self, self._timeout, node_rank)
         watch = launch.watch_for_losses(self._ranks, self._process_group_backend)
-        self._ending.connect(self._ranks, self._abort_groups, watch)
+        self._ending.connect(self._ranks, watch)
         return self._ranks
 
     # -- communication for users and Lightning ------------------------------------------------

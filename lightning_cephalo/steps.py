@@ -253,6 +253,6 @@ def _call(
         step,
         partial(loss_and_weight, samples=samples),
         partial(log.resume, microbatch),
-        partial(log.pause, microbatch),
+        log.pause,
         samples,
     )

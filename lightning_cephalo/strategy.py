@@ -366,7 +366,7 @@ class CephaloStrategy(SavingStrategy):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._ending.begin_batch(trains=True)
+        self._ending.begin_batch(self._view, trains=True)
         self._running[0].begin_batch(self.optimizers)
 
     @override
@@ -440,7 +440,7 @@ class CephaloStrategy(SavingStrategy):
     ) -> tuple[Any, int]:
         """Run a step without gradients; return its result and this rank's samples in it."""
         session = self.session
-        self._ending.begin_batch(trains=False)
+        self._ending.begin_batch(self._view, trains=False)
         found = evaluate(session, name, (args, kwargs), self._ending.termination)
         view = self._view
         if not view.is_predicting and view.evaluation_loop.batch_progress.is_last_batch:

@@ -108,7 +108,7 @@ class SamplerTakeover:
 
     def take(self, view: TrainerView) -> None:
         """Take over; does nothing the second time."""
-        connector = view.accelerator_connector
+        connector = view.connector("accelerator")
         if not self._is_taken:
             self.deals, self._is_taken = connector.use_distributed_sampler, True
         connector.use_distributed_sampler = False
@@ -116,7 +116,7 @@ class SamplerTakeover:
     def give_back(self, view: TrainerView) -> None:
         """Restore the user's own setting."""
         if self._is_taken:
-            view.accelerator_connector.use_distributed_sampler = self.deals
+            view.connector("accelerator").use_distributed_sampler = self.deals
         self.deals = self._is_taken = False
 
 

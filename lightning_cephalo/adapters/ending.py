@@ -38,19 +38,20 @@ _LEAVE_TOGETHER = (
 class Ending:
     """Finds out whether the ranks of a run can still meet, and lets them end together.
 
+    ``abort`` is called when this rank fails alone, so that no other rank waits for it.
     ``failed_together``: all ranks have raised the error that ends the run, at the same place.
     """
 
-    def __init__(self, is_half_updated: Callable[[], bool]) -> None:
-        self._is_half_updated = is_half_updated
+    failed_together = _has_told = _is_in_loop = False
+    _batches = 0
+    _view: TrainerView | None = None
+    # from connect() until the process ends, or forget()
+    _ranks: Ranks | None = None
+    _watch: LossWatch | None = None
+
+    def __init__(self, is_half_updated: Callable[[], bool], abort: Callable[[], None]) -> None:
+        self._is_half_updated, self._abort = is_half_updated, abort
         self.termination = Termination()
-        self.failed_together = self._has_told = self._is_in_loop = False
-        self._batches = 0
-        self._view: TrainerView | None = None
-        # from connect() until the process ends, or forget()
-        self._ranks: Ranks | None = None
-        self._abort: Callable[[], None] = _nothing  # a lambda could not be pickled for spawn
-        self._watch: LossWatch | None = None
 
     @property
     def failed_alone(self) -> bool:
@@ -59,19 +60,13 @@ class Ending:
 
     def begin(self, view: TrainerView) -> None:
         """Begin a run, which no failure has ended yet."""
-        self._view = view
+        self._view, self._batches = view, 0
         self.failed_together = self._has_told = self._is_in_loop = False
-        self._batches = 0
         self.termination.begin(view)
 
-    def connect(
-        self, ranks: Ranks, abort: Callable[[], None], watch: LossWatch | None = None
-    ) -> None:
-        """Note that the ranks are connected.
-
-        ``abort`` is called when this rank fails alone, so that no other rank waits for it.
-        """
-        self._ranks, self._abort, self._watch = ranks, abort, watch
+    def connect(self, ranks: Ranks, watch: LossWatch | None) -> None:
+        """Note that the ranks are connected."""
+        self._ranks, self._watch = ranks, watch
 
     def end(self) -> None:
         """Note that the run is over: SIGTERM is the system's again, and no loss matters."""
@@ -89,30 +84,22 @@ class Ending:
         if self._ranks is not None:
             self._ranks.groups.meeting.meet(purpose, remedy, is_patient=True)
 
-    def begin_batch(self, *, trains: bool) -> None:
-        """Begin a batch; before the first of an epoch all ranks meet."""
-        if trains:
+    def begin_batch(self, view: TrainerView, *, trains: bool) -> None:
+        """Begin a batch; before the first of a training epoch all ranks meet."""
+        if trains:  # the Trainer's stage stays "validating" if a hook has ended a validation
             self._batches += 1
-            if self._first_batch:
+            if view.connector("logger")._first_loop_iter:
                 self.meet("beginning an epoch")
         self._is_in_loop = True
 
     def leave_loop(self, purpose: str = "") -> None:
         """Let all ranks meet once behind each loop, as one may have left it alone."""
-        view = self._view
-        if view is None or not self._is_in_loop or self._first_batch is not None:
+        view, is_in_loop = self._view, self._is_in_loop
+        if view is None or not is_in_loop or view.connector("logger")._first_loop_iter is not None:
             return
         self._is_in_loop = False
         behind = f"an epoch behind batch {view.batches_ready - 1}"
         self.meet(purpose or f"ending {behind if view.is_training else 'an evaluation'}")
-
-    @property
-    def _first_batch(self) -> bool | None:
-        """Whether the batch is the first of its loop; None between loops."""
-        first: bool | None = None
-        if self._view is not None:
-            first = self._view.logger_connector._first_loop_iter
-        return first
 
     def refuse_alone(self, what: str) -> None:
         """Raise this rank's failure again in hooks for it that need ranks which do not share it.
@@ -126,12 +113,11 @@ class Ending:
         self.tell(failure)
         if self.termination.ends_with(failure):
             return
+        why = f"the other ranks do not share this failure, and {what} needs all of them"
         if self._is_half_updated():
             why = "weights are half-updated"
         elif self.failed_together:
             return
-        else:
-            why = f"the other ranks do not share this failure, and {what} needs all of them"
         self.end()  # Lightning ends here, without teardown
         warnings.warn(
             f"Rank {dist.get_rank()} ends with {type(failure).__name__}; {what} in on_exception()"
@@ -162,7 +148,3 @@ class Ending:
             is_refusal = is_refusal and control.raised is failure and control.is_of_all
         if is_refusal:
             refusals.note(failure)
-
-
-def _nothing() -> None:
-    pass

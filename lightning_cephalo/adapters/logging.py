@@ -6,15 +6,10 @@ are only collected while a microbatch runs. After the step each key gets one val
 mean (or sum, minimum, maximum) over microbatches and, for ``sync_dist=True``, over ranks. For the
 epoch, Lightning accumulates this rank's part of it. Means that hooks log are weighted, too.
 
-==================  ================================================================================
-weight of a value   the ``batch_size`` given to ``self.log``; else the ``"weight"`` that
-                    ``training_step`` returned; else the microbatch's samples
-torchmetrics        collected by the object itself, exactly; its value of a *step* is the weighted
-                    mean over microbatches, exact for metrics that are means over samples
-sums                add up over microbatches, so that counts of samples are right; a constant counts
-                    once for each microbatch
-no samples          a rank without samples in a step takes the other ranks' keys and values
-==================  ================================================================================
+A value weighs the ``batch_size`` given to ``self.log``; else the ``"weight"`` that
+``training_step`` returned; else the microbatch's samples. torchmetrics collect exactly themselves;
+their value of a *step* is the weighted mean over microbatches. A rank without samples in a step
+takes the other ranks' keys and values.
 
 [Note: Lightning's result collection] A collection and its metrics are private; they are touched in
 this file only, and ``tests/lightning/test_logging.py`` fails when they change. At the end of an
@@ -25,7 +20,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -46,34 +41,24 @@ class _Samples(int):
 
 
 class _Note(NamedTuple):
-    """What all ranks get of a rank's step: checksums of its keys, and what its samples weigh."""
+    """What all ranks get of a rank's step: a checksum of keys, and what its samples weigh."""
 
-    keys: float
     synced_keys: float
     shows_synced: float
     samples: float
     weight: float
 
 
-@dataclass(frozen=True)
-class _Logged:
-    """One call of ``self.log`` in a microbatch."""
-
-    microbatch: int
-    value: Tensor
-    batch_size: int
-
-
-@dataclass(frozen=True)
-class _Combined:
-    """The value of one key over this rank's microbatches; a tensor, as reading it would wait."""
+class _Logged(NamedTuple):
+    """A value of a microbatch, or of all of them; a tensor, as reading it would wait."""
 
     value: Tensor
     weight: float
+    microbatch: int = 0
 
 
 # weights of ranks that have not logged a key are negative
-_MISSING = _Combined(torch.zeros((), dtype=torch.float64), -1.0)
+_MISSING = _Logged(torch.zeros((), dtype=torch.float64), -1.0)
 
 
 class StepLog:
@@ -92,7 +77,7 @@ class StepLog:
         if self._is_seen:
             self.results.batch_size = _Samples(self.counts[microbatch])
 
-    def pause(self, microbatch: int) -> None:
+    def pause(self) -> None:
         """Stop collecting, as the microbatch has paused or returned."""
         self._logs.running = None
 
@@ -107,15 +92,16 @@ class StepLog:
             value = metric._forward_cache
             if not (isinstance(value, Tensor) and value.is_floating_point() and value.numel() == 1):
                 return
-        self.calls.setdefault(key, []).append(_Logged(self._microbatch, value, batch_size))
+        self.calls.setdefault(key, []).append(_Logged(value, batch_size, self._microbatch))
 
     def note(self) -> tuple[float, ...]:
         """Return what all ranks must know of this rank's step."""
-        self.pause(self._microbatch)
-        live = _live(self.results)
-        synced = {key: metric for key, metric in live.items() if _is_synced(metric)}
+        self.pause()
+        synced = {key: each for key, each in _live(self.results).items() if _is_synced(each)}
+        # numbers travel as float64, which holds every checksum of 32 bits exactly
+        checksum = zlib.crc32("\n".join(synced).encode())
         shows = any(metric.is_tensor and metric.meta.on_step for metric in synced.values())
-        return _Note(_checksum(live), _checksum(synced), shows, sum(self.counts), self.weight)
+        return _Note(checksum, shows, sum(self.counts), self.weight)
 
 
 class StepLogs:
@@ -161,76 +147,62 @@ class StepLogs:
             weights, total = [float(count) for count in log.counts], samples
         # in units of samples, by which Lightning weights what hooks log, and the steps of an epoch
         weights = [weight * samples / total for weight in weights]
-        own: dict[str, _Combined] = {}
-        self.are_combining = True
-        try:
-            for key, calls in log.calls.items():
-                metric = log.results[key]
-                if metric.is_tensor:
-                    _accumulate(log.results, key, _combined(metric.meta, calls, weights))
-                # an epoch has all values of a key that is logged twice, and a step the last
-                last = {call.microbatch: call for call in calls}.values()
-                own[key] = _combined(metric.meta, last, weights)
-                _show(metric, own[key].value)
-            if keys:
-                self._share(log, own, keys, samples)
-        finally:
-            self.are_combining = False
+        own: dict[str, _Logged] = {}
+        for key, calls in log.calls.items():
+            metric = log.results[key]
+            weighed = [
+                call._replace(weight=weights[call.microbatch])
+                if isinstance(call.weight, _Samples)
+                else call
+                for call in calls
+            ]
+            if metric.is_tensor:
+                self._accumulate(log.results, key, _reduced(metric.meta, weighed))
+            # an epoch has all values of a key that is logged twice, and a step the last
+            own[key] = _reduced(metric.meta, {call.microbatch: call for call in weighed}.values())
+            _show(metric, own[key].value)
+        if keys:
+            self._share(log, own, keys, samples)
         log.results.batch_size = _whole(sum(weights))  # for what hooks log of this batch
 
     def _shared_keys(self, log: StepLog, notes: Sequence[_Note]) -> list[str]:
         """Return the keys whose values the ranks exchange, which all of them have."""
         with_samples = [rank for rank, note in enumerate(notes) if note.samples]
-        if len({notes[rank].synced_keys for rank in with_samples}) > 1:
-            self._refuse_other_keys(log.results, with_samples)
         live = _live(log.results)
-        tensors = [key for key, metric in live.items() if metric.is_tensor]
+        if len({notes[rank].synced_keys for rank in with_samples}) > 1:
+            _refuse_other_keys(
+                self._control.gather(tuple(key for key in live if _is_synced(live[key]))),
+                with_samples,
+            )
         if len(with_samples) in (0, len(notes)):
             shows = any(note.shows_synced for note in notes)
-            return [key for key in tensors if _is_synced(live[key])] if shows else []
-        if len({note.keys for note in notes}) == 1:
-            return tensors
-        sent = [(key, metric.is_tensor, _without_function(metric)) for key, metric in live.items()]
-        described = self._control.gather(tuple(sent))[with_samples[0]]
-        if not sum(log.counts) and log.results is not None:
-            for key, is_tensor, meta in described:
-                if key not in live:
-                    self._adopt(log.results, key, is_tensor, meta)
-            # as if it had logged them: else its first own value would reset them
-            self._view.logger_connector._current_fx = self._view.module._current_fx_name
-            found = dict(log.results)
-            log.results.clear()
-            log.results.update({key: found.pop(key) for key, *_ in described} | found)
+            return [k for k, each in live.items() if shows and each.is_tensor and _is_synced(each)]
+        sent = tuple((key, each.is_tensor, _sendable(each.meta)) for key, each in live.items())
+        described = self._control.gather(sent)[with_samples[0]]
+        if not sum(log.counts):
+            self._adopt(log.results, described, live)
         return [key for key, is_tensor, _ in described if is_tensor]
 
-    def _refuse_other_keys(self, results: Any, with_samples: Sequence[int]) -> None:
-        keys = self._control.gather(
-            tuple(key for key, metric in _live(results).items() if _is_synced(metric))
-        )
-        first = with_samples[0]
-        other = next(rank for rank in with_samples if keys[rank] != keys[first])
-        differ = sorted(set(keys[first]) ^ set(keys[other])) or ["their order"]
-        raise UnsupportedError(
-            f"Ranks {first} and {other} have logged different keys with sync_dist=True, or"
-            f" different metrics: {', '.join(differ)}. Lightning synchronises keys by their order."
-            " Log the same ones on every rank: log a value that some batches lack as a sum, 0 where"
-            " it is missing, or leave out sync_dist=True."
-        )
-
-    def _adopt(self, results: Any, key: str, is_tensor: bool, meta: Any) -> None:
-        """Log a key that this rank has not logged, in a way that changes nothing."""
-        meta.sync = replace(meta.sync, fn=self._view.strategy.reduce)
+    def _adopt(self, results: Any, described: Iterable[Any], live: Collection[str]) -> None:
+        """Log the keys of another rank, in their order, in a way that changes nothing."""
         module = self._view.module
-        metric = results.setdefault(key, result_metric(meta, is_tensor).to(module.device))
-        metric.has_reset, metric._forward_cache = False, None
-        if not is_tensor:
-            metric.value = module.get_submodule(meta.metric_attribute)
-        for counted in (metric, *([] if is_tensor else [metric.value])):
-            # else torchmetrics warns that it was never updated, but other ranks have updated it
-            counted._update_count, counted._computed = counted._update_count or 1, None
+        for key, is_tensor, meta in described:
+            meta.sync = replace(meta.sync, fn=self._view.strategy.reduce)
+            metric = results.setdefault(key, result_metric(meta, is_tensor).to(module.device))
+            results[key] = results.pop(key)  # behind those before it
+            if key in live:
+                continue
+            metric.has_reset, metric._forward_cache = False, None
+            if not is_tensor:
+                metric.value = module.get_submodule(meta.metric_attribute)
+            for counted in (metric, *([] if is_tensor else [metric.value])):
+                # else torchmetrics warns that it was never updated, but others have updated it
+                counted._update_count, counted._computed = counted._update_count or 1, None
+        # as if it had logged them: else its first own value would reset them
+        self._view.connector("logger")._current_fx = module._current_fx_name
 
     def _share(
-        self, log: StepLog, own: dict[str, _Combined], keys: Sequence[str], samples: float
+        self, log: StepLog, own: dict[str, _Logged], keys: Sequence[str], samples: float
     ) -> None:
         """Show the values over all ranks of keys that synchronise; here all, without samples."""
         given = [own.get(key, _MISSING) for key in keys]
@@ -239,27 +211,37 @@ class StepLogs:
         values = all_gather_rows(own_values[None], [1] * self._control.world_size, self._group)
         weights = self._control.gather([g.weight for g in given])
         for key, of_ranks, column in zip(keys, zip(*weights, strict=True), values.T, strict=True):
-            held = [rank for rank, weight in enumerate(of_ranks) if weight >= 0.0]
+            pairs = zip(column, of_ranks, strict=True)
+            held = [_Logged(value, weight) for value, weight in pairs if weight >= 0.0]
             metric = log.results.get(key)
             if not held or metric is None:
                 continue
-            over_ranks = [of_ranks[rank] for rank in held]
-            value = _reduced(metric.meta, [column[rank] for rank in held], over_ranks)
-            if _is_synced(metric):
-                _show(metric, value)
-            elif not sum(log.counts):
-                _accumulate(log.results, key, _Combined(value, samples))
-                _show(metric, value)
+            value = _reduced(metric.meta, held).value
+            if not _is_synced(metric):
+                if sum(log.counts):
+                    continue
+                self._accumulate(log.results, key, _Logged(value, samples))
+            _show(metric, value)
+
+    def _accumulate(self, results: Any, key: str, logged: _Logged) -> None:
+        """Pass Lightning a value of this rank for its epoch, which is not reduced over ranks."""
+        # a mean over nothing may be NaN, and counts nothing
+        value = logged.value if logged.weight else torch.zeros_like(logged.value)
+        self.are_combining = True
+        try:
+            _update(results, key, value.to(results[key].value), _whole(logged.weight))
+        finally:
+            self.are_combining = False
 
     # -- hooks --------------------------------------------------------------------------------
 
     def _take(self, results: Any, key: str, value: Any, batch_size: int) -> None:
+        metric = results[key]
+        meta = metric.meta
         if self.running is not None:
             self.running.collect(key, value, batch_size)
             return
-        metric = results[key]
-        meta = metric.meta
-        if self.are_combining or not metric.is_tensor or not meta.is_mean_reduction:
+        if not metric.is_tensor or not meta.is_mean_reduction:
             _update(results, key, value, batch_size)
             return
         if not meta.on_epoch and results.batch_size is None and batch_size == 1:
@@ -267,18 +249,23 @@ class StepLogs:
             batch_size = evaluation_samples(results.batch)
         if results.batch is not None and self._lacks_samples():
             batch_size = 0
-        if meta.sync.should and not batch_size:
-            value = torch.zeros_like(value)  # a mean over nothing may be NaN, and counts nothing
-        self.are_combining = True
-        try:
-            _update(results, key, value, batch_size)
-        finally:
-            self.are_combining = False
+        self._accumulate(results, key, _Logged(value, batch_size))
         if meta.on_step and _is_synced(metric):
-            value = value.double()
+            value = value.double() if batch_size else torch.zeros_like(value.double())
             parts = torch.stack([value * batch_size, torch.full_like(value, batch_size)])
             total, size = meta.sync.fn(parts, group=meta.sync.group, reduce_op="sum")
             _show(metric, total / size)
+
+
+def _refuse_other_keys(of_ranks: Sequence[Sequence[str]], with_samples: Sequence[int]) -> None:
+    first, *others = (set(of_ranks[rank]) for rank in with_samples)
+    differ = sorted(set().union(*(first ^ other for other in others))) or ["their order"]
+    raise UnsupportedError(
+        "Ranks have logged different keys with sync_dist=True, or different metrics:"
+        f" {', '.join(differ)}. Lightning synchronises keys by their order. Log the same ones on"
+        " every rank: log a value that some batches lack as a sum, 0 where it is missing, or leave"
+        " out sync_dist=True."
+    )
 
 
 def _live(results: Any) -> dict[str, Any]:
@@ -296,24 +283,12 @@ def _is_synced(metric: Any) -> bool:
     return not metric.is_tensor or (sync.should and not sync.rank_zero_only)
 
 
-def _checksum(keys: Collection[str]) -> float:
-    # numbers travel as float64, which holds every checksum of 32 bits exactly
-    return float(zlib.crc32("\n".join(keys).encode()))
-
-
-def _without_function(metric: Any) -> Any:
-    """Return what describes a metric to other ranks."""
-    return replace(metric.meta, _sync=replace(metric.meta.sync, fn=None, _group=None))
+def _sendable(meta: Any) -> Any:
+    return replace(meta, _sync=replace(meta.sync, fn=None, _group=None))
 
 
 def _update(results: Any, key: str, value: Any, batch_size: float) -> None:
     type(results).update_metrics(results, key, value, batch_size)
-
-
-def _accumulate(results: Any, key: str, combined: _Combined) -> None:
-    """Pass Lightning one value for the step, in place of those of the microbatches."""
-    value = combined.value if combined.weight else torch.zeros_like(combined.value)
-    _update(results, key, value.to(results[key].value), _whole(combined.weight))
 
 
 def _show(metric: Any, value: Tensor) -> None:
@@ -328,23 +303,13 @@ def _show(metric: Any, value: Tensor) -> None:
         metric.value = metric._forward_cache
 
 
-def _combined(meta: Any, calls: Iterable[_Logged], weights: Sequence[float]) -> _Combined:
-    """Return the value of a key over microbatches, with its weight."""
-    shares = [
-        weights[call.microbatch] if isinstance(call.batch_size, _Samples) else call.batch_size
-        for call in calls
-    ]
-    values = [call.value.detach().double().reshape(()) for call in calls]
-    weight = sum(shares) if meta.is_mean_reduction else 1.0
-    return _Combined(_reduced(meta, values, shares), weight)
-
-
-def _reduced(meta: Any, values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Return the value of a key over microbatches or ranks."""
-    if meta.is_mean_reduction:
-        return weighted_mean(values, weights)
-    reduced: Tensor = meta.reduce_fx(torch.stack(tuple(values)))
-    return reduced
+def _reduced(meta: Any, logged: Collection[_Logged]) -> _Logged:
+    """Return the value of a key over microbatches or ranks, with its weight."""
+    values = [each.value.detach().double().reshape(()) for each in logged]
+    if not meta.is_mean_reduction:
+        return _Logged(meta.reduce_fx(torch.stack(values)), 1.0)
+    weights = [each.weight for each in logged]
+    return _Logged(weighted_mean(values, weights), sum(weights))
 
 
 def _whole(number: float) -> float:

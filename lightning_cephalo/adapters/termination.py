@@ -23,9 +23,8 @@ from lightning_cephalo.adapters.view import TrainerView
 class Termination:
     """Receives SIGTERM in Lightning's place, and tells Lightning when all ranks know."""
 
-    def __init__(self) -> None:
-        self.is_noticed = self._is_agreed = False
-        self._view: TrainerView | None = None
+    is_noticed = _is_agreed = False
+    _view: TrainerView | None = None
 
     def begin(self, view: TrainerView) -> None:
         """Receive the signal from now on; comes before Lightning registers its handlers."""
@@ -33,15 +32,14 @@ class Termination:
         self._view = view
         # on the instances: the exchange of every step does what these methods are for
         vars(view.epoch_loop)["_broadcast_sigterm_tensor"] = _do_nothing
-        vars(view.signal_connector)["_sigterm_notifier_fn"] = self._receive
+        vars(view.connector("signal"))["_sigterm_notifier_fn"] = self._receive
 
     def end(self) -> None:
         """Give Lightning's objects their own methods back."""
-        view, self._view = self._view, None
-        self.is_noticed = self._is_agreed = False
-        if view is not None:
-            vars(view.epoch_loop).pop("_broadcast_sigterm_tensor", None)
-            vars(view.signal_connector).pop("_sigterm_notifier_fn", None)
+        if self._view is not None:
+            vars(self._view.epoch_loop).pop("_broadcast_sigterm_tensor", None)
+            vars(self._view.connector("signal")).pop("_sigterm_notifier_fn", None)
+        self._view, self.is_noticed, self._is_agreed = None, False, False
 
     def _receive(self, number: int, frame: Any) -> None:
         if self._view is None:  # Lightning has ended without removing its handlers
@@ -52,13 +50,12 @@ class Termination:
         self.is_noticed = True
 
     def note(self) -> tuple[float]:
-        """Return what the exchange of a step carries to all ranks."""
         return (float(self.is_noticed),)
 
     def learn(self, notes: Sequence[Sequence[float]]) -> None:
-        """Read the notes of all ranks; from then on Lightning stops at the next opportunity."""
+        """Let Lightning stop at the next opportunity if any rank has noticed the signal."""
         if any(is_noticed for (is_noticed,) in notes) and self._view is not None:
-            self._is_agreed = self._view.signal_connector.received_sigterm = True
+            self._is_agreed = self._view.connector("signal").received_sigterm = True
 
     def ends_with(self, exception: BaseException) -> bool:
         """Return whether all ranks end with this exception, at the same place."""

@@ -53,8 +53,7 @@ class TrainerView:
 
     @property
     def callbacks(self) -> Sequence[Any]:
-        found: Sequence[Any] = self.of.callbacks  # type: ignore[attr-defined]
-        return found
+        return self.of.callbacks  # type: ignore[attr-defined]
 
     @property
     def loggers(self) -> Sequence[Any]:
@@ -144,14 +143,8 @@ class TrainerView:
 
     @property
     def evaluation_loop(self) -> Any:
-        """The loop of the validation, test or prediction that runs."""
-        loops = {
-            TrainerFn.VALIDATING: self.of.validate_loop,
-            TrainerFn.TESTING: self.of.test_loop,
-            TrainerFn.PREDICTING: self.of.predict_loop,
-        }
-        within = self.epoch_loop.val_loop
-        return loops.get(self.of.state.fn or TrainerFn.FITTING, within)
+        """The loop of the validation or test that runs."""
+        return self.of._evaluation_loop
 
     @property
     def training_loaders(self) -> Any:
@@ -166,7 +159,7 @@ class TrainerView:
     def request_loaders(self) -> Any:
         """Return the training dataloaders, which Lightning's loop will then get, too.
 
-        The loop's ``setup_data`` must not be called early, or a resumed loader would start anew.
+        A resumed loader would start anew if the loop's ``setup_data`` were called early.
         """
         source = self.loader_source
         vars(source).pop("dataloader", None)  # of a run that has failed before its loop began
@@ -185,22 +178,9 @@ class TrainerView:
         """The result collection of the running loop; None between loops."""
         return self.of._results
 
-    @property
-    def logger_connector(self) -> Any:
-        """What ``self.log`` and loggers meet in."""
-        return self.of._logger_connector
-
-    @property
-    def signal_connector(self) -> Any:
-        return self.of._signal_connector
-
-    @property
-    def checkpoint_connector(self) -> Any:
-        return self.of._checkpoint_connector
-
-    @property
-    def accelerator_connector(self) -> Any:
-        return self.of._accelerator_connector
+    def connector(self, kind: str) -> Any:
+        """Return the connector of an accelerator, of checkpoints, of loggers or of signals."""
+        return getattr(self.of, f"_{kind}_connector")
 
 
 def result_metric(meta: Any, is_tensor: bool) -> Any:

@@ -66,7 +66,7 @@ def isolated(view: TrainerView, accelerator: Accelerator) -> Iterator[Callable[[
             # schedules complain of a step without their mark; on the function itself it would last
             names["step"] = wraps(optimizer.step)(partial(_run_closure))
         saved = Saved(accelerator)
-        saved.attributes(view.logger_connector)
+        saved.attributes(view.connector("logger"))
         saved.reach(view.module, *strategy.optimizers, *schedules)
         stack.callback(saved.put_back)
         for parameter in view.module.parameters():

@@ -386,7 +386,7 @@ class Keeper:
         self.is_dumping = True
         try:
             # Private: the public method also writes a file.
-            checkpoint = view.checkpoint_connector.dump_checkpoint(weights_only=False)
+            checkpoint = view.connector("checkpoint").dump_checkpoint(weights_only=False)
         finally:
             self.is_dumping = False
         if held.is_written:

@@ -121,7 +121,7 @@ class Recovering:
             self._drop(place)
             return
         # Private: `fit` without ckpt_path loads nothing, and resumes from what lies here.
-        view.checkpoint_connector._loaded_checkpoint = self._found.checkpoint
+        view.connector("checkpoint")._loaded_checkpoint = self._found.checkpoint
         steps_done, ranks = self._found.facts.steps, len(self._found.pieces)
         rank_zero_info(
             f"Training goes on from step {steps_done}, which {ranks} ranks have kept in"

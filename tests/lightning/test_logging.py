@@ -213,7 +213,7 @@ def _refusal(folder: Path) -> str:
 def test_synchronised_keys_that_only_some_ranks_log_are_refused_on_all(tmp_path: Path) -> None:
     first, second = in_ranks(2, _refusal, tmp_path)
     assert first == second
-    assert "Ranks 0 and 1 have logged different keys" in first
+    assert "Ranks have logged different keys" in first
     assert "training_step.with 1. " in first
 
 

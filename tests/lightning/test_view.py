@@ -72,7 +72,7 @@ def test_steps_without_an_end_are_infinite(tmp_path):
 def test_connectors_have_their_names(trainer):
     view = TrainerView(trainer)
     assert view.training_loaders is None and view.loader_source is not None
-    assert hasattr(view.logger_connector, "_first_loop_iter")
-    assert hasattr(view.signal_connector, "_original_handlers")
-    assert hasattr(view.checkpoint_connector, "_loaded_checkpoint")
-    assert view.accelerator_connector.use_distributed_sampler
+    assert hasattr(view.connector("logger"), "_first_loop_iter")
+    assert hasattr(view.connector("signal"), "_original_handlers")
+    assert hasattr(view.connector("checkpoint"), "_loaded_checkpoint")
+    assert view.connector("accelerator").use_distributed_sampler
