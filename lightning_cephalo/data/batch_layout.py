@@ -23,11 +23,15 @@ from lightning_cephalo.data.containers import (
     hides_arrays,
     is_array,
     is_sequence,
+    is_sized_object,
     mapped,
     rebuild,
     spell,
     walk,
 )
+
+LEARNED = (7, 5)
+"""Samples of the two batches: a constant or a padded length is seldom as long as both."""
 
 Splitter = Callable[[Any, Sequence[int]], list[Any]]
 """The user's own ``split_batch(batch, sizes)``: one batch per size, in order."""
@@ -64,27 +68,22 @@ class BatchLayout:
     splitter: Splitter | None = None  # the user's, which cuts instead of the layout
 
     @classmethod
-    def learn(
-        cls,
-        larger: Any,
-        smaller: Any,
-        sizes: tuple[int, int] = (3, 2),
-        *,
-        splitter: Splitter | None = None,
-    ) -> BatchLayout:
-        """Learns the layout from two collated batches of the first ``sizes`` samples.
+    def learn(cls, larger: Any, smaller: Any, splitter: Splitter | None = None) -> BatchLayout:
+        """Learns the layout from two collated batches of `LEARNED` samples.
 
         Raises BatchSplitError if a leaf neither has one row per sample nor is the same for all
         (time-major, packed, an object of unknown type), or if no leaf has rows.
         """
-        found = list(_compared(larger, smaller, sizes))
+        found = list(_compared(larger, smaller))
         counts = [(path, dimension) for path, dimension, _ in found if dimension is not None]
         if splitter is not None:
             return cls(counted=counts[0] if counts else None, splitter=splitter)
-        problems = [problem for *_, problem in found if problem]
-        if problems or not counts:
-            none = f"no tensor or list in it grows with the number of samples {sizes[::-1]}"
-            raise not_splittable((problems or [none])[0], larger)
+        for path, _, problem in found:
+            if problem:
+                raise not_splittable(f"{spell(path)} is {problem}", larger)
+        if not counts:
+            reason = f"no tensor or list in it grows with the number of samples {LEARNED}"
+            raise not_splittable(reason, larger)
         rows = frozenset(path for path, _ in counts)
         return cls(rows, frozenset(_leaves(larger, rows)), counts[0])
 
@@ -99,14 +98,12 @@ class BatchLayout:
             leaf: Any = batch
             for key in path:
                 leaf = dict(children_of(leaf) or ()).get(key)
-            if is_array(leaf) and dimension < leaf.ndim:
-                return int(leaf.shape[dimension])
-            if not is_array(leaf) and dimension == 0 and hasattr(leaf, "__len__"):
-                return len(leaf)
+            shape = leaf.shape if is_array(leaf) else (len(leaf),) if is_sequence(leaf) else ()
+            if dimension < len(shape):
+                return int(shape[dimension])
             if self.splitter is not None:
                 raise not_splittable(f"{spell(path)} showed the number of samples, but is missing")
-        is_own = children_of(batch) is None and not is_array(batch)
-        if self.splitter is not None and is_own and hasattr(batch, "__len__"):
+        if self.splitter is not None and is_sized_object(batch):
             return len(batch)
         return _guessed_size(batch)
 
@@ -122,8 +119,16 @@ class BatchLayout:
                 counts = f"{len(parts)} parts for the {len(sizes)} sizes {tuple(sizes)}"
                 raise not_splittable(f"split_batch returned {counts}")
             return parts
-        rows = self._rows_of(batch, sum(sizes))
-        ends = list(accumulate(sizes))
+        rows: Set[Path] = self.rows
+        leaves = _leaves(batch, rows)
+        if not rows or leaves.keys() != self.leaves:
+            rows = _guessed_rows(batch)
+            leaves = _leaves(batch, rows)
+        count, lengths = sum(sizes), {spell(path): len(leaves[path]) for path in rows}
+        if set(lengths.values()) - {count}:
+            reason = f"its microbatches need {count} samples, but its leaves have {lengths}"
+            raise not_splittable(reason, batch)
+        ends = accumulate(sizes)
         return [_cut(batch, rows, end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
     def take(self, batch: Any, start: int, stop: int) -> Any:
@@ -135,46 +140,27 @@ class BatchLayout:
             raise not_splittable("split_batch makes no part without samples", batch)
         return self.split(batch, [size for size in sizes if size])[start > 0]
 
-    def _rows_of(self, batch: Any, count: int) -> Set[Path]:
-        """Returns the leaves with rows, learned or guessed; all have ``count`` of them."""
-        rows: Set[Path] = self.rows
-        leaves = _leaves(batch, rows)
-        if not rows or leaves.keys() != self.leaves:
-            rows = _guessed_rows(batch)
-            leaves = _leaves(batch, rows)
-        lengths = {spell(path): len(leaves[path]) for path in rows}
-        if set(lengths.values()) - {count}:
-            raise not_splittable(
-                f"its microbatches need {count} samples, but its leaves have {lengths}", batch
-            )
-        return rows
 
-
-def _compared(
-    larger: Any, smaller: Any, sizes: tuple[int, int], path: Path = ()
-) -> Iterator[tuple[Path, int | None, str]]:
-    """Yields each leaf of two batches, its dimension of ``sizes``, and why it cannot be cut."""
+def _compared(larger: Any, smaller: Any, path: Path = ()) -> Iterator[tuple[Path, int | None, str]]:
+    """Yields each leaf of two batches, its dimension of samples, and why it cannot be cut."""
     inside, other = children_of(larger), children_of(smaller)
-    problem = (
-        f"{spell(path)} is {describe(larger)} for {sizes[0]} samples and"
-        f" {describe(smaller)} for {sizes[1]}"
-    )
+    each = f"{describe(larger)} for {LEARNED[0]} samples and {describe(smaller)} for {LEARNED[1]}"
     if is_array(larger) and is_array(smaller):
-        pairs = list(zip(larger.shape, smaller.shape, strict=False))
-        grown = [at for at, pair in enumerate(pairs) if pair == sizes]
-        is_same = not grown and (not pairs or pairs[0][0] == pairs[0][1])
+        pairs = zip(larger.shape, smaller.shape, strict=False)
+        grown = [at for at, pair in enumerate(pairs) if pair == LEARNED]
+        is_same = not grown and larger.shape[:1] == smaller.shape[:1]
         is_fine = larger.ndim == smaller.ndim and (is_same or grown == [0])
-        yield path, grown[0] if grown else None, "" if is_fine else problem
-    elif is_sequence(larger) and is_sequence(smaller) and (len(larger), len(smaller)) == sizes:
+        yield path, grown[0] if grown else None, "" if is_fine else each
+    elif is_sequence(larger) and is_sequence(smaller) and (len(larger), len(smaller)) == LEARNED:
         yield path, 0, ""
     elif inside is None and other is None:
-        hides = any(is_array(each) or hides_arrays(each) for each in (larger, smaller))
-        yield path, None, problem if hides else ""
+        hides = any(is_array(node) or hides_arrays(node) for node in (larger, smaller))
+        yield path, None, each if hides else ""
     elif [key for key, _ in inside or ()] != [key for key, _ in other or ()]:
-        yield path, None, problem
+        yield path, None, each
     else:
         for (key, one), (_, another) in zip(inside or (), other or (), strict=True):
-            yield from _compared(one, another, sizes, (*path, key))
+            yield from _compared(one, another, (*path, key))
 
 
 def _leaves(batch: Any, rows: Set[Path]) -> dict[Path, Any]:
@@ -207,24 +193,24 @@ def _guessed_size(batch: Any) -> int:
     def is_flat(_: Path, node: Any) -> bool:
         return is_sequence(node) and all(children_of(child) is None for child in node)
 
-    arrays = (leaf for _, leaf in walk(batch) if is_array(leaf) and leaf.ndim)
-    lists = (leaf for _, leaf in walk(batch, is_flat) if is_sequence(leaf))
-    first = next(chain(arrays, lists), None)
-    if first is None:
-        raise not_splittable("it holds no tensor or list with a batch dimension", batch)
-    return len(first)
+    leaves = [leaf for _, leaf in walk(batch, is_flat)]
+    arrays = [leaf for _, leaf in walk(batch) if is_array(leaf) and leaf.ndim]
+    for first in chain(arrays, filter(is_sequence, leaves)):
+        return len(first)
+    raise not_splittable("it holds no tensor or list with a batch dimension", batch)
 
 
 def _guessed_rows(batch: Any) -> Set[Path]:
     """Returns the leaves with as many rows as the first array or flat list."""
-    count = _guessed_size(batch)
+    count, rows = _guessed_size(batch), set()
 
     def is_row(_: Path, node: Any) -> bool:
         may_be = node.ndim if is_array(node) else is_sequence(node) and not contains_arrays(node)
         return bool(may_be) and len(node) == count
 
-    found = dict(walk(batch, is_row))
-    for path, leaf in found.items():
+    for path, leaf in walk(batch, is_row):
         if hides_arrays(leaf):
             raise not_splittable(f"{spell(path)} is {describe(leaf)}", batch)
-    return {path for path, leaf in found.items() if is_row(path, leaf)}
+        if is_row(path, leaf):
+            rows.add(path)
+    return rows

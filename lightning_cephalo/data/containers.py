@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,8 +20,6 @@ Path: TypeAlias = tuple[Any, ...]
 
 IsLeaf: TypeAlias = Callable[[Path, Any], bool]
 """Whether a container counts as a leaf."""
-
-_NEVER: IsLeaf = lambda path, node: False  # noqa: E731
 
 
 def is_array(node: object) -> bool:
@@ -36,6 +35,11 @@ def is_sequence(node: object) -> bool:
     return isinstance(node, list | tuple) and not is_fixed
 
 
+def is_sized_object(node: Any) -> bool:
+    """Returns whether ``node`` is an object of the user's own with a length."""
+    return children_of(node) is None and not is_array(node) and hasattr(node, "__len__")
+
+
 def children_of(node: Any) -> list[tuple[Any, Any]] | None:
     """Returns the keys and children of a container in its own order; None for anything else."""
     if isinstance(node, Mapping):
@@ -49,9 +53,9 @@ def children_of(node: Any) -> list[tuple[Any, Any]] | None:
     return None
 
 
-def walk(node: Any, is_leaf: IsLeaf = _NEVER, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def walk(node: Any, is_leaf: IsLeaf | None = None, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yields paths and leaves; containers for which ``is_leaf`` is true are leaves, too."""
-    children = None if is_leaf(path, node) else children_of(node)
+    children = None if is_leaf and is_leaf(path, node) else children_of(node)
     if children is None:
         yield path, node
     for key, child in children or ():
@@ -59,10 +63,10 @@ def walk(node: Any, is_leaf: IsLeaf = _NEVER, path: Path = ()) -> Iterator[tuple
 
 
 def mapped(
-    node: Any, function: Callable[[Path, Any], Any], is_leaf: IsLeaf = _NEVER, path: Path = ()
+    node: Any, function: Callable[[Path, Any], Any], is_leaf: IsLeaf | None = None, path: Path = ()
 ) -> Any:
     """Returns a batch with ``function(path, leaf)`` for each leaf that `walk` yields."""
-    children = None if is_leaf(path, node) else children_of(node)
+    children = None if is_leaf and is_leaf(path, node) else children_of(node)
     if children is None:
         return function(path, node)
     return rebuild(node, [mapped(each, function, is_leaf, (*path, key)) for key, each in children])
@@ -93,12 +97,10 @@ def own_copy(node: Any, *, with_arrays: bool) -> Any:
     def copied(_: Path, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return leaf.detach().clone().requires_grad_(leaf.requires_grad) if with_arrays else leaf
-        if not isinstance(leaf, np.ndarray) and not hides_arrays(leaf):
-            return leaf
-        try:
-            return copy.deepcopy(leaf) if with_arrays else copy.copy(leaf)
-        except Exception:  # an object of the user's that cannot be copied
-            return leaf
+        if isinstance(leaf, np.ndarray) or hides_arrays(leaf):
+            with suppress(Exception):  # of an object of the user's that cannot be copied
+                return copy.deepcopy(leaf) if with_arrays else copy.copy(leaf)
+        return leaf
 
     return mapped(node, copied)
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from lightning_cephalo.common.errors import BatchSplitError, CephaloError
 from lightning_cephalo.common.weighted_mean import weighted_mean
 from lightning_cephalo.data.batch_layout import BatchLayout, NoSamples
-from lightning_cephalo.data.containers import children_of, own_copy
+from lightning_cephalo.data.containers import is_sized_object, own_copy
 from lightning_cephalo.data.shares import deal, split_sizes
 
 
@@ -126,8 +126,7 @@ def evaluation_samples(batch: Any) -> int:
     try:
         return BatchLayout().batch_size(batch)
     except BatchSplitError:
-        is_own = children_of(batch) is None and hasattr(batch, "__len__")
-        return (len(batch) or 1) if is_own else 1
+        return (len(batch) or 1) if is_sized_object(batch) else 1
 
 
 def evaluation_weight(result: Any, samples: int) -> float:

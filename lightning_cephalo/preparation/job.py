@@ -17,7 +17,7 @@ from lightning_cephalo.adapters.held_state import OptimizerFacts
 from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.data.batch_layout import BatchLayout
-from lightning_cephalo.data.reading import (
+from lightning_cephalo.data.loaders import (
     first_batch,
     global_batch_size,
     is_stream,

@@ -77,7 +77,7 @@ def same(left, right):
 
 
 def learned(make):
-    return BatchLayout.learn(make(7), make(5), (7, 5))
+    return BatchLayout.learn(make(7), make(5))
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=4))
@@ -181,7 +181,7 @@ def test_the_users_function_replaces_cutting_and_its_mistakes_are_named():
     def parts(batch, sizes):
         return [("part", size) for size in sizes]
 
-    layout = BatchLayout.learn(TensorBox(3), TensorBox(2), splitter=parts)
+    layout = BatchLayout.learn(TensorBox(7), TensorBox(5), splitter=parts)
 
     assert layout.split(TensorBox(5), (4, 1)) == [("part", 4), ("part", 1)]
     assert BatchLayout(splitter=parts).take(rows(5), 3, 5) == ("part", 2)
@@ -198,7 +198,7 @@ def test_the_users_function_replaces_cutting_and_its_mistakes_are_named():
     ],
 )
 def test_samples_are_counted_where_only_the_users_function_can_cut(make):
-    layout = BatchLayout.learn(make(7), make(5), (7, 5), splitter=lambda batch, sizes: list(sizes))
+    layout = BatchLayout.learn(make(7), make(5), splitter=lambda batch, sizes: list(sizes))
 
     assert layout.batch_size(make(9)) == 9
     with pytest.raises(BatchSplitError, match="showed the number of samples, but is missing"):

@@ -29,8 +29,8 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
-from lightning_cephalo.common.errors import UnsupportedError
-from lightning_cephalo.data.reading import (
+from lightning_cephalo.common.errors import BatchSplitError, UnsupportedError
+from lightning_cephalo.data.loaders import (
     agreed_seed,
     global_batch_size,
     learn_layout,
@@ -330,17 +330,13 @@ def test_reading_leaves_every_generator_and_the_loaders_position_alone():
 
 
 def test_the_layout_is_learned_from_the_loader():
-    def padded(samples):  # by chance to the number of samples, if these are 3 and 2
-        return torch.zeros(len(samples), {3: 3, 2: 2}.get(len(samples), 4))
-
     def dropping(samples):
-        return torch.stack([sample for sample in samples if int(sample) != 6])
+        return torch.stack([sample for sample in samples if int(sample) != 3])
 
-    for collate_fn in (padded, dropping):
-        loader = DataLoader(Numbers(9), batch_size=2, collate_fn=collate_fn)
-        assert learn_layout(loader).rows == {()}
     assert learn_layout(DataLoader(Numbers(9), batch_size=2)).rows == {()}
     assert learn_layout([torch.ones(3)], splitter=len).splitter is len
+    with pytest.raises(BatchSplitError, match=r"Tensor\[6\] for 7 samples.*split_batch"):
+        learn_layout(DataLoader(Numbers(9), batch_size=2, collate_fn=dropping))
 
 
 def test_lightnings_wrapper_for_predict_is_called_what_we_look_for():
@@ -348,7 +344,7 @@ def test_lightnings_wrapper_for_predict_is_called_what_we_look_for():
 
     wrapper = _IndexBatchSamplerWrapper(BatchSampler(SequentialSampler(range(4)), 2, False))
 
-    changed = "Lightning changed what data/reading.py relies on"
+    changed = "Lightning changed what data/loaders.py relies on"
     assert type(wrapper).__name__ == "_IndexBatchSamplerWrapper", changed
     assert isinstance(wrapper._batch_sampler, BatchSampler), changed
     assert (list(wrapper), wrapper.seen_batch_indices) == ([[0, 1], [2, 3]],) * 2, changed

@@ -8,8 +8,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.data.batch_layout import NoSamples
 from lightning_cephalo.data.dealing import Dealing
-from lightning_cephalo.data.loaders import own_part
-from lightning_cephalo.data.reading import original_of
+from lightning_cephalo.data.loaders import original_of, own_part
 
 
 class Stream(IterableDataset):

@@ -24,7 +24,7 @@ from lightning_cephalo.common.errors import BatchSplitError, UnsupportedError
 from lightning_cephalo.data.batch_layout import BatchLayout, NoSamples
 from lightning_cephalo.data.cutting import evaluation_samples
 from lightning_cephalo.data.fingerprints import fingerprint
-from lightning_cephalo.data.reading import first_batch, refuse_one_pass, sample_batches
+from lightning_cephalo.data.loaders import first_batch, refuse_one_pass, sample_batches
 
 
 class Lines(IterableDataset):

@@ -510,7 +510,7 @@ def test_batches_that_cannot_be_split(tmp_path: Path) -> None:
 
     data = DataLoader(samples(22), batch_size=4, collate_fn=time_major)
     found = failures(lambda: trainer_of().fit(Recorder(tmp_path), data))
-    assert_everywhere(found, BatchSplitError, "Tensor[3, 2] for 2", "split_batch")
+    assert_everywhere(found, BatchSplitError, "Tensor[3, 5] for 5", "split_batch")
 
 
 def test_ready_batches_of_a_map_style_dataset(tmp_path: Path) -> None:

@@ -106,8 +106,8 @@ def split_nodes(batch: dict[str, Any], sizes: list[int]) -> list[dict[str, Any]]
 
 
 def without_damaged(rows: Rows) -> Any:
-    """Drops samples, here all of rank 1 in the first step of 3:1; None if nothing is left."""
-    rows = [row for row in rows if int(row[0]) not in (6, 7, 11)]
+    """Drops samples, here all of rank 1 in the second step of 3:1; None if nothing is left."""
+    rows = [row for row in rows if int(row[0]) not in (11, 14, 15)]
     return default_collate(rows) if rows else None
 
 
