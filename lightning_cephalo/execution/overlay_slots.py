@@ -19,7 +19,7 @@ CONTAINERS = frozenset((list, dict, set, deque))
 # their modules store no tensors of a batch, or keep account of what microbatches add
 _SKIPPED = ("torch.", "torchmetrics.", "lightning.")
 # a container of more items is data, and not looked into
-_MOST_ITEMS = 10_000
+MOST_ITEMS = 10_000
 
 
 def is_metric(module: nn.Module) -> bool:
@@ -150,7 +150,7 @@ class Look:
         self._then = self.values.values()
         self.items: dict[str, tuple[Any, list[Any]]] = {}
         for name, value in self.values.items() if with_items else ():
-            if type(value) in CONTAINERS and name not in OF_TORCH and len(value) <= _MOST_ITEMS:
+            if type(value) in CONTAINERS and name not in OF_TORCH and len(value) <= MOST_ITEMS:
                 self.items[name] = value, items_of(value)
 
     def is_touched(self) -> bool:

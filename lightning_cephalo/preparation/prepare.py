@@ -25,8 +25,6 @@ from lightning_cephalo.profiling.memory_model import largest_row
 from lightning_cephalo.profiling.probe import ProfiledStep
 from lightning_cephalo.profiling.state_rates import (
     has_state_rates,
-    planned_state_bytes,
-    trained_sizes,
     with_state_rates,
     without_host_updates,
 )
@@ -152,10 +150,10 @@ def with_optimizers(
     problem: Problem, model: ShardedModel, facts: OptimizerFacts, moves_state: bool
 ) -> Problem:
     """Return a problem that counts what the user's optimizers hold, in place of Adam's moments."""
-    planned = planned_state_bytes(model)
+    planned = problem.moment_bytes
     each = facts.most_bytes if moves_state else facts.each_bytes
     if each is not None and not math.isclose(each, planned, rel_tol=_ROUNDING):
-        problem = problem.with_moments(each, planned, sum(trained_sizes(model)))
+        problem = problem.with_moments(each, planned, problem.parameters)
         # a rank may hold a row more than its share
         row_bytes = max(0.0, each - planned) * largest_row(model)[0]
         problem = replace(problem, gathered_bytes=problem.gathered_bytes + row_bytes)

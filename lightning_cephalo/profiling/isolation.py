@@ -1,13 +1,16 @@
 """Runs the user's own step for profiling, and undoes its side effects.
 
 [Note: what is put back]
-Every attribute of every submodule is put back, buffers included. Numbers, strings and other values
-are put back by reference; tensors and numpy arrays by content; lists, dicts, sets and deques by
-their items, into the same objects; plain objects of the user's own classes, and optimizers and
-schedules, by their attributes; random generators by state. Other objects are left alone (a module
-may hold the whole run): changes inside of them stay. torchmetrics are modules. Parameters need
-nothing: no optimizer runs, gradients are dropped, and manual steps put back what their code has
-written (``features/manual_step.py``).
+Every attribute of every submodule is put back, buffers included: tensors and numpy arrays by
+content, random generators by state, lists, dicts, sets and deques by their items, objects of the
+user's own classes, optimizers and schedules by their attributes, and all else by reference. A
+module may hold the whole run, so changes inside of other objects stay. Parameters need nothing: no
+optimizer runs, and manual steps put back what their code writes (``features/manual_step.py``).
+
+[Note: private names of Lightning]
+`self.log` writes to the epoch loop's `_results` while training, and refuses to when
+`_current_fx_name` is None. Optimizers count steps in two hooks. All are replaced here and nowhere
+else; tests/profiling/test_isolation.py fails when they change.
 """
 
 from __future__ import annotations
@@ -35,14 +38,12 @@ from lightning_cephalo.data.randomness import (
     read_states,
     write_states,
 )
-from lightning_cephalo.execution.overlay_slots import are_same, items_of, refill
+from lightning_cephalo.execution.overlay_slots import MOST_ITEMS, are_same, items_of, refill
 
 _ATOMS = (bool, int, float, complex, str, bytes, type(None), type)
 # of functions and modules, of loggers, and of configs that models fill in their first forward
 _LIBRARIES = {"builtins", "functools", "lightning", "lightning_cephalo", "logging"}
 _LIBRARIES |= {"pytorch_lightning", "torch", "torchmetrics", "transformers"}
-# a container of more items is data, not a counter: its items are put back, but not their contents
-_WALKED_ITEMS = 10_000
 
 
 @contextmanager
@@ -54,19 +55,31 @@ def isolated(view: TrainerView, accelerator: Accelerator) -> Iterator[Callable[[
     """
     strategy = view.strategy
     schedules = [config.scheduler for config in strategy.lr_scheduler_configs]
+    results = type(view.epoch_loop._results)(training=True)
+    results.batch_size = 1  # of means over an epoch, which nobody reads
+    throwaways: list[tuple[Any, str, Any]] = [
+        (view.epoch_loop, "_results", results),
+        (view.of, "loggers", [DummyLogger() for _ in view.loggers]),
+        (view.of, "should_stop", view.of.should_stop),
+        (view.module, "_current_fx_name", "training_step"),
+    ]
+    for own in strategy._lightning_optimizers:
+        throwaways += [
+            (own, name, do_nothing_closure) for name in ("_on_before_step", "_on_after_step")
+        ]
     with ExitStack() as stack:
         stack.enter_context(preserved_randomness())
         stack.callback(accelerator.restore_random_states, accelerator.random_states())
-        for owner, name, value in _throwaways(view):
+        for owner, name, value in throwaways:
             stack.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
         for optimizer in strategy.optimizers:  # a step would hold state, and take time
             names = vars(optimizer)
             stack.callback(refill, names, items_of(names))
-            # schedules complain of a step without their mark; on the function itself it would last
-            names["step"] = wraps(optimizer.step)(partial(_run_closure))
+            run = wraps(optimizer.step)  # schedules complain of a step without their mark
+            names["step"] = run(lambda closure=None, *_, **__: closure and closure())
         saved = Saved(accelerator)
-        saved.attributes(view.connector("logger"))
+        saved.container(vars(view.connector("logger")))
         saved.reach(view.module, *strategy.optimizers, *schedules)
         stack.callback(saved.put_back)
         for parameter in view.module.parameters():
@@ -100,11 +113,7 @@ class Saved:
             if isinstance(value, _ATOMS) or id(value) in self._seen:
                 continue
             self._seen[id(value)] = value
-            if isinstance(value, nn.Module):
-                # parameters switch between their sharded and their full form by themselves
-                self._seen[id(value._parameters)] = value._parameters
-                self.attributes(value)
-            elif isinstance(value, Tensor):
+            if isinstance(value, Tensor):
                 self._tensor(value)
             elif isinstance(value, np.ndarray):
                 if value.flags.writeable:  # else it may be a file of data that is mapped
@@ -112,17 +121,17 @@ class Saved:
             elif isinstance(value, GENERATOR_TYPES):
                 self._restores.append(partial(write_states, [value], read_states([value])))
             elif isinstance(value, (dict, list, deque, set)):
-                self._container(value)
+                self.container(value)
             elif isinstance(value, tuple):
-                self.reach(*value[:_WALKED_ITEMS])
-            elif isinstance(value, (Optimizer, LRScheduler)) or _is_plain(value):
-                self.attributes(value)
+                self.reach(*value[:MOST_ITEMS])
+            elif isinstance(value, (nn.Module, Optimizer, LRScheduler)) or _is_plain(value):
+                if isinstance(value, nn.Module):
+                    # parameters switch between their sharded and their full form by themselves
+                    self._seen[id(value._parameters)] = value._parameters
+                # bypasses __setattr__: modules sort values by type there, frozen dataclasses raise
+                self.container(vars(value))
 
-    def attributes(self, owner: Any) -> None:
-        # bypasses __setattr__: modules sort values by type there, and frozen dataclasses raise
-        self._container(vars(owner))
-
-    def _container(self, container: Any) -> None:
+    def container(self, container: Any) -> None:
         saved = items_of(container)
 
         def put_back() -> None:
@@ -131,7 +140,7 @@ class Saved:
                 refill(container, saved)
 
         self._restores.append(put_back)
-        if len(container) <= _WALKED_ITEMS:
+        if len(container) <= MOST_ITEMS:  # else it is data: items are put back, not their contents
             self.reach(*(container.values() if isinstance(container, dict) else saved))
 
     def _tensor(self, tensor: Tensor) -> None:
@@ -157,35 +166,6 @@ def _is_plain(value: Any) -> bool:
     kinds = type(value).__mro__[:-1]  # without object
     is_users = _LIBRARIES.isdisjoint([kind.__module__.split(".")[0] for kind in kinds])
     return is_users and hasattr(value, "__dict__")
-
-
-# -- Lightning ------------------------------------------------------------------------------------
-#
-# [Note: private names of Lightning] `self.log` writes to the epoch loop's `_results` while
-# training, and refuses to when `_current_fx_name` is None. Optimizers count steps in two hooks. All
-# are replaced here and nowhere else; tests/profiling/test_isolation.py fails when they change.
-
-
-def _throwaways(view: TrainerView) -> list[tuple[Any, str, Any]]:
-    """Return attributes, and what takes all that a step logs, asks of the run or counts."""
-    results = type(view.epoch_loop._results)(training=True)
-    results.batch_size = 1  # of means over an epoch, which nobody reads
-    counting = ("_on_before_step", "_on_after_step")
-    return [
-        (view.epoch_loop, "_results", results),
-        (view.of, "loggers", [DummyLogger() for _ in view.loggers]),
-        (view.of, "should_stop", view.of.should_stop),
-        (view.module, "_current_fx_name", "training_step"),
-        *[
-            (own, n, do_nothing_closure)
-            for own in view.strategy._lightning_optimizers
-            for n in counting
-        ],
-    ]
-
-
-def _run_closure(closure: Callable[[], Any] | None = None, *_: Any, **__: Any) -> Any:
-    return None if closure is None else closure()
 
 
 @contextmanager

@@ -22,7 +22,6 @@ from lightning_cephalo.common.errors import HostMemoryError
 from lightning_cephalo.common.quantities import format_mib
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Problem
-from lightning_cephalo.plan.program import ROOT
 from lightning_cephalo.plan.state_homes import StateHome
 from lightning_cephalo.profiling.rank_curves import merge_equal_ranks
 from lightning_cephalo.sharding.discovery import UnitKind
@@ -33,13 +32,12 @@ _COPIED_BYTES, _LEAST_BYTES = 2**24, 2**16
 _PART = 1 / 64
 _HOST_ELEMENTS = 2**20
 
-
 Start: TypeAlias = Callable[[], list[Callable[[], None]]]
 """Starts work, and returns what waits for its parts."""
 
 
 def has_state_rates(problem: Problem) -> bool:
-    """Return whether a problem knows what moving state costs; an older file does not."""
+    """Return whether a problem has the costs of moving state; an older file does not."""
     return any(
         math.isfinite(rank.to_device_bytes_per_s) or rank.host_updated_parameters_per_s
         for rank in problem.ranks
@@ -48,14 +46,12 @@ def has_state_rates(problem: Problem) -> bool:
 
 def trained_sizes(model: ShardedModel) -> tuple[int, ...]:
     """Return the trained parameters of each block, behind those of all else; as on all ranks."""
-    sizes = [0]
-    for unit in model.units:
-        size = sum(flat.contents.numel for flat in unit.trained)
-        if unit.kind is UnitKind.BLOCK:
-            sizes.append(size)
-        else:
-            sizes[ROOT] += size
-    return tuple(sizes)
+    sizes = [
+        (unit.kind is UnitKind.BLOCK, sum(flat.contents.numel for flat in unit.trained))
+        for unit in model.units
+    ]
+    rest = sum(size for is_block, size in sizes if not is_block)
+    return (rest, *(size for is_block, size in sizes if is_block))
 
 
 def homes_of_units(model: ShardedModel, homes: Sequence[StateHome]) -> tuple[StateHome, ...]:
@@ -65,26 +61,18 @@ def homes_of_units(model: ShardedModel, homes: Sequence[StateHome]) -> tuple[Sta
     return tuple(next(of_blocks) if unit.kind is UnitKind.BLOCK else root for unit in model.units)
 
 
-def planned_state_bytes(model: ShardedModel) -> float:
-    """Return the bytes of optimizer state for each trained parameter that plans count on."""
-    return MOMENTS * _element_bytes(model)
-
-
-def _element_bytes(model: ShardedModel) -> float:
-    """Return the bytes of a trained parameter: of several dtypes the mean."""
-    flats = [flat.contents for flat in model.flats if flat.trainable]
-    count = sum(own.numel for own in flats)
-    return sum(own.master_bytes for own in flats) / count if count else 4.0
-
-
 def with_unit_parameters(problem: Problem, model: ShardedModel) -> Problem:
-    """Return a problem that says how much optimizer state each unit has."""
+    """Return a problem with the trained parameters of each unit, and the bytes of Adam's state."""
     sizes = trained_sizes(model)
+    flats = [flat.contents for flat in model.flats if flat.trainable]
+    # of several dtypes the mean
+    count = max(1, sum(own.numel for own in flats))
+    element_bytes = sum(own.master_bytes for own in flats) / count
     return replace(
         problem,
         unit_parameters=sizes if len(sizes) > 1 else (*sizes, 0),
-        moment_bytes=planned_state_bytes(model),
-        element_bytes=_element_bytes(model),
+        moment_bytes=MOMENTS * element_bytes,
+        element_bytes=element_bytes,
     )
 
 
@@ -103,15 +91,15 @@ def with_state_rates(
         HostMemoryError: If this rank's host does not give the memory for copies.
         RemoteRankError: If that is so on another rank.
     """
-    room = min(_COPIED_BYTES, max(_LEAST_BYTES, int(min(capacity_bytes, 2.0**62) * _PART)))
-    nbytes = room // 256 * 256
-    copy = model.control.together(
-        "allocating host memory to measure copies", partial(_copies, model.accelerator, nbytes)
-    )
-    copied = nbytes / _best_s(model, copy)
-    updated = _HOST_ELEMENTS / _best_update_s(model, copy) if with_host_updates else 0.0
+    control, accelerator = model.control, model.accelerator
+    nbytes = int(min(_COPIED_BYTES, max(_LEAST_BYTES, capacity_bytes * _PART)))
+    doing = "allocating host memory to measure copies"
+    copy = control.together(doing, partial(_copies, accelerator, nbytes))
+    copied, updated = nbytes / _best_s(model, copy), 0.0
+    if with_host_updates:
+        updated = _HOST_ELEMENTS / _best_update_s(model, copy)
     del copy
-    model.accelerator.empty_cache()
+    accelerator.empty_cache()
     ranks = [
         replace(
             rank,
@@ -120,7 +108,7 @@ def with_state_rates(
             to_host_bytes_per_s=copied,
         )
         for rank, (updated, copied) in zip(
-            problem.ranks, model.control.gather([updated, copied]), strict=True
+            problem.ranks, control.gather([updated, copied]), strict=True
         )
     ]
     return replace(problem, ranks=tuple(merge_equal_ranks(ranks)))
@@ -132,9 +120,8 @@ def _copies(accelerator: Accelerator, nbytes: int) -> Start:
         host = [accelerator.allocate_host(nbytes) for _ in range(2)]
     except (MemoryError, RuntimeError) as error:  # torch raises either, by the platform
         raise HostMemoryError(
-            f"This rank's host did not give two pieces of {format_mib(nbytes)} to measure copies of"
-            f" optimizer state: {error} Free memory on that host, or use optimizer_offload=False,"
-            " and a plan without resident_fraction."
+            f"This rank's host did not give two pieces of {format_mib(nbytes)} to measure copies:"
+            f" {error} Free memory there, or use optimizer_offload=False without such a plan."
         ) from error
     device = [torch.zeros_like(own, device=accelerator.device) for own in host]
     there, back = accelerator.copies(), accelerator.copies()
@@ -168,15 +155,14 @@ def _best_update_s(model: ShardedModel, copy: Start) -> float:
 
 def _best_s(model: ShardedModel, start: Start, meanwhile: Start = list) -> float:
     """Return the least seconds in which what is started is done; collective."""
-    best_s, accelerator = math.inf, model.accelerator
-    for repeat in range(1 + _REPEATS):
+    times_s, accelerator = [], model.accelerator
+    for _ in range(1 + _REPEATS):
         accelerator.synchronize()
         model.control.barrier()
         others, start_s = meanwhile(), accelerator.now_s()
         for finish in start():
             finish()
-        if repeat:  # the first one is not warm
-            best_s = min(best_s, accelerator.now_s() - start_s)
+        times_s.append(accelerator.now_s() - start_s)
         for finish in others:
             finish()
-    return max(best_s, 1e-9)
+    return max(1e-9, min(times_s[1:]))  # the first one is not warm
