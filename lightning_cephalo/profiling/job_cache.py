@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from lightning_cephalo.accelerator import Device
@@ -37,7 +36,6 @@ from lightning_cephalo.ranks.control import ControlGroup
 _SAME_CAPACITY = 1.25
 # Of what problems hold: a start ignores the ones that other versions of it have written.
 _VERSION = 4
-_TORCH = str(Path(torch.__file__).parent)
 
 
 @dataclass(frozen=True)
@@ -85,21 +83,14 @@ def _read(path: Path, capacities: Sequence[float]) -> CachedProblem:
         pairs = [*zip(problem.ranks, capacities, strict=True)]
     except Exception as error:  # the file may hold anything, and the job can measure again
         return CachedProblem(path, said=f"Measuring again, as {path} cannot be read: {error}")
-    for rank, (profile, capacity) in enumerate(pairs):
+    for rank, (profile, now) in enumerate(pairs):
         before = profile.capacity_bytes
-        if max(before, capacity) > _SAME_CAPACITY * min(before, capacity):
-            now, then = format_bytes(capacity), format_bytes(before)
-            said = f"Measuring again, as rank {rank} may fill {now} now and {then} on {day}."
-            return CachedProblem(path, said=said)
+        if max(before, now) > _SAME_CAPACITY * min(before, now):
+            said = f"{format_bytes(now)} now and {format_bytes(before)} on {day}"
+            return CachedProblem(path, said=f"Measuring again, as rank {rank} may fill {said}.")
     ranks = [replace(profile, capacity_bytes=capacity) for profile, capacity in pairs]
-    said = (
-        f"Using times measured on {day} ({path});"
-        " CephaloStrategy(planner=Planner(remeasure=True)) measures again."
-    )
+    said = f"Using times measured on {day} ({path}); Planner(remeasure=True) measures again."
     return CachedProblem(path, replace(problem, ranks=tuple(merge_equal_ranks(ranks))), said)
-
-
-# -- what a job is --------------------------------------------------------------------------------
 
 
 def describe(
@@ -110,80 +101,58 @@ def describe(
 ) -> Any:
     """Return all that measured times depend on, except for the devices, by what shows them."""
     module: Any = model.module
-    inner, plugin = dict(module.named_modules()), view.precision
+    inner = dict(module.named_modules())
     with preserved_randomness():
         leaves = pytree.tree_leaves(read_sample())
-    return {
-        "versions": (_VERSION, torch.__version__, importlib.metadata.version("lightning-cephalo")),
-        "parameters": [
+    return [
+        (_VERSION, torch.__version__, importlib.metadata.version("lightning-cephalo")),
+        [
             (name, p.shape, p.dtype, p.requires_grad)
             for unit in model.units
             for name, p in unit.named_sharded()
         ],
-        "units": [(unit.name, unit.kind) for unit in model.units],
-        "compiled": (
-            model.executor.hooks.compiled_units,
-            [name for name, each in inner.items() if each._compiled_call_impl],
-        ),
+        [(unit.name, unit.kind) for unit in model.units],
+        model.executor.hooks.compiled_units,
+        [name for name, each in inner.items() if each._compiled_call_impl],
         # the module itself holds learning rates and counters
-        "modules": [(name, _described(each)) for name, each in inner.items() if name],
-        "sources": _sources(module),
-        "batch": [
-            (each.shape[1:], each.dtype) if isinstance(each, Tensor) else type(each)
-            for each in leaves
+        [(name, _described(each)) for name, each in inner.items() if name],
+        _sources(module),
+        [(e.shape[1:], e.dtype) if isinstance(e, Tensor) else type(e) for e in leaves],
+        (type(view.precision), getattr(view.precision, "precision", ""), model.compute_dtype),
+        (torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()),
+        (model.executor.recompute, module.automatic_optimization, model.state_groups),
+        [
+            # the options that decide how an optimizer computes
+            (type(own), [(k, v) for k, v in group.items() if v is None or isinstance(v, bool)])
+            for own in view.optimizers
+            for group in own.param_groups
         ],
-        "precision": (
-            type(plugin),
-            getattr(plugin, "precision", ""),
-            model.compute_dtype,
-            torch.get_float32_matmul_precision(),
-            torch.are_deterministic_algorithms_enabled(),
-        ),
-        "recompute": model.executor.recompute,
-        "manual": not module.automatic_optimization,
-        "optimizers": [(type(own), _modes(own)) for own in view.optimizers],
-        "clipping": (view.clip_value is None, view.clips_by_value),
-        "state_groups": model.state_groups,
-        "threads": torch.get_num_threads() if model.accelerator.computes_on_host else None,
-        "options": {
-            name: getattr(value, "__qualname__", "") if callable(value) else value
-            for name, value in options.items()
-        },
-    }
-
-
-def _modes(optimizer: Optimizer) -> list[Any]:
-    """Return the options that decide how an optimizer computes."""
-    return [
-        {name: value for name, value in group.items() if value is None or isinstance(value, bool)}
-        for group in optimizer.param_groups
+        (view.clip_value is None, view.clips_by_value),
+        torch.get_num_threads() if model.accelerator.computes_on_host else None,
+        [(k, getattr(v, "__qualname__", "") if callable(v) else v) for k, v in options.items()],
     ]
 
 
 def _described(inner: nn.Module) -> list[Any]:
     """Return a module's numbers, such as strides and heads, and how it computes attention."""
-    config = getattr(inner, "config", None)
-    numbers = {
-        name: value
+    numbers = [
+        (name, value)
         for name, value in vars(inner).items()
         for parts in [value if isinstance(value, tuple) else (value,)]
         if name != "training" and all(isinstance(part, (int, float)) for part in parts)
-    }
+    ]
+    config = getattr(inner, "config", None)
     return [type(inner), numbers, getattr(config, "_attn_implementation", None)]
 
 
 def _sources(module: nn.Module) -> list[str]:
-    """Return digests of the files that define the model's classes, except for torch's own."""
+    """Return digests of the files that define the model's classes."""
     kinds = {base for inner in module.modules() for base in type(inner).__mro__}
     # others compute nothing of their own, or are written in C
     own = [kind for kind in kinds if any(map(inspect.isfunction, vars(kind).values()))]
     step = inspect.unwrap(type(module).training_step)  # type: ignore[attr-defined]
     paths = {inspect.getsourcefile(each) or "" for each in [*own, step]}  # none has no digest
-    return sorted(
-        hashlib.sha256(Path(path).read_bytes()).hexdigest()
-        for path in paths
-        if not path.startswith(_TORCH)
-    )
+    return sorted(hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in paths)
 
 
 def _key(describe_job: Callable[[], Any]) -> str | None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 import math
 import traceback
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -28,6 +28,10 @@ from lightning_cephalo.profiling.memory_model import Held, StepMeter, batch_byte
 from lightning_cephalo.sharding.discovery import UnitKind
 
 _TIMED = frozenset({*COMPUTE, Operation.MEET})
+
+
+_Attempt: TypeAlias = Callable[[list[MicrobatchCall], Exception | None], None]
+"""Runs a step of these microbatches, or with the error for which this rank has none."""
 
 
 class Times(NamedTuple):
@@ -71,50 +75,46 @@ class Prober:
 
     def timed(self, size: int) -> Times | None:
         """Time a step with a microbatch of so many samples; None: it did not run."""
-        blocks = {n for n, unit in enumerate(self.model.units) if unit.kind is UnitKind.BLOCK}
-        times, whole_s = Times(0.0, 0.0, 0.0), math.inf
+        clock, whole_s = _PhaseClock(self._clock, self.model), math.inf
 
-        def by_units(size: int) -> None:
-            nonlocal times
-            clock = _PhaseClock(self._clock, blocks)
+        def by_units(calls: list[MicrobatchCall], failure: Exception | None) -> None:
+            clock.seconds = [0.0, 0.0, 0.0]
             with self.model.executor.link.observed_by(clock):
-                self._forward_backward(*self._calls(size, 1))
-            times = clock.times
+                self._forward_backward(calls, failure)
 
-        def whole(size: int) -> None:
+        def whole(calls: list[MicrobatchCall], failure: Exception | None) -> None:
             nonlocal whole_s
-            calls, started_s = self._calls(size, 1), self._clock()
-            self._forward_backward(*calls)
+            started_s = self._clock()
+            self._forward_backward(calls, failure)
             whole_s = self._clock() - started_s
 
         has_run = self._runs(by_units, size)
         if self._times_whole:  # on all ranks
             has_run = self._runs(whole, size) and has_run
-        part = min(1.0, whole_s / max(sum(times), 1e-12)) if self._is_launched else 1.0
-        return Times(*(part * seconds for seconds in times)) if has_run else None
+        part = min(1.0, whole_s / max(sum(clock.seconds), 1e-12)) if self._is_launched else 1.0
+        return Times(*(part * seconds for seconds in clock.seconds)) if has_run else None
 
     def held(self, size: int, count: int = 1) -> Held | None:
         """Measure the bytes of a step with ``count`` microbatches; None: it did not run."""
         found = Held()
 
-        def step(size: int) -> None:
+        def step(calls: list[MicrobatchCall], failure: Exception | None) -> None:
             nonlocal found
             meter = StepMeter(self.model)
-            calls, failure = self._calls(size, count)
             with meter.measuring():
                 self._forward_backward(calls, failure, meter.forward_done)
-            if size:
+            if calls:
                 # in a real step every microbatch has samples of its own on the device
-                batch = self._batch_of(size)
+                batch = self._batch_of(calls[0].samples)
                 found = meter.held(count * batch_bytes(batch, self.model.accelerator))
 
-        return found if self._runs(step, size) else None
+        return found if self._runs(step, size, count) else None
 
-    def _runs(self, attempt: Callable[[int], None], wanted: int) -> bool:
+    def _runs(self, attempt: _Attempt, wanted: int, count: int = 1) -> bool:
         """Run a step until all ranks have the memory; return whether this rank ran its size."""
         size = wanted
         while self.control.any(size > 0):
-            failure = self._failure_of(partial(attempt, size))
+            failure = self._failure_of(attempt, size, count)
             message = None if failure is None else printable(f"{type(failure).__name__}: {failure}")
             refused = failure is not None and is_out_of_memory(failure)
             rows = self.control.gather((size, refused, message))
@@ -122,27 +122,41 @@ class Prober:
                 if text is not None and not out_of_memory:
                     raise ProfilingError(
                         f"Rank {rank} failed while profiling a microbatch of {samples(samples_of)}:"
-                        f" {text}\nProfiling calls training_step after the setup() hook and before"
-                        " training starts. CephaloStrategy(plan=...) trains without profiling. If a"
-                        " tensor without a row per sample was cut, such as class weights of as many"
-                        " rows, give CephaloStrategy(split_batch=function)."
+                        f" {text}\nCephaloStrategy(plan=...) trains without profiling. If a tensor"
+                        " without a row per sample was cut, such as class weights of as many rows,"
+                        " give CephaloStrategy(split_batch=function)."
                     ) from failure
             if failure is not None:
                 # its traceback holds the frames of the step, and the frames hold the activations
                 traceback.clear_frames(failure.__traceback__)
                 del failure
-            if refused:
-                size = self._idle if size > self._idle else 0
             if not any(out_of_memory for _, out_of_memory, _ in rows):
                 return 0 < size == wanted
+            if refused:
+                size = self._idle if size > self._idle else 0
             gc.collect()
             self.model.accelerator.empty_cache()
         return False
 
-    def _failure_of(self, attempt: Callable[[], None]) -> Exception | None:
+    def _failure_of(self, attempt: _Attempt, size: int, count: int) -> Exception | None:
         """Run a step, and return the error of this rank; those of others come afterwards."""
+
+        def weight_of(result: Any) -> tuple[torch.Tensor, float]:
+            loss, weight = loss_and_weight(result, size)
+            # a sample without weight takes as long as others
+            return loss, checked_weight(float(weight)) or float(size)
+
+        calls: list[MicrobatchCall] = []
+        failure = None
         try:
-            attempt()
+            batches = [self._batch_of(size) for _ in range(count if size else 0)]
+        except Exception as error:  # the other ranks are about to run the step
+            failure = error
+        else:
+            steps = [partial(self.step.run, batch) for batch in batches]
+            calls = [MicrobatchCall(step, weight_of, samples=size) for step in steps]
+        try:
+            attempt(calls, failure)
         except RemoteRankError:
             pass  # the failing rank reports its error
         except Exception as raised:
@@ -157,7 +171,7 @@ class Prober:
     def _forward_backward(
         self,
         calls: list[MicrobatchCall],
-        failure: BaseException | None,
+        failure: Exception | None,
         between: Callable[[], None] = lambda: None,
     ) -> None:
         self._is_inside = True
@@ -172,24 +186,14 @@ class Prober:
             self.model.executor.backward()
         self._is_inside = False
 
-    def _calls(self, size: int, count: int) -> tuple[list[MicrobatchCall], Exception | None]:
-        """Return the microbatches to run, or why this rank cannot run them."""
-        weight_of = partial(_loss_and_weight, samples=size)
-        try:
-            batches = [self._batch_of(size) for _ in range(count if size else 0)]
-        except Exception as failure:
-            return [], failure
-        steps = [partial(self.step.run, batch) for batch in batches]
-        return [MicrobatchCall(step, weight_of, samples=size) for step in steps], None
-
 
 class _PhaseClock(Observer):
-    """Sums this rank's compute time by phase."""
+    """Sums this rank's seconds of forwards, of backwards, and of both at the ends of the model."""
 
-    def __init__(self, clock: Callable[[], float], blocks: Container[int]) -> None:
-        self._clock, self._blocks = clock, blocks
-        self._began_s = 0.0
-        self.times = Times(0.0, 0.0, 0.0)
+    def __init__(self, clock: Callable[[], float], model: ShardedModel) -> None:
+        self._clock, self._began_s = clock, 0.0
+        self._is_block = [unit.kind is UnitKind.BLOCK for unit in model.units]
+        self.seconds = [0.0, 0.0, 0.0]
 
     def before(self, instruction: Instruction) -> None:
         if instruction.operation in _TIMED:
@@ -204,30 +208,14 @@ class _PhaseClock(Observer):
             self.before(instruction)
 
     def after(self, instruction: Instruction) -> None:
-        if instruction.operation not in _TIMED:
+        operation = instruction.operation
+        if operation not in _TIMED:
             return
-        took_s, (forward_s, backward_s, tail_s) = self._clock() - self._began_s, self.times
-        if instruction.operation is Operation.MEET:
-            # without the wait; behind it the backward goes on, and the forward does little
-            backward_s += took_s
-        elif instruction.unit not in self._blocks:
-            tail_s += took_s
-        elif instruction.operation is Operation.BACKWARD:
-            backward_s += took_s
-        else:
-            forward_s += took_s
-        self.times = Times(forward_s, backward_s, tail_s)
-
-
-def _loss_and_weight(result: Any, samples: int) -> tuple[torch.Tensor, float]:
-    found = loss_and_weight(result, samples)
-    if found is None:
-        raise TypeError(
-            "training_step returned None for a batch that is profiled, so that its backward cannot"
-            " be timed; expected a loss."
-        )
-    # a sample without weight takes as long as others
-    return found[0], checked_weight(float(found[1])) or float(samples)
+        # behind a wait of MEET the backward goes on, and the forward does little
+        phase = int(operation in (Operation.BACKWARD, Operation.MEET))
+        if operation is not Operation.MEET and not self._is_block[instruction.unit]:
+            phase = 2
+        self.seconds[phase] += self._clock() - self._began_s
 
 
 def samples(size: int) -> str:

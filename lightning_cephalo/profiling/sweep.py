@@ -43,11 +43,6 @@ class Measured:
         return max(self.times, default=0)
 
     @property
-    def smallest(self) -> int:
-        """The smallest size that ran; 0 for none."""
-        return min(self.times, default=0)
-
-    @property
     def samples_per_s(self) -> float:
         """The rate of the best size."""
         return max((size / max(sum(at), 1e-9) for size, at in self.times.items()), default=0.0)
@@ -60,24 +55,12 @@ class Measured:
         """Time a step; of each part the shorter time of its size counts; collective."""
         times = prober.timed(size)
         if times is None:
-            self._lacked(size)
+            self.lacks(size)
         else:
             self.times[size] = Times(*map(min, times, self.times.get(size, times)))
 
-    def hold(self, prober: Prober, size: int) -> None:
-        """Measure the memory of a step; collective."""
-        held = prober.held(size)
-        if held is None:  # it ran when it was timed, but only just: it may not run again
-            self._lacked(size)
-        else:
-            self.held[size] = held
-
-    def ends(self) -> list[int]:
-        """Return the two smallest and the two largest sizes that ran."""
-        ran = sorted(self.times)
-        return sorted({*ran[:2], *ran[-2:]})
-
-    def _lacked(self, size: int) -> None:
+    def lacks(self, size: int) -> None:
+        """Note that the rank lacks the memory for a size."""
         if size:
             self.smallest_too_large = size
             self.times = {at: times for at, times in self.times.items() if at < size}
@@ -107,7 +90,7 @@ class ProfileOptions:
 
     def idle(self, measured: Measured) -> int:
         """Return the samples of a rank while others are measured; steps may need every rank."""
-        return measured.smallest if self.single_microbatch else 0
+        return min(measured.times, default=0) if self.single_microbatch else 0
 
     def next_size(self, measured: Measured, share: float) -> int:
         """Return the size to measure next on a rank with a balanced share; 0 for none."""
@@ -173,7 +156,11 @@ def measure_memory(prober: Prober, measured: Measured, options: ProfileOptions) 
     two sizes at each end tell where that is (``rank_curves.compute_curve``).
     """
     for size in _ends(prober, measured, options):
-        measured.hold(prober, size if measured.times else 0)
+        held = prober.held(size if measured.times else 0)
+        if held is None:  # it ran when it was timed, but only just: it may not run again
+            measured.lacks(size)
+        else:
+            measured.held[size] = held
     if prober.step.manual is None:  # with one microbatch its peak holds all
         measured.kept = _measure_retained(prober, measured, options.smallest)
 
@@ -202,8 +189,9 @@ def measure_without_recompute(
 
 
 def _ends(prober: Prober, measured: Measured, options: ProfileOptions) -> list[int]:
-    """Return the sizes of :meth:`Measured.ends`, on all ranks equally many; collective."""
-    own = measured.ends()
+    """Return the two smallest and the two largest sizes, on all ranks equally many; collective."""
+    ran = sorted(measured.times)
+    own = sorted({*ran[:2], *ran[-2:]})
     return own + [options.idle(measured)] * (int(prober.control.max(len(own))) - len(own))
 
 
