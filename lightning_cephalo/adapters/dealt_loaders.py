@@ -8,7 +8,7 @@ step keeps the samples of one device.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.common.errors import UnsupportedError
@@ -18,23 +18,16 @@ from lightning_cephalo.plan import Plan
 from lightning_cephalo.ranks.control import ControlGroup
 
 
-class Dealt(NamedTuple):
-    """A rebuilt loader, and the passes over it; None if its ranks read samples of their own."""
-
-    loader: Any
-    passes: Passes | None
-
-    @property
-    def ahead(self) -> int:
-        """Steps that the loader, and Lightning, may have read ahead of training."""
-        workers = getattr(self.loader, "num_workers", 0)
-        return workers * (getattr(self.loader, "prefetch_factor", None) or 2) + 1
-
-
-def dealt_in(loader: Any) -> Dealt:
-    """Return a rebuilt loader with its passes."""
+def passes_of(loader: Any) -> Passes | None:
+    """Return the passes over a rebuilt loader; None if its ranks read samples of their own."""
     passes = getattr(loader, "passes", None)
-    return Dealt(loader, passes if isinstance(passes, Passes) else None)
+    return passes if isinstance(passes, Passes) else None
+
+
+def steps_ahead(loader: Any) -> int:
+    """Return how many steps a loader, and Lightning, may have read ahead of training."""
+    workers = getattr(loader, "num_workers", 0)
+    return workers * (getattr(loader, "prefetch_factor", None) or 2) + 1
 
 
 Mark = tuple[tuple[Passes, int], ...]
@@ -46,26 +39,21 @@ class DealtLoaders:
 
     def __init__(self, view: TrainerView) -> None:
         combined = view.training_loaders
-        loaders = [] if combined is None else combined.flattened
-        self.all = [dealt_in(loader) for loader in loaders]
-        self.dealt = [each.passes for each in self.all if each.passes is not None]
+        self.all = [] if combined is None else [(x, passes_of(x)) for x in combined.flattened]
+        self.dealt = [passes for _, passes in self.all if passes is not None]
         # whether the shorter ones of several begin anew inside of an epoch
         self.cycle = len(self.all) > 1 and combined._mode == "max_size_cycle"
 
     def refuse_other_sizes(self, old: Plan, new: Plan) -> None:
         """Raise if the loaders cannot deal the new plan's sizes."""
-        why = ""
-        if any(isinstance(loader, OwnPart) for loader, _ in self.all):
-            why = "each rank reads a stream of its own, in batches of fixed sizes"
-        elif self.cycle:
-            why = (
-                "of several training dataloaders the shorter ones begin anew inside of an epoch"
-                " (CombinedLoader mode 'max_size_cycle'; 'min_size' and 'max_size' can change)"
-            )
-        if why and not deal_alike(old, new):
+        if deal_alike(old, new):
+            return
+        if self.cycle or any(isinstance(loader, OwnPart) for loader, _ in self.all):
             raise UnsupportedError(
-                f"The new plan has other batches, but {why}. A plan for this run may change shares,"
-                " microbatches, recomputation, offloading and resharding; keep its batches."
+                "The new plan has other batches, but the dataloaders cannot change theirs: each"
+                " rank reads a stream of its own, or CombinedLoader begins the shorter ones anew"
+                " (mode 'max_size_cycle'). Keep the batches: a plan may change shares,"
+                " microbatches, recomputation, offloading and resharding."
             )
 
     def mark(self) -> Mark:
@@ -83,13 +71,12 @@ class DealtLoaders:
 
         Infinite: only the next epoch can be dealt otherwise.
         """
-        steps = [
-            passes.dealt_steps(trained, each.ahead)
-            for each in self.all
-            if (passes := each.passes) is not None
-        ]
-        own = [math.inf if step is None else float(step) for step in steps]
-        return control.max(max([float(trained), *own]))
+        first = float(trained)
+        for loader, passes in self.all:
+            if passes is not None:
+                dealt = passes.dealt_steps(trained, steps_ahead(loader))
+                first = max(first, math.inf if dealt is None else dealt)
+        return control.max(first)
 
     def deal(self, plan: Plan, from_step: float) -> None:
         """Deal the sizes of a plan from a step on, and in all later epochs."""
@@ -104,20 +91,24 @@ class SamplerTakeover:
     ``deals`` is False if the user deals the samples, and has set ``use_distributed_sampler=False``.
     """
 
-    deals = _is_taken = False
+    _own: bool | None = None
+
+    @property
+    def deals(self) -> bool:
+        return bool(self._own)
 
     def take(self, view: TrainerView) -> None:
         """Take over; does nothing the second time."""
         connector = view.connector("accelerator")
-        if not self._is_taken:
-            self.deals, self._is_taken = connector.use_distributed_sampler, True
+        if self._own is None:
+            self._own = connector.use_distributed_sampler
         connector.use_distributed_sampler = False
 
     def give_back(self, view: TrainerView) -> None:
         """Restore the user's own setting."""
-        if self._is_taken:
-            view.connector("accelerator").use_distributed_sampler = self.deals
-        self.deals = self._is_taken = False
+        if self._own is not None:
+            view.connector("accelerator").use_distributed_sampler = self._own
+        self._own = None
 
 
 def refuse_combined_evaluation(loader: Any) -> None:

@@ -8,13 +8,13 @@ under a name of its own: plain Lightning would refuse states of loaders that it 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_cephalo.adapters.dealt_loaders import Dealt, DealtLoaders, dealt_in
+from lightning_cephalo.adapters.dealt_loaders import DealtLoaders, passes_of, steps_ahead
 from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.data.containers import known_length
 from lightning_cephalo.data.loaders import original_of
@@ -32,10 +32,10 @@ def saved_order(view: TrainerView) -> dict[str, Any] | None:
     trained = progress.current.processed
     ended = trained > 0 and (progress.is_last_batch or trained >= view.fit_loop.max_batches)
     positions: list[dict[str, Any] | None] = []
-    for each in loaders.all:
-        found, length = None, known_length(each.loader)
-        if each.passes is not None:
-            found = each.passes.position(trained, length, cycles=loaders.cycle, ahead=each.ahead)
+    for loader, passes in loaders.all:
+        found, length, ahead = None, known_length(loader), steps_ahead(loader)
+        if passes is not None:
+            found = passes.position(trained, length, cycles=loaders.cycle, ahead=ahead)
         positions.append(None if found is None else dict(vars(found)))
     seed = loaders.dealt[0].seed
     return {"seed": seed, "steps": trained, "ended": bool(ended), "loaders": positions}
@@ -49,8 +49,7 @@ class Resumption:
         progress = loop.epoch_loop.batch_progress
         trained = progress.current.processed
         self.seed: int | None = saved.get("seed")
-        self._positions: list[Any] = saved.get("loaders", [])
-        self._loaders = 0
+        self._positions: Iterator[Any] = iter(saved.get("loaders", []))
         self._has_begun = False
         self._quiet = ExitStack()
         self._way = Continue.INSIDE
@@ -70,14 +69,10 @@ class Resumption:
             )
 
     def continue_with(self, loader: Any) -> None:
-        """Let a dealt loader begin where the checkpoint was saved.
-
-        Call it for every training dataloader, in their order.
-        """
+        """Let the next of the training dataloaders begin where the checkpoint was saved."""
         if self._has_begun:  # reload_dataloaders_every_n_epochs
             return
-        index, self._loaders = self._loaders, self._loaders + 1
-        why = self._continue(dealt_in(loader), index)
+        why = self._continue(loader, next(self._positions, None))
         if self._is_inside and why:
             own = original_of(loader)
             name = f"{type(own).__name__} of {type(getattr(own, 'dataset', own)).__name__}"
@@ -86,12 +81,11 @@ class Resumption:
                 f" middle of an epoch: {why}."
             )
 
-    def _continue(self, dealt: Dealt, index: int) -> str:
+    def _continue(self, loader: Any, saved: Mapping[str, Any] | None) -> str:
         """Continue a loader; return why that cannot be."""
-        loader, passes = dealt
+        passes = passes_of(loader)
         if passes is None:
             return "each rank reads samples of its own, so that only its dataset could go on"
-        saved = self._positions[index] if index < len(self._positions) else None
         if saved is None:
             return "it does not hold the place in the order of samples"
         position = Position(**saved)
@@ -108,10 +102,7 @@ class Resumption:
         return ""
 
     def announce(self) -> None:
-        """Begin to train, and hide Lightning's warning of loaders that cannot be resumed.
-
-        What it says would be wrong, or said twice.
-        """
+        """Begin to train, and hide Lightning's warning, which is wrong here, or told already."""
         self._has_begun = True
         if self._is_inside:
             self._quiet.enter_context(warnings.catch_warnings())
