@@ -13,8 +13,7 @@ for problems as in ``tests/offline/simulated_cases.py``. The exchange of weights
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from lightning_cephalo.common import records
@@ -22,6 +21,7 @@ from lightning_cephalo.offline.state_lanes import StateLanes, homes_of
 from lightning_cephalo.plan import Plan, Problem, RankPlan, RankProfile, cost
 from lightning_cephalo.plan.check import check
 from lightning_cephalo.plan.moving import moved_by
+from lightning_cephalo.plan.play import Meeting, Player, play
 from lightning_cephalo.plan.program import (
     NONE,
     ROOT,
@@ -47,7 +47,8 @@ from lightning_cephalo.plan.timeline import (
 _FORWARD, _REDUCING, _UPDATING = range(3)
 _LINKED = frozenset({Operation.GATHER, Operation.REDUCE})
 _NEEDS_GRADIENT = frozenset({Operation.HOST_UPDATE, Operation.SEND_GRADIENT})
-_OF_STATE = frozenset({Operation.FETCH_STATE, Operation.STORE_STATE, *_NEEDS_GRADIENT})
+# in the order of the curves of a profile
+_COMPUTE = (Operation.FORWARD, Operation.BACKWARD, Operation.LOSS)
 
 
 def simulate(problem: Problem, plan: Plan, *, steps: int = 1) -> Simulation:
@@ -63,16 +64,15 @@ def simulate(problem: Problem, plan: Plan, *, steps: int = 1) -> Simulation:
     programs = programs_of(problem, plan)
     check([programs[ranks[0]] for ranks in kinds.values()])
     lanes = [
-        _Lane(
-            problem,
-            problem.ranks[ranks[0]],
-            plan.ranks[ranks[0]],
-            programs[ranks[0]],
-            ranks,
-        )
-        for ranks in kinds.values()
+        _Lane(problem, problem.ranks[own[0]], plan.ranks[own[0]], programs[own[0]], own)
+        for own in kinds.values()
     ]
-    step_s = _play(problem, lanes)
+    everyone = tuple(range(len(lanes)))
+    play([lane.run(everyone) for lane in lanes], _seconds_of(problem))
+    end_s = max(lane.end_s for lane in lanes)
+    step_s = end_s + problem.step_overhead_s
+    for lane in lanes:
+        lane.record(Stream.COMMUNICATION, Instruction(Operation.OVERHEAD), end_s, step_s)
     return Simulation(step_s, steps, tuple(lane.timeline(step_s) for lane in lanes))
 
 
@@ -103,50 +103,32 @@ def _heads(problem: Problem) -> frozenset[int]:
     return frozenset({problem.units + 1} if problem.has_last_layers else ())
 
 
-def _play(problem: Problem, lanes: Sequence[_Lane]) -> float:
-    """Run the programs of all lanes, collective by collective, and return when the step ends."""
-    head = problem.units + 1
-    seconds = {
+def _seconds_of(problem: Problem) -> Callable[[Meeting], float]:
+    """Return a function of the collectives of a step, one after another."""
+    head, before = problem.units + 1, Instruction(Operation.OVERHEAD)
+    others = {
         (Operation.GATHER, ROOT): problem.root_gather_s,
         (Operation.GATHER, head): problem.last_gather_s,
         (Operation.REDUCE, ROOT): problem.root_reduce_s,
         (Operation.REDUCE, head): problem.last_reduce_s,
     }
     of_units = {Operation.GATHER: problem.gather_s, Operation.REDUCE: problem.reduce_s}
-    link_free_s, behind_reduce = 0.0, False
-    while True:
-        # the programs are checked: all lanes reach the same collective
-        reached = [lane.run_to_collective() for lane in lanes]
-        if reached[0] is None:
-            break
-        collective = reached[0]
-        start_s = max(link_free_s, max(lane.free_s for lane in lanes))
-        operation, unit = collective.operation, collective.unit
-        is_block = ROOT < unit < head
-        took_s = of_units[operation] if is_block else seconds[operation, unit]
-        if operation is Operation.GATHER and behind_reduce:
-            took_s = max(0.0, problem.both_s - problem.reduce_s)  # the reduce runs beside it
-        behind_reduce = operation is Operation.REDUCE and is_block
-        link_free_s = start_s + took_s
-        for lane in lanes:
-            lane.communicate(collective, start_s, link_free_s)
-    end_s = max(lane.run_update(link_free_s) for lane in lanes)
-    for lane in lanes:
-        lane.record(
-            Stream.COMMUNICATION,
-            Instruction(Operation.OVERHEAD),
-            end_s,
-            end_s + problem.step_overhead_s,
-        )
-    return end_s + problem.step_overhead_s
+
+    def seconds_of(meeting: Meeting) -> float:
+        nonlocal before
+        behind, before = before, meeting.what
+        operation, unit = before.operation, before.unit
+        is_behind_reduce = behind.operation is Operation.REDUCE and ROOT < behind.unit < head
+        if operation is Operation.GATHER and is_behind_reduce:  # it runs beside the reduce
+            return max(0.0, problem.both_s - problem.reduce_s)
+        return others.get((operation, unit), of_units[operation])
+
+    return seconds_of
 
 
-@dataclass(frozen=True)
-class _Microbatch:
+class _Microbatch(NamedTuple):
     size: int
-    forward_s: float
-    backward_s: float
-    tail_s: float
+    seconds: dict[Operation, float]
     copy_s: float
     peak_bytes: float
     reducing_peak_bytes: float
@@ -168,6 +150,8 @@ class _Change(NamedTuple):
 
 
 class _Lane:
+    """Equal ranks, of which one is played."""
+
     def __init__(
         self,
         problem: Problem,
@@ -176,141 +160,133 @@ class _Lane:
         program: Program,
         ranks: Sequence[int],
     ) -> None:
+        self._problem, self._program, self._ranks = problem, program, tuple(ranks)
         mode = cost.Mode.of(part)
-        reducing = cost.reducing_need(problem, profile, mode)
-        peaks = (cost.device_need(problem, profile, mode).peaks, reducing.peaks)
-        curves = (*cost.time_curves(profile, mode), *peaks)
-        self._microbatches = []
-        for size in part.microbatch_sizes:
-            forward_s, backward_s, tail_s, *peaks_bytes = (curve[size - 1] for curve in curves)
-            copy_s = cost.copy_time(problem, profile, size, mode)
-            self._microbatches.append(
-                _Microbatch(size, forward_s, backward_s, tail_s, copy_s, *peaks_bytes)
+        needs = (cost.device_need, cost.reducing_need)
+        peaks = [need(problem, profile, mode).peaks for need in needs]
+        curves = dict(zip(_COMPUTE, cost.time_curves(profile, mode), strict=True))
+        self._microbatches = [
+            _Microbatch(
+                size,
+                {operation: curve[size - 1] for operation, curve in curves.items()},
+                cost.copy_time(problem, profile, size, mode),
+                *(curve[size - 1] for curve in peaks),
             )
-        self._problem = problem
-        self._ranks = tuple(ranks)
-        self._rest = iter((*program.forward, *program.backward))
-        self._updates_last = program.update
+            for size in part.microbatch_sizes
+        ]
         self._keeps, self._heads = not mode.recompute, program.ends.heads
         resting = problem.fixed_bytes + problem.microbatch_bytes * len(part.microbatch_sizes)
         if part.offload and problem.units > UNITS_THAT_STAY:
             resting += problem.boundary_bytes * part.batch_size  # gradients between units
         self._resting_bytes = resting
-        moved_bytes, self._state_host_bytes, by_host = 0.0, 0.0, 0
-        self._state: StateLanes | None = None
-        if part.moves_state:
-            moved = moved_by(problem, part)
-            moved_bytes = moved.device_bytes(problem)
-            self._state_host_bytes = part.state_fraction * moved.host_bytes(problem)
-            self._state = StateLanes(problem, profile, part, self.record)
-            by_host = moved.count(StateHome.HOST)
-        seconds_of = part.state_fraction / profile.updated_parameters_per_s
-        self._rows_s = seconds_of * (problem.parameters - by_host)
+        moved = moved_by(problem, part)
+        share = part.state_fraction
+        more_bytes = moved.device_bytes(problem)
+        self._states_bytes = [share * (size + more_bytes) for size in problem.states_bytes]
+        self._state_host_bytes = share * moved.host_bytes(problem)
+        self._state = StateLanes(problem, profile, part, self.record)
+        seconds_of = share / profile.updated_parameters_per_s
+        self._rows_s = seconds_of * (problem.parameters - moved.count(StateHome.HOST))
         self._unit_rows_s = seconds_of * problem.parameters * problem.unit_part
-        self._states_bytes = [
-            part.state_fraction * (size + moved_bytes) for size in problem.states_bytes
-        ]
-        self._is_reducing = False
+        self._updates = 0
         self._events: list[Event] = []
         self._changes: list[_Change] = []
+        # per unit, when it was gathered and reduced last; per passage, when it was copied
         self._gathered_s: dict[int, float] = {}
         self._reduced_s: dict[int, float] = {}
-        self._unit_update_s = problem.unit_update_s
-        self._updates = 0
         self._copied_s: dict[tuple[int, int], float] = {}
-        self._copy_free_s = 0.0
-        self.free_s = 0.0
+        self._is_reducing = False
+        self._free_s = self._copy_free_s = self.end_s = 0.0
 
     # -- execution ----------------------------------------------------------------------------
 
-    def run_to_collective(self) -> Instruction | None:
-        """Run up to the next gather or reduce and return it; None at the end of the backward."""
-        for instruction in self._rest:
-            if instruction.operation in _LINKED:
-                is_reduce = instruction.operation is Operation.REDUCE
-                if is_reduce and instruction.unit not in self._heads and not self._is_reducing:
-                    self._is_reducing = True
-                    # no later than the next unit's backward, which waits for its gather
-                    begun_s = max(self.free_s, *self._gathered_s.values())
-                    self._changes.append(_Change(begun_s, moment=_REDUCING))
-                return instruction
-            if instruction.unit in self._heads and instruction.microbatch == NONE:
-                continue  # the time of its update is the root unit's
-            self._move(instruction)
-            if instruction.operation is Operation.UPDATE:
-                seconds = self._unit_update_s + self._unit_rows_s
-                self._update(instruction, self._reduced_s[instruction.unit], seconds)
-            if instruction.microbatch != NONE:
-                self._run(instruction)
-        return None
-
-    def _run(self, instruction: Instruction) -> None:
-        microbatch = self._microbatches[instruction.microbatch]
-        match instruction.operation:
-            case Operation.FORWARD if instruction.unit != ROOT:
-                # the boundary reuses the memory of the boundary from two visits before
-                room = (instruction.visit - UNITS_THAT_STAY, instruction.microbatch)
-                room_s = self._copied_s.pop(room, 0.0)
-                start_s = max(self._gathered_s[instruction.unit], room_s)
-                size = microbatch.size
-                self._compute(instruction, start_s, microbatch.forward_s, keep=size)
-            case Operation.LOSS:
-                start_s = self._gathered_s[instruction.unit]
-                self._compute(instruction, start_s, microbatch.tail_s)
-            case Operation.OFFLOAD:
-                start_s, end_s = self._copy(instruction)
-                self._changes.append(_Change(start_s, host=microbatch.size))
-                self._changes.append(_Change(end_s, boundaries=-microbatch.size))
-            case Operation.BACKWARD if instruction.unit != ROOT:
-                fetched_s = self._copied_s.pop((instruction.visit, instruction.microbatch), 0.0)
-                start_s = max(self._gathered_s[instruction.unit], fetched_s)
-                size = microbatch.size
-                self._compute(instruction, start_s, microbatch.backward_s, release=size)
-            case Operation.FETCH:
-                start_s, end_s = self._copy(instruction)
-                self._changes.append(_Change(start_s, boundaries=microbatch.size))
-                self._changes.append(_Change(end_s, host=-microbatch.size))
-
-    def communicate(self, instruction: Instruction, start_s: float, end_s: float) -> None:
-        self.record(Stream.COMMUNICATION, instruction, start_s, end_s)
-        if instruction.operation is Operation.GATHER:
-            self._gathered_s[instruction.unit] = end_s
-        else:
-            self._reduced_s[instruction.unit] = end_s
-
-    def run_update(self, start_s: float) -> float:
-        rest_s = self._problem.update_overhead_s - self._updates * self._unit_update_s
+    def run(self, everyone: tuple[int, ...]) -> Player:
+        """Play the step, collective by collective."""
+        end_s = 0.0
+        for instruction in (*self._program.forward, *self._program.backward):
+            operation, unit = instruction.operation, instruction.unit
+            if operation in _LINKED:
+                if operation is Operation.REDUCE and unit not in self._heads:
+                    self._begin_to_reduce()
+                start_s, end_s = yield Meeting(everyone, Instruction(operation, unit), self._free_s)
+                self.record(Stream.COMMUNICATION, instruction, start_s, end_s)
+                done_s = self._gathered_s if operation is Operation.GATHER else self._reduced_s
+                done_s[unit] = end_s
+            elif instruction.microbatch != NONE:
+                self._pass(instruction)
+            elif operation is Operation.UPDATE and unit not in self._heads:
+                seconds = self._problem.unit_update_s + self._unit_rows_s
+                self._update(instruction, self._reduced_s[unit], seconds)
+            else:
+                self._move(instruction)
+        rest_s = self._problem.update_overhead_s - self._updates * self._problem.unit_update_s
         rest_s = max(0.0, rest_s) + max(0.0, self._rows_s - self._updates * self._unit_rows_s)
-        if self._state is not None:
-            self.free_s = max(self.free_s, start_s)
-        for instruction in self._updates_last:
-            if instruction.unit in self._heads:
-                continue
-            self._move(instruction)
-            if instruction.operation is Operation.UPDATE:  # the last one takes all of the time
-                self._update(instruction, start_s, rest_s * (instruction.unit == NONE))
-        self._changes.append(_Change(self.free_s, moment=_FORWARD))
-        return self.free_s if self._state is None else max(self.free_s, self._state.done_s)
+        self._free_s = max(self._free_s, end_s)
+        for instruction in self._program.update:
+            is_last = instruction.unit == NONE  # it takes all of the time
+            if instruction.operation is not Operation.UPDATE:
+                self._move(instruction)
+            elif instruction.unit not in self._heads:
+                self._update(instruction, end_s, rest_s * is_last)
+        self._changes.append(_Change(self._free_s, moment=_FORWARD))
+        self.end_s = max(self._free_s, self._state.done_s)
+
+    def _begin_to_reduce(self) -> None:
+        if not self._is_reducing:
+            self._is_reducing = True
+            # no later than the next unit's backward, which waits for its gather
+            begun_s = max(self._free_s, *self._gathered_s.values())
+            self._changes.append(_Change(begun_s, moment=_REDUCING))
+
+    def _pass(self, instruction: Instruction) -> None:
+        """Compute or copy a microbatch."""
+        operation, at = instruction.operation, (instruction.visit, instruction.microbatch)
+        if instruction.visit == NONE:
+            return  # the root unit's forward counts in the tail
+        microbatch = self._microbatches[instruction.microbatch]
+        size = microbatch.size
+        if operation not in _COMPUTE:
+            # as soon as the preceding compute is done
+            start_s = max(self._free_s, self._copy_free_s)
+            self._copied_s[at] = self._copy_free_s = end_s = start_s + microbatch.copy_s
+            self.record(Stream.COPY, instruction, start_s, end_s)
+            away = size * (operation is Operation.OFFLOAD)
+            self._changes += [
+                _Change(start_s, size - away, host=away),
+                _Change(end_s, -away, host=away - size),
+            ]
+            return
+        if operation is Operation.FORWARD:
+            # the boundary reuses the memory of the boundary from two visits before
+            at = (instruction.visit - UNITS_THAT_STAY, instruction.microbatch)
+        ready_s = max(self._gathered_s[instruction.unit], self._copied_s.pop(at, 0.0))
+        start_s = max(self._free_s, ready_s)
+        self._free_s = start_s + microbatch.seconds[operation]
+        self.record(Stream.COMPUTE, instruction, start_s, self._free_s)
+        peak_bytes = microbatch.reducing_peak_bytes if self._is_reducing else microbatch.peak_bytes
+        # it holds boundaries from its start, or frees them at its end
+        held = size * (operation is Operation.FORWARD)
+        freed = size * (operation is Operation.BACKWARD)
+        self._changes += [
+            _Change(start_s, held, held * self._keeps, peak_bytes=peak_bytes),
+            _Change(self._free_s, -freed, -freed * self._keeps, peak_bytes=-peak_bytes),
+        ]
 
     def _move(self, instruction: Instruction) -> None:
-        if self._state is not None and instruction.operation in _OF_STATE:
-            self._state.run(instruction, max(self.free_s, self._ready_s(instruction)))
-
-    def _ready_s(self, instruction: Instruction) -> float:
-        needs = instruction.operation in _NEEDS_GRADIENT
-        return self._reduced_s[instruction.unit] if needs else 0.0
+        if instruction.unit in self._heads:
+            return  # the time of its update is the root unit's
+        needs_gradient = instruction.operation in _NEEDS_GRADIENT
+        ready_s = self._reduced_s[instruction.unit] if needs_gradient else 0.0
+        self._state.run(instruction, max(self._free_s, ready_s))
 
     def _update(self, instruction: Instruction, ready_s: float, seconds: float) -> None:
-        start_s = max(self.free_s, ready_s)
-        if self._state is not None and instruction.unit != NONE:
-            start_s = max(start_s, self._state.arrival_s(instruction.unit))
-        self.free_s = start_s + seconds
-        if instruction.unit != NONE and seconds:
-            self._updates += 1
+        start_s = max(self._free_s, ready_s, self._state.arrival_s(instruction.unit))
+        self._free_s = start_s + seconds
         if instruction.unit != NONE:
+            self._updates += seconds > 0
             self._changes.append(_Change(start_s, moment=_UPDATING))
-            self._changes.append(_Change(self.free_s, moment=_REDUCING))
-        self.record(Stream.COMPUTE, instruction, start_s, self.free_s)
+            self._changes.append(_Change(self._free_s, moment=_REDUCING))
+        self.record(Stream.COMPUTE, instruction, start_s, self._free_s)
 
     def record(
         self, stream: Stream, instruction: Instruction, start_s: float, end_s: float
@@ -335,36 +311,6 @@ class _Lane:
             copy_s=busy_s[Stream.COPY],
             waiting_s=max(step_s - busy_s[Stream.COMPUTE], 0.0),
         )
-
-    def _compute(
-        self,
-        instruction: Instruction,
-        ready_s: float,
-        seconds: float,
-        *,
-        keep: int = 0,
-        release: int = 0,
-    ) -> None:
-        """Hold boundaries of ``keep`` samples from its start, free those of ``release`` after."""
-        start_s = max(self.free_s, ready_s)
-        self.free_s = start_s + seconds
-        self.record(Stream.COMPUTE, instruction, start_s, self.free_s)
-        microbatch = self._microbatches[instruction.microbatch]
-        peak_bytes = microbatch.peak_bytes
-        if self._is_reducing:
-            peak_bytes = microbatch.reducing_peak_bytes
-        kept, released = keep * self._keeps, release * self._keeps
-        self._changes.append(_Change(start_s, keep, kept, peak_bytes=peak_bytes))
-        self._changes.append(_Change(self.free_s, -release, -released, peak_bytes=-peak_bytes))
-
-    def _copy(self, instruction: Instruction) -> tuple[float, float]:
-        """Copy as soon as the preceding compute is done; return start and end."""
-        start_s = max(self.free_s, self._copy_free_s)
-        microbatch = self._microbatches[instruction.microbatch]
-        self._copy_free_s = start_s + microbatch.copy_s
-        self.record(Stream.COPY, instruction, start_s, self._copy_free_s)
-        self._copied_s[instruction.visit, instruction.microbatch] = self._copy_free_s
-        return start_s, self._copy_free_s
 
     def _memory(self) -> tuple[StepFunction, StepFunction]:
         problem = self._problem

@@ -38,14 +38,13 @@ class StateLanes:
     def __init__(
         self, problem: Problem, profile: RankProfile, rank: RankPlan, record: _Record
     ) -> None:
-        moved = moved_by(problem, rank)
-        parts = (len(moved.sizes) - 1) / problem.units
-        share = rank.state_fraction
-        self._sizes = [
-            share * moved.sizes[at] * (parts if unit else 1.0)
-            for unit, at in enumerate(_units(problem, moved))
-        ]
         self._homes = homes_of(problem, rank)
+        moved = moved_by(problem, rank)
+        parts = rank.state_fraction * (len(moved.sizes) - 1) / problem.units
+        self._sizes = [
+            moved.sizes[at] * (parts if unit else rank.state_fraction)
+            for unit, at in enumerate(_units(problem, moved)[: len(self._homes)])
+        ]
         self._problem, self._profile, self._record = problem, profile, record
         streams = (Stream.TO_DEVICE, Stream.TO_HOST, Stream.HOST)
         self._lanes = {stream: Lane() for stream in streams}
@@ -57,14 +56,13 @@ class StateLanes:
     def run(self, instruction: Instruction, now_s: float) -> None:
         """Do an instruction, whose unit is ready at ``now_s``."""
         unit = instruction.unit
-        is_streamed = self._homes[unit] is StateHome.STREAMED
         match instruction.operation:
             case Operation.FETCH_STATE:
                 start_s = max(now_s, self._buffers_s[self._next])
                 end_s = self._copy(instruction, Stream.TO_DEVICE, start_s)
                 self._fetched[unit] = end_s, self._next
                 self._next = (self._next + 1) % STAGED_UNITS
-            case Operation.STORE_STATE if is_streamed:
+            case Operation.STORE_STATE if unit in self._fetched:
                 _, buffer = self._fetched.pop(unit)
                 self._buffers_s[buffer] = self._copy(instruction, Stream.TO_HOST, now_s)
             case Operation.SEND_GRADIENT:

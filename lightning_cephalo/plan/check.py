@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from lightning_cephalo.common.errors import ProgramError
+from lightning_cephalo.plan.play import Meeting, Player, play
 from lightning_cephalo.plan.program import (
     COLLECTIVES,
-    COMPUTE,
     NONE,
     ROOT,
     Instruction,
@@ -16,8 +17,60 @@ from lightning_cephalo.plan.program import (
 )
 from lightning_cephalo.plan.state_homes import STAGED_UNITS
 
-# Exchanges of a step: one ends the forward, one the backward. Early updates come before the second.
-_AGREEMENTS = 2
+# What units, microbatches and passages (a visit and a microbatch) may be, and what is wrong if an
+# instruction needs that and they are not, or the reverse.
+_WRONG = {
+    "gathered": ("the unit is not gathered", "the unit is gathered already"),
+    "armed": ("the unit is not armed", "the unit is armed already"),
+    "passed": ("", "a backward has passed the unit already"),
+    "reduced": ("the unit is not reduced yet", "the unit is reduced already"),
+    "updated": ("the unit is not updated yet", "the unit is updated already"),
+    "sent": ("", "its gradient is on the host"),
+    "fetched": ("", "its state is on the device"),
+    "with the host": ("", ""),
+    "without a loss": ("its microbatch did not go forward", ""),
+    "with a loss": ("", ""),
+    "forward": ("nothing went forward there", ""),
+    "back": ("", ""),
+    "offloaded": ("nothing was offloaded there", "what entered is on the host"),
+}
+_OF_PASSAGES = frozenset({"forward", "back", "offloaded"})
+_OF_MICROBATCHES = frozenset({"without a loss", "with a loss"})
+
+
+class _Rule(NamedTuple):
+    """What an instruction needs, what must not be, and what begins and ends with it."""
+
+    needs: tuple[str, ...] = ()
+    never: tuple[str, ...] = ()
+    begins: tuple[str, ...] = ()
+    ends: tuple[str, ...] = ()
+
+
+_RULES = {
+    Operation.GATHER: _Rule((), ("gathered",), ("gathered",)),
+    Operation.FREE: _Rule(("gathered",), ends=("gathered",)),
+    Operation.ARM: _Rule(("gathered",), ("reduced", "armed", "passed"), ("armed",)),
+    Operation.FORWARD: _Rule(("gathered",), (), ("forward", "without a loss")),
+    Operation.LOSS: _Rule(
+        ("gathered", "without a loss"), begins=("with a loss",), ends=("without a loss",)
+    ),
+    Operation.OFFLOAD: _Rule(("forward",), ("offloaded",), ("offloaded",)),
+    Operation.FETCH: _Rule(("offloaded",), ends=("offloaded",)),
+    Operation.BACKWARD: _Rule(
+        ("gathered", "forward"), ("offloaded", "reduced"), ("passed", "back"), ("forward",)
+    ),
+    Operation.REDUCE: _Rule(("armed",), (), ("reduced",), ("armed",)),
+    Operation.MEET: _Rule(("gathered",)),
+    Operation.AGREE: _Rule(),
+    Operation.FETCH_STATE: _Rule((), ("fetched",), ("fetched",)),
+    Operation.SEND_GRADIENT: _Rule(("reduced",), ("sent",), ("sent",)),
+    Operation.UPDATE: _Rule(("reduced",), ("sent", "gathered"), ("updated",)),
+    Operation.HOST_UPDATE: _Rule(
+        ("reduced",), ("fetched", "gathered"), ("updated", "with the host")
+    ),
+    Operation.STORE_STATE: _Rule(("updated",), ends=("fetched", "with the host")),
+}
 
 
 def check(programs: Sequence[Program]) -> None:
@@ -40,206 +93,128 @@ def check(programs: Sequence[Program]) -> None:
         ProgramError: A check fails. The message names the rank and the first instruction at fault,
             if there is one.
     """
-    states = [_check_rank(rank, program) for rank, program in enumerate(programs)]
-    first = _collectives(programs[0]) if programs else []
-    for rank, program in enumerate(programs[1:], start=1):
-        own = _collectives(program)
-        if own != first:
-            at = next(
-                (i for i, (a, b) in enumerate(zip(own, first, strict=False)) if a != b),
-                min(len(own), len(first)),
-            )
-            raise ProgramError(
-                f"Collectives must come in one order on all ranks; as number {at + 1} rank 0 has"
-                f" {_named(first, at)}, but rank {rank} has {_named(own, at)}."
-            )
+    states = [_State(rank, program) for rank, program in enumerate(programs)]
+    everyone = tuple(range(len(programs)))
+    play([_collectives(program, everyone) for program in programs])
     # a rank without microbatches does not show which visits have a backward
-    busy = [(rank, sorted(state.returned)) for rank, state in enumerate(states) if state.losses]
-    for rank, own_visits in busy[1:]:
-        if own_visits != busy[0][1]:
+    busy = [state for state in states if state.are["with a loss"]]
+    for state in busy[1:]:
+        if state.visits_back != busy[0].visits_back:
             raise ProgramError(
-                f"Backwards must pass the same visits on all ranks; on rank {busy[0][0]} they pass"
-                f" {busy[0][1]}, but on rank {rank} {own_visits}."
+                f"Backwards must pass the same visits on all ranks; on rank {busy[0].rank} they"
+                f" pass {busy[0].visits_back}, but on rank {state.rank} {state.visits_back}."
             )
 
 
-def _collectives(program: Program) -> list[tuple[Operation, int]]:
-    return [(i.operation, i.unit) for i in program.instructions if i.operation in COLLECTIVES]
-
-
-def _named(collectives: Sequence[tuple[Operation, int]], at: int) -> str:
-    if at >= len(collectives):
-        return "none"
-    return str(Instruction(*collectives[at]))
+def _collectives(program: Program, ranks: tuple[int, ...]) -> Player:
+    for instruction in program.instructions:
+        if instruction.operation in COLLECTIVES:
+            yield Meeting(ranks, Instruction(instruction.operation, instruction.unit))
 
 
 class _State:
-    """State of one rank while its program is read."""
+    """What a rank's program leaves behind; reads all of it."""
 
-    def __init__(self, rank: int, embeddings: Container[int]) -> None:
-        self._rank = rank
-        self.embeddings = embeddings  # their backward needs no parameters
-        self.gathered: set[int] = set()
-        self.armed: set[int] = set()
-        self.reduced: set[int] = set()
-        self.forward: set[tuple[int, int]] = set()
-        self.without_loss: set[int] = set()
-        self.losses: set[int] = set()
-        self.reached: dict[int, int] = {}  # per microbatch, its latest visit
-        self.returned: dict[int, set[int]] = {}  # per visit, the microbatches that passed it
-        self.returned_units: set[int] = set()
-        self.updated: set[int] = set()
-        self.has_early_updates = self.is_updated = False
-        self.agreements = 0
-        self.sent: set[int] = set()  # units whose gradients are on the host
-        self.fetched: set[int] = set()  # units whose optimizer state is on the device
-        self.on_host: set[int] = set()  # units that the host updates
-        self.away: set[tuple[int, int]] = set()
+    def __init__(self, rank: int, program: Program) -> None:
+        self.rank = rank
+        self.are: dict[str, set[Any]] = {name: set() for name in _WRONG}
+        self._embeddings = program.ends.embeddings
+        self._reached: dict[int, int] = {}  # per microbatch, its latest visit
+        updates = (Operation.UPDATE, Operation.HOST_UPDATE)
+        self._updates_early = any(each.operation in updates for each in program.backward)
+        self._is_updated = False
+        for instruction in program.instructions:
+            self._read(instruction)
+        self._expect_nothing_held()
+        left = sorted(self.are["fetched"] | self.are["with the host"])
+        if left:
+            raise ProgramError(f"Rank {rank} ends its step with {left} still without S.")
+        if not self._is_updated:
+            raise ProgramError(f"Rank {rank} ends its step without U (update).")
 
-    def read(self, instruction: Instruction) -> None:
+    @property
+    def visits_back(self) -> list[int]:
+        """The visits that a backward has passed."""
+        return sorted({visit for visit, _ in self.are["back"]})
+
+    def _read(self, instruction: Instruction) -> None:
         """Check one instruction and apply it."""
         operation, unit = instruction.operation, instruction.unit
-        passage = (instruction.visit, instruction.microbatch)
-        if operation is Operation.STORE_STATE:
-            self._store_state(instruction)
-            return
-        self._expect(instruction, not self.is_updated, "the optimizer has made its step")
-        self._expect(instruction, unit not in self.updated, "the unit is updated already")
-        is_there = unit in self.gathered or unit in self.embeddings
-        if operation is Operation.GATHER:
-            self._expect(instruction, unit not in self.gathered, "the unit is gathered already")
-            self.gathered.add(unit)
-        elif operation is Operation.FREE:
-            self._expect(instruction, unit in self.gathered, "the unit is not gathered")
-            self.gathered.discard(unit)
-        elif operation is Operation.ARM:
-            self._expect(instruction, is_there, "the unit is not gathered")
-            self._expect(instruction, unit not in self.reduced, "the unit is reduced already")
-            self._expect(instruction, unit not in self.armed, "the unit is armed already")
-            came = unit in self.returned_units
-            self._expect(instruction, not came, "a backward has passed the unit already")
-            self.armed.add(unit)
-        elif operation in COMPUTE:
-            is_there = is_there if operation is Operation.BACKWARD else unit in self.gathered
-            self._expect(instruction, is_there, "the unit is not gathered")
-            self._compute(instruction)
-        elif operation is Operation.OFFLOAD:
-            self._expect(instruction, passage in self.forward, "nothing went forward there")
-            self._expect(instruction, passage not in self.away, "it is on the host already")
-            self.away.add(passage)
-        elif operation is Operation.FETCH:
-            self._expect(instruction, passage in self.away, "nothing was offloaded there")
-            self.away.discard(passage)
-        elif operation is Operation.REDUCE:
-            self._expect(instruction, unit in self.armed, "the unit is not armed")
-            self.armed.discard(unit)
-            self.reduced.add(unit)
-        elif operation is Operation.MEET:
-            self._expect(instruction, unit in self.gathered, "the unit is not gathered")
-        elif operation is Operation.AGREE:
-            self._expect(instruction, not self.without_loss, "a microbatch has no loss yet")
-            self.agreements += 1
-        elif operation is Operation.FETCH_STATE:
-            self._expect(instruction, unit not in self.fetched, "its state is fetched already")
-            room = len(self.fetched) < STAGED_UNITS
-            self._expect(instruction, room, f"the state of units {sorted(self.fetched)} is there")
-            self.fetched.add(unit)
-        elif operation is Operation.SEND_GRADIENT:
-            self._expect(instruction, unit in self.reduced, "the unit is not reduced yet")
-            self._expect(instruction, unit not in self.sent, "its gradient has left already")
-            self.sent.add(unit)
-        elif operation in (Operation.UPDATE, Operation.HOST_UPDATE) and unit != NONE:
-            on_host = operation is Operation.HOST_UPDATE or unit not in self.sent
-            self._expect(instruction, on_host, "its gradient is on the host")
-            self._expect(instruction, unit in self.reduced, "the unit is not reduced yet")
-            self._expect(instruction, unit not in self.gathered, "the unit is gathered still")
-            self.has_early_updates |= self.agreements < _AGREEMENTS
-            self.updated.add(unit)
-            if operation is Operation.HOST_UPDATE:
-                self._expect(instruction, unit not in self.fetched, "its state is on the device")
-                self.on_host.add(unit)
-        elif operation is Operation.UPDATE:
-            self._expect_nothing_held()
-            self._expect(instruction, not self.fetched, f"units {sorted(self.fetched)} hold state")
-            away = sorted(self.sent - self.updated)
-            self._expect(instruction, not away, f"the host has not updated units {away}")
-            left = sorted(self.reduced - self.updated - {ROOT}) if self.has_early_updates else []
-            self._expect(instruction, not left, f"units {left} have missed their early update")
-            self.is_updated = True
-
-    def _store_state(self, instruction: Instruction) -> None:
-        unit = instruction.unit
-        came = unit in self.fetched or unit in self.on_host
-        self._expect(instruction, came, "its state is neither fetched nor with the host")
-        self._expect(instruction, unit in self.updated, "the unit is not updated yet")
-        self.fetched.discard(unit)
-        self.on_host.discard(unit)
-
-    def _compute(self, instruction: Instruction) -> None:
-        passage = (instruction.visit, instruction.microbatch)
-        if instruction.operation is Operation.FORWARD:
-            before = self.reached.get(instruction.microbatch, NONE - 1)
-            follows = instruction.visit == before + 1
-            self._expect(instruction, follows, "its microbatch was not at the visit before")
-            self.reached[instruction.microbatch] = instruction.visit
-            self.forward.add(passage)
-            self.without_loss.add(instruction.microbatch)
-        elif instruction.operation is Operation.LOSS:
-            self._expect(instruction, ROOT in self.armed, "the root unit is not armed")
-            waits = instruction.microbatch in self.without_loss
-            self._expect(instruction, waits, "its microbatch did not go forward")
-            self.without_loss.discard(instruction.microbatch)
-            self.losses.add(instruction.microbatch)
-        else:
-            self._expect(instruction, passage in self.forward, "nothing went forward there")
-            self._expect(instruction, not self.without_loss, "a microbatch has no loss yet")
-            self._expect(instruction, passage not in self.away, "what entered is on the host")
-            reduced = instruction.unit in self.reduced
-            self._expect(instruction, not reduced, "the unit is reduced already")
-            later = instruction.visit <= self.reached[instruction.microbatch]
-            self._expect(instruction, later, "its microbatch came back from an earlier visit")
-            self.reached[instruction.microbatch] = instruction.visit
-            self.returned.setdefault(instruction.visit, set()).add(instruction.microbatch)
-            self.returned_units.add(instruction.unit)
-            self.forward.discard(passage)
-
-    def _expect(self, instruction: Instruction, holds: bool, otherwise: str) -> None:
-        if not holds:
-            unit = "" if instruction.unit == NONE else f" of unit {instruction.unit}"
+        for otherwise in self._faults(instruction):
+            of = "" if unit == NONE else f" of unit {unit}"
             raise ProgramError(
-                f"Rank {self._rank} cannot run {instruction} ({instruction.operation.value}{unit}):"
-                f" {otherwise}."
+                f"Rank {self.rank} cannot run {instruction} ({operation.value}{of}): {otherwise}."
             )
+        if operation is Operation.UPDATE and unit == NONE:
+            self._is_updated = True
+            return
+        for name in _RULES[operation].begins:
+            self.are[name].add(_key(name, instruction))
+        for name in _RULES[operation].ends:
+            self.are[name].discard(_key(name, instruction))
+        if operation in (Operation.FORWARD, Operation.BACKWARD):
+            self._reached[instruction.microbatch] = instruction.visit
 
-    def expect_nothing_left(self) -> None:
-        """Raise ProgramError if a step would leave something behind."""
+    def _faults(self, instruction: Instruction) -> Iterator[str]:
+        """Yield what is wrong with an instruction; the first one counts."""
+        operation, unit, are = instruction.operation, instruction.unit, self.are
+        if operation is not Operation.STORE_STATE:
+            if self._is_updated:
+                yield "the optimizer has made its step"
+            if unit in are["updated"]:
+                yield _WRONG["updated"][True]
+        if operation is Operation.UPDATE and unit == NONE:
+            yield from self._faults_of_last_update()
+            return
+        # the backward of an embedding needs no parameters
+        is_free = unit in self._embeddings and operation in (Operation.ARM, Operation.BACKWARD)
+        rule = _RULES[operation]
+        for name in rule.needs:
+            if _key(name, instruction) not in are[name] and not (name == "gathered" and is_free):
+                yield _WRONG[name][False]
+        for name in rule.never:
+            if _key(name, instruction) in are[name]:
+                yield _WRONG[name][True]
+        reached = self._reached.get(instruction.microbatch, NONE - 1)
+        match operation:
+            case Operation.FORWARD if instruction.visit != reached + 1:
+                yield "its microbatch was not at the visit before"
+            case Operation.LOSS if ROOT not in are["armed"]:
+                yield "the root unit is not armed"
+            case Operation.AGREE | Operation.BACKWARD if are["without a loss"]:
+                yield "a microbatch has no loss yet"
+            case Operation.BACKWARD if instruction.visit > reached:
+                yield "its microbatch came back from an earlier visit"
+            case Operation.FETCH_STATE if len(are["fetched"]) >= STAGED_UNITS:
+                yield f"the state of units {sorted(are['fetched'])} is there"
+            case Operation.STORE_STATE if unit not in are["fetched"] | are["with the host"]:
+                yield "its state is neither fetched nor with the host"
+
+    def _faults_of_last_update(self) -> Iterator[str]:
         self._expect_nothing_held()
-        if self.on_host or self.fetched:
-            found = sorted(self.on_host | self.fetched)
-            raise ProgramError(f"Rank {self._rank} ends its step with {found} still without S.")
+        are = self.are
+        if are["fetched"]:
+            yield f"units {sorted(are['fetched'])} hold state"
+        if away := sorted(are["sent"] - are["updated"]):
+            yield f"the host has not updated units {away}"
+        left = sorted(are["reduced"] - are["updated"] - {ROOT})
+        if self._updates_early and left:
+            yield f"units {left} have missed their early update"
 
     def _expect_nothing_held(self) -> None:
-        left = {
-            "gathered": sorted(self.gathered),
-            "armed": sorted(self.armed),
-            "offloaded": sorted(self.away),
-            "without a loss": sorted(self.without_loss),
-            "on their way back": sorted(
-                (visit, each)
-                for visit, came in self.returned.items()
-                for each in self.losses - came
-            ),
-        }
-        for what, found in left.items():
+        are = self.are
+        names = ("gathered", "armed", "offloaded", "without a loss")
+        held = {name: are[name] for name in names}
+        passages = {(visit, each) for visit in self.visits_back for each in are["with a loss"]}
+        held["on their way back"] = passages - are["back"]
+        for what, found in held.items():
             if found:
-                raise ProgramError(f"Rank {self._rank} ends its step with {found} still {what}.")
+                raise ProgramError(
+                    f"Rank {self.rank} ends its step with {sorted(found)} still {what}."
+                )
 
 
-def _check_rank(rank: int, program: Program) -> _State:
-    state = _State(rank, program.ends.embeddings)
-    for instruction in program.instructions:
-        state.read(instruction)
-    state.expect_nothing_left()
-    if not state.is_updated:
-        raise ProgramError(f"Rank {rank} ends its step without U (update).")
-    return state
+def _key(name: str, instruction: Instruction) -> Any:
+    if name in _OF_PASSAGES:
+        return instruction.visit, instruction.microbatch
+    return instruction.microbatch if name in _OF_MICROBATCHES else instruction.unit

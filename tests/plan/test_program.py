@@ -240,7 +240,7 @@ def test_gradients_leave_for_a_host_that_updates_late():
     sent = Instruction(Operation.SEND_GRADIENT, 3)
     for edited, message in (
         (replace(late, backward=(sent, *late.backward)), "not reduced yet"),
-        (replace(late, backward=(*late.backward, sent)), "its gradient has left already"),
+        (replace(late, backward=(*late.backward, sent)), "N3 .*its gradient is on the host"),
         (replace(late, update=late.update[1:]), r"the host has not updated units \[3\]"),
         (
             replace(late, update=(Instruction(Operation.UPDATE, 3), *late.update[1:])),
@@ -986,7 +986,7 @@ WORDS = {str(each): each for each in VALID.instructions}
     [
         ("X2 U3", "U3 X2 U3", "cannot run U3 (update of unit 3): the unit is updated already"),
         ("R3", "U3 R3", "cannot run U3 (update of unit 3): the unit is not reduced yet"),
-        ("R3 X3", "R3 U3 X3", "cannot run U3 (update of unit 3): the unit is gathered still"),
+        ("R3 X3", "R3 U3 X3", "cannot run U3 (update of unit 3): the unit is gathered already"),
         ("X0 U1", "X0", "cannot run U (update): units [1] have missed their early update"),
         ("X0 U1 A", "X0 U1 G1 X1 A", "cannot run G1 (gather of unit 1): the unit is updated"),
     ],
@@ -1010,10 +1010,10 @@ MOVED_STATE = move_state(update_early(layered(chain(4), 0)), homes_of("srhss"))
     ("was", "becomes", "because"),
     [
         ("backward: R4 I4", "R4", "its state is neither fetched nor with the host"),
-        ("backward: I4", "I4 I4", "its state is fetched already"),
+        ("backward: I4", "I4 I4", "its state is on the device"),
         ("backward: U4 S4", "S4 U4", "cannot run S4 (store state of unit 4): the unit is not"),
         ("backward: U4 S4", "U4", "cannot run U (update): units [4] hold state"),
-        ("backward: C2", "S2", "its state is neither fetched nor with the host"),
+        ("backward: C2", "S2", "run S2 (store state of unit 2): the unit is not updated yet"),
         ("update: U0 S0", "U0", "cannot run U (update): units [0] hold state"),
         ("update: S2", "", "ends its step with [2] still without S"),
     ],

@@ -8,11 +8,12 @@ behind the next unit's gather, as in the layered step.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 from lightning_cephalo.offline.pipeline.closed_form import check_shape
 from lightning_cephalo.offline.pipeline.times import Crossing, StageTimes
+from lightning_cephalo.plan.play import Meeting, Player, play
 
 
 class Work(enum.Enum):
@@ -45,104 +46,97 @@ def simulate_pipeline(
 ) -> PipelineRun:
     """Simulate a step: all forwards, then all backwards."""
     check_shape(stages, crossings, waves)
-    lanes = [_Lane(index, stage) for index, stage in enumerate(stages)]
-    arrived = [0.0] * waves
-    for index, lane in enumerate(lanes):
-        left = [lane.forward(wave, arrived[wave]) for wave in range(waves)]
-        if index < len(crossings):
-            arrived = _cross(left, crossings[index])
-    arrived = [lanes[-1].free_s] * waves
-    for index in reversed(range(len(lanes))):
-        left = [lanes[index].backward(wave, arrived[wave], waves) for wave in range(waves)]
-        if index:
-            arrived = _cross(left, crossings[index - 1])
-    reduced_s = max(lane.reduced_s() for lane in lanes)
-    for lane in lanes:
-        lane.update(reduced_s)
+    lanes = [_Lane(at, stage, crossings, waves) for at, stage in enumerate(stages)]
+    play([lane.run() for lane in lanes], lambda meeting: meeting.what)
     spans = tuple(span for lane in lanes for span in lane.spans)
     return PipelineRun(max(span.end_s for span in spans), spans)
 
 
-def _cross(left: Sequence[float], crossing: Crossing) -> list[float]:
-    """Return when each wave arrives; the link carries one after another."""
-    free_s, arrived = 0.0, []
-    for end_s in left:
-        free_s = max(free_s, end_s) + crossing.wave_s
-        arrived.append(free_s + crossing.latency_s)
-    return arrived
+_Ends = Generator[Meeting, tuple[float, float], float]
+"""Meets, and returns when what it began for has ended."""
 
 
 class _Lane:
-    """The two streams of a stage, and the buffers of its units."""
+    """The two streams of a stage, and the buffers of its units. It meets for so many seconds."""
 
-    def __init__(self, index: int, times: StageTimes) -> None:
-        self.index = index
-        self.times = times
+    def __init__(
+        self, at: int, times: StageTimes, crossings: Sequence[Crossing], waves: int
+    ) -> None:
         self.spans: list[Span] = []
-        self.free_s = 0.0
-        self._link_s = times.ready_s
+        self._at, self._times, self._waves = at, times, waves
+        self._crossings = dict(enumerate(crossings))
+        self._free_s = self._gathered_s = self._link_s = 0.0
         # Ends of the last two units' compute: a gather needs the buffer of the one before the last.
         self._ended = (0.0, 0.0)
-        self._gathered_s = 0.0
         self._to_reduce: float | None = None
 
-    def forward(self, wave: int, arrived_s: float) -> float:
-        """Run one wave forward; return when it is done."""
-        times = self.times
-        start_s = None
-        for unit in range(times.units):
-            if times.regathers:
-                self._gather()
-            elif wave == 0:
-                self._link_s += times.gather_s
-                self._gathered_s = self._link_s
-            begun_s = max(self.free_s, self._gathered_s, arrived_s if unit == 0 else 0.0)
-            start_s = begun_s if start_s is None else start_s
-            self._compute(begun_s, times.forward_s)
-        self._note(wave, Work.FORWARD, start_s)
-        return self.free_s
+    def run(self) -> Player:
+        times = self._times
+        yield from self._communicate(times.ready_s, 0.0)
+        for wave in range(self._waves):
+            yield from self._forward(wave)
+        for wave in range(self._waves):
+            yield from self._backward(wave)
+        yield from self._reduce()
+        reduced_s = max(self._link_s, self._free_s) + times.after_s
+        everyone = tuple(range(len(self._crossings) + 1))
+        start_s, _ = yield Meeting(everyone, 0.0, reduced_s)
+        self.spans.append(Span(self._at, -1, Work.UPDATE, start_s, start_s + times.update_s))
 
-    def backward(self, wave: int, arrived_s: float, waves: int) -> float:
-        """Run one wave backward, the tail first; return when it is done."""
-        times = self.times
-        self.free_s = max(self.free_s, arrived_s)
-        start_s = self.free_s
-        self.free_s += times.tail_s
+    def _forward(self, wave: int) -> Player:
+        times = self._times
+        arrived_s = yield from self._cross(self._at - 1, 0.0)
+        start_s = None
         for _ in range(times.units):
             if times.regathers:
-                self._gather()
-                self._reduce()
-            begun_s = max(self.free_s, self._gathered_s)
-            self._compute(begun_s, times.backward_s)
+                yield from self._gather(self._ended[0])
+            elif wave == 0:
+                yield from self._gather(0.0)
+            begun_s = self._compute(times.forward_s, arrived_s)
+            start_s = begun_s if start_s is None else start_s
+        self.spans.append(Span(self._at, wave, Work.FORWARD, start_s or 0.0, self._free_s))
+        yield from self._cross(self._at, self._free_s)
+
+    def _backward(self, wave: int) -> Player:
+        times = self._times
+        arrived_s = yield from self._cross(self._at, 0.0)
+        start_s = max(self._free_s, arrived_s)
+        self._free_s = start_s + times.tail_s
+        for _ in range(times.units):
             if times.regathers:
-                self._to_reduce = self.free_s
-            elif wave == waves - 1:
-                self._to_reduce = self.free_s
-                self._reduce()
-        self._note(wave, Work.BACKWARD, start_s)
-        return self.free_s
+                yield from self._gather(self._ended[0])
+                yield from self._reduce()
+            self._compute(times.backward_s)
+            if times.regathers or wave == self._waves - 1:
+                self._to_reduce = self._free_s
+            if not times.regathers:
+                yield from self._reduce()
+        self.spans.append(Span(self._at, wave, Work.BACKWARD, start_s, self._free_s))
+        yield from self._cross(self._at - 1, self._free_s)
 
-    def reduced_s(self) -> float:
-        self._reduce()
-        return max(self._link_s, self.free_s) + self.times.after_s
+    def _compute(self, seconds: float, ready_s: float = 0.0) -> float:
+        """Compute a unit and return when that has begun."""
+        begun_s = max(self._free_s, self._gathered_s, ready_s)
+        self._free_s = begun_s + seconds
+        self._ended = (self._ended[1], self._free_s)
+        return begun_s
 
-    def update(self, start_s: float) -> None:
-        end_s = start_s + self.times.update_s
-        self.spans.append(Span(self.index, -1, Work.UPDATE, start_s, end_s))
+    def _cross(self, before: int, ready_s: float) -> _Ends:
+        """Send a wave over the link behind a stage, or receive one; return when it arrives."""
+        crossing = self._crossings.get(before)
+        if crossing is None:
+            return 0.0
+        _, end_s = yield Meeting((before, before + 1), crossing.wave_s, ready_s)
+        return end_s + crossing.latency_s
 
-    def _compute(self, begun_s: float, seconds: float) -> None:
-        self.free_s = begun_s + seconds
-        self._ended = (self._ended[1], self.free_s)
+    def _gather(self, ready_s: float) -> Player:
+        self._gathered_s = yield from self._communicate(self._times.gather_s, ready_s)
 
-    def _gather(self) -> None:
-        """Gather the next unit into the buffer of the unit before the last one."""
-        self._link_s = max(self._link_s, self._ended[0]) + self.times.gather_s
-        self._gathered_s = self._link_s
-
-    def _reduce(self) -> None:
+    def _reduce(self) -> Player:
         if self._to_reduce is not None:
-            self._link_s = max(self._link_s, self._to_reduce) + self.times.reduce_s
+            yield from self._communicate(self._times.reduce_s, self._to_reduce)
             self._to_reduce = None
 
-    def _note(self, wave: int, work: Work, start_s: float | None) -> None:
-        self.spans.append(Span(self.index, wave, work, start_s or 0.0, self.free_s))
+    def _communicate(self, seconds: float, ready_s: float) -> _Ends:
+        _, self._link_s = yield Meeting((self._at,), seconds, ready_s)
+        return self._link_s
