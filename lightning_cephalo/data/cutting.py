@@ -30,7 +30,6 @@ class BatchCutter:
     layouts: tuple[BatchLayout, ...]
     spec: Any  # nests several loaders' batches; None: there is one loader
     microbatch_sizes: tuple[int, ...]
-    leaves_whole: bool = False  # nothing is ever cut, so batches may be anything
 
     def cut(self, batch: Any, lacks: Sequence[bool] = ()) -> list[tuple[Any, int]]:
         """Return the microbatches and their numbers of samples, summed over all loaders.
@@ -38,8 +37,6 @@ class BatchCutter:
         ``lacks`` marks loaders of which this rank has no samples; empty: it has of all. Parts of
         some loaders may have no rows.
         """
-        if self.leaves_whole:
-            return [(batch, evaluation_samples(batch))]
         parts = [batch] if self.spec is None else self.spec.flatten_up_to(batch)
         counts = [
             0 if lacking or part is None else layout.batch_size(part)

@@ -11,7 +11,7 @@ from lightning_cephalo.data.cutting import BatchCutter, EmptyPredictions, shown
 from lightning_cephalo.data.dealing import Dealing
 from lightning_cephalo.data.loaders import agreed_seed, dealt_loader, original_of, own_part
 from lightning_cephalo.plan import Plan, RankPlan
-from lightning_cephalo.preparation.job import Job, read_layouts
+from lightning_cephalo.preparation.job import Job
 from lightning_cephalo.ranks.control import ControlGroup
 
 
@@ -32,12 +32,9 @@ class Batches:
 
     def follow(self, own: RankPlan) -> None:
         """Cut this rank's batches by its part of a plan from now on."""
-        job = self._job
         # with one microbatch on each rank a batch stays whole
         sizes = () if self._is_manual else own.microbatch_sizes
-        whole = job.leaves_batches_whole and len(own.microbatch_sizes) == 1
-        layouts = job.layouts if whole else job.layouts or read_layouts(job.loaders, job.options)
-        self.cutter = BatchCutter(layouts, job.loaders.spec, sizes, whole)
+        self.cutter = BatchCutter(self._job.layouts, self._job.loaders.spec, sizes)
 
     def shown(self, batch: Any, trains: bool) -> Any:
         """Return what hooks see of a batch: without samples a repeated one that counts nowhere."""

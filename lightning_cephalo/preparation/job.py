@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils import _pytree as pytree
@@ -62,8 +62,6 @@ class Job:
         plan: The given plan; None: one must be made.
         late: Why updates follow the backward, in a few words; empty: they run inside of it.
         optimizers: What plans count of the optimizers; as of Adam until they exist.
-        leaves_batches_whole: Whether no batch is cut or read before training: one rank follows a
-            given plan of one microbatch.
         state_groups: The group of every rank, where each group holds the whole state; else empty.
     """
 
@@ -76,7 +74,6 @@ class Job:
     plan: Plan | None = None
     late: str = ""
     optimizers: OptimizerFacts = field(default_factory=OptimizerFacts)
-    leaves_batches_whole: bool = False
     state_groups: tuple[int, ...] = ()
 
     @classmethod
@@ -95,6 +92,16 @@ class Job:
         return bool(self.late) and self.options.optimizer_offload is False
 
 
+class _Found(NamedTuple):
+    """What a rank finds by itself."""
+
+    plan: Plan | None
+    size: int | None
+    limits: Limits
+    late: str
+    first_rows: tuple[int, ...]
+
+
 def read_job(view: TrainerView, groups: Groups, options: Options, deals: bool) -> Job:
     """Read the training to run; collective. ``deals``: ranks read the same batches, to be dealt.
 
@@ -103,36 +110,34 @@ def read_job(view: TrainerView, groups: Groups, options: Options, deals: bool) -
         RemoteRankError: If any of this failed on another rank.
     """
     control = groups.control
-    ranks, together = control.world_size, control.together
-    plan: Plan | None = together("reading the plan", partial(_given_plan, options))
-    whole = ranks == 1 and plan is not None and len(plan.ranks[0].microbatch_sizes) == 1
-    loaders: Loaders = together(
-        "reading the training dataloader", partial(_training_loaders, view, is_read=not whole)
+    loaders, layouts, found = control.together(
+        "reading the dataloader and the options", partial(_find, view, groups, options)
     )
-    size: int | None = together(
-        "finding the global batch size", partial(_global_batch_size, loaders, options, ranks)
-    )
-    layouts: tuple[BatchLayout, ...] = together(
-        "finding how batches can be split", lambda: () if whole else read_layouts(loaders, options)
-    )
-    own = together("reading the memory caps", partial(_limits, view, control.rank, ranks, options))
-    limits = tuple(control.gather(own))
-    late = together("finding when updates may run", partial(_late, view, options))
-    late = next(filter(None, control.gather(late)), "")
+    everyones: list[_Found] = control.gather(found)
+    plan, size = everyones[0][:2]
+    limits = tuple(own.limits for own in everyones)
     ready_samples = None
-    if plan is None and any(map(_is_ready_stream, loaders.flat)):
-        count = partial(_first_rows, loaders, layouts)
-        counts: list[tuple[int, ...]] = control.gather(
-            together("counting the samples of the first batch", count)
-        )
-        _refuse_ranks_without_batches(counts)
-        ready_samples = min(map(min, counts))
-        firsts = [each[0] for each in counts]
+    if any(own.first_rows for own in everyones):
+        without = [rank for rank, own in enumerate(everyones) if not all(own.first_rows)]
+        if without:
+            raise PlanError(
+                f"The training dataloader yields no batch on the ranks {without}. Check its data,"
+                " let it yield the same batches on every rank, or give a plan that leaves those"
+                " ranks without samples."
+            )
+        ready_samples = min(min(own.first_rows) for own in everyones)
+        firsts = [own.first_rows[0] for own in everyones]
         size = size or (firsts[0] if deals else sum(firsts))
-    size = together("reading the plan", partial(_checked_size, plan, ranks, size))
-    plan = control.broadcast(plan)
     if plan is not None:
+        plan.check(world_size=control.world_size, global_batch_size=size)
         check_plan(plan, limits)
+        size = plan.global_batch_size
+    elif size is None or size < control.world_size:
+        raise PlanError(
+            f"There are more ranks than samples: a global batch of {size} for"
+            f" {control.world_size} ranks. Raise the DataLoader's batch_size or global_batch_size,"
+            " use fewer ranks, or give a plan that leaves some ranks without samples."
+        )
     return Job(
         options,
         limits,
@@ -141,20 +146,47 @@ def read_job(view: TrainerView, groups: Groups, options: Options, deals: bool) -
         layouts,
         ready_samples,
         plan,
-        late,
-        leaves_batches_whole=whole,
+        late=next((own.late for own in everyones if own.late), ""),
         state_groups=_state_groups(options, plan, groups.nodes),
     )
 
 
-def _given_plan(options: Options) -> Plan | None:
-    plan = options.plan
-    return plan if plan is None or isinstance(plan, Plan) else Plan.load(plan)
+def _find(
+    view: TrainerView, groups: Groups, options: Options
+) -> tuple[Loaders, tuple[BatchLayout, ...], _Found]:
+    ranks, strategy, plan = groups.control.world_size, view.strategy, options.plan
+    if plan is not None and not isinstance(plan, Plan):
+        plan = Plan.load(plan)
+    loaders = _training_loaders(view)
+    layouts = tuple(learn_layout(each, splitter=options.split_batch) for each in loaders.flat)
+    check_cap("memory_cap", options.memory_cap, ranks)
+    processes = processes_on_this_host(strategy.num_processes)
+    accelerator = accelerator_of(strategy.root_device)
+    late = late_by_job(view, view.module) if options.planner.early_update else "early_update=False"
+    size = options.global_batch_size or global_batch_size(loaders.flat[0], ranks)
+    if size is None and plan is None and not is_stream(loaders.flat[0]):
+        raise PlanError(
+            "The training dataloader does not say how many samples a batch has (batch_size=None"
+            " with a map-style dataset, or an empty batch sampler). Give"
+            " DataLoader(batch_size=...)."
+        )
+    pairs = zip(loaders.flat, layouts, strict=True)
+    first_rows = (
+        ()
+        if plan is not None
+        else tuple(
+            first_batch(each, layout)[1]
+            for each, layout in pairs
+            if is_stream(each) and yields_ready_batches(each)
+        )
+    )
+    limits = read_limits(accelerator, processes, groups.control.rank, options)
+    return loaders, layouts, _Found(plan, size, limits, late, first_rows)
 
 
 def _state_groups(options: Options, plan: Plan | None, nodes: Sequence[int]) -> tuple[int, ...]:
     """Return the group of every rank, where each holds the whole state; equal on every rank."""
-    given = plan is not None and plan.state_groups
+    given = () if plan is None else plan.state_groups
     if not given and (not options.planner.hybrid_sharding or len(nodes) == 1):
         return ()
     if options.optimizer_offload is not False:
@@ -162,25 +194,22 @@ def _state_groups(options: Options, plan: Plan | None, nodes: Sequence[int]) -> 
             f"optimizer_offload={options.optimizer_offload!r} does not work with hybrid sharding so"
             " far. Leave it out, or hybrid_sharding and state_groups of the plan."
         )
-    if plan is not None and given:
-        return plan.state_groups
-    if plan is not None:
+    if plan is not None and not given:
         raise PlanError(
-            "Planner(hybrid_sharding=True), but the plan has no state_groups: in it all ranks hold"
-            f" the state together. Give a plan with state_groups: {list(nodes)} and shares that"
-            " sum to 1 in each, or leave one of the two out."
+            "Planner(hybrid_sharding=True), but the plan has no state_groups. Give a plan with"
+            f" state_groups: {list(nodes)} and shares that sum to 1 in each, or leave one of the"
+            " two out."
         )
-    if len(set(nodes)) == 1:
+    if plan is None and len(set(nodes)) == 1:
         raise PlanError(
-            f"Planner(hybrid_sharding=True), but all {len(nodes)} ranks are on one node, so that"
-            " there are no groups to hold the whole state each. Nodes are told apart by the"
-            " launcher's node number, the host name, the kernel and the network namespace. Leave it"
-            " out, or give a plan with state_groups, the group of every rank."
+            f"Planner(hybrid_sharding=True), but all {len(nodes)} ranks are on one node. Nodes are"
+            " told apart by the launcher's node number, the host name, the kernel and the network"
+            " namespace. Leave it out, or give a plan with state_groups, the group of every rank."
         )
-    return groups_by_node(nodes)
+    return given or groups_by_node(nodes)
 
 
-def _training_loaders(view: TrainerView, *, is_read: bool) -> Loaders:
+def _training_loaders(view: TrainerView) -> Loaders:
     """Request the training dataloaders from the user's hook, as DeepSpeed's strategy does."""
     if not view.loader_source.is_defined():
         raise PlanError(
@@ -195,72 +224,7 @@ def _training_loaders(view: TrainerView, *, is_read: bool) -> Loaders:
             f"Expects a training dataloader, but got an empty {type(found).__name__}. Give a"
             " DataLoader, or an object whose __iter__ yields batches."
         )
-    for each in flat if is_read else ():
+    for each in flat:
         refuse_one_pass(each)
     single = len(flat) == 1 and nested is flat[0]
     return Loaders(tuple(flat), None if single else spec)
-
-
-def _global_batch_size(loaders: Loaders, options: Options, world_size: int) -> int | None:
-    if options.global_batch_size is not None:
-        return options.global_batch_size
-    size = global_batch_size(loaders.flat[0], world_size)
-    if size is None and options.plan is None and not is_stream(loaders.flat[0]):
-        raise PlanError(
-            "The training dataloader does not say how many samples a batch has (batch_size=None"
-            " with a map-style dataset, or an empty batch sampler). Give"
-            " DataLoader(batch_size=...)."
-        )
-    return size
-
-
-def _is_ready_stream(loader: Any) -> bool:
-    return is_stream(loader) and yields_ready_batches(loader)
-
-
-def _first_rows(loaders: Loaders, layouts: Sequence[BatchLayout]) -> tuple[int, ...]:
-    """Return the samples of the first batches of the streams of ready batches."""
-    pairs = zip(loaders.flat, layouts, strict=True)
-    return tuple(first_batch(each, layout)[1] for each, layout in pairs if _is_ready_stream(each))
-
-
-def _refuse_ranks_without_batches(everyones: Sequence[Sequence[int]]) -> None:
-    without = [rank for rank, counts in enumerate(everyones) if not all(counts)]
-    if without:
-        raise PlanError(
-            f"The training dataloader yields no batch on the ranks {without}, so that nothing can"
-            " be measured or planned. Check its data, let it yield the same batches on every rank,"
-            " or give a plan that leaves those ranks without samples."
-        )
-
-
-def read_layouts(loaders: Loaders, options: Options) -> tuple[BatchLayout, ...]:
-    """Return how each dataloader's batches can be cut, learned from its first samples."""
-    return tuple(learn_layout(loader, splitter=options.split_batch) for loader in loaders.flat)
-
-
-def _late(view: TrainerView, options: Options) -> str:
-    if not options.planner.early_update:
-        return "early_update=False"
-    return late_by_job(view, view.module)
-
-
-def _limits(view: TrainerView, rank: int, ranks: int, options: Options) -> Limits:
-    check_cap("memory_cap", options.memory_cap, ranks)
-    strategy = view.strategy
-    processes = processes_on_this_host(strategy.num_processes)
-    return read_limits(accelerator_of(strategy.root_device), processes, rank, options)
-
-
-def _checked_size(plan: Plan | None, ranks: int, size: int | None) -> int:
-    """Return the global batch size: the plan's, or the given one, with a sample for each rank."""
-    if plan is not None:
-        plan.check(world_size=ranks, global_batch_size=size)
-        return plan.global_batch_size
-    if size is None or size < ranks:
-        raise PlanError(
-            f"There are more ranks than samples: a global batch of {size} for {ranks} ranks. Raise"
-            " the DataLoader's batch_size or global_batch_size, use fewer ranks, or give a plan"
-            " that leaves some ranks without samples."
-        )
-    return size
