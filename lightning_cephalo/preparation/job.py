@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch.utils import _pytree as pytree
 
 from lightning_cephalo.accelerator import accelerator_of
+from lightning_cephalo.accelerator.backends import backend_of
 from lightning_cephalo.accelerator.host import processes_on_this_host
 from lightning_cephalo.adapters.early_update import late_by_job
 from lightning_cephalo.adapters.held_state import OptimizerFacts
@@ -147,7 +148,7 @@ def read_job(view: TrainerView, groups: Groups, options: Options, deals: bool) -
         ready_samples,
         plan,
         late=next((own.late for own in everyones if own.late), ""),
-        state_groups=_state_groups(options, plan, groups.nodes),
+        state_groups=_state_groups(options, plan, groups),
     )
 
 
@@ -184,11 +185,17 @@ def _find(
     return loaders, layouts, _Found(plan, size, limits, late, first_rows)
 
 
-def _state_groups(options: Options, plan: Plan | None, nodes: Sequence[int]) -> tuple[int, ...]:
+def _state_groups(options: Options, plan: Plan | None, groups: Groups) -> tuple[int, ...]:
     """Return the group of every rank, where each holds the whole state; equal on every rank."""
-    given = () if plan is None else plan.state_groups
+    given, nodes = () if plan is None else plan.state_groups, groups.nodes
     if not given and (not options.planner.hybrid_sharding or len(nodes) == 1):
         return ()
+    if backend_of(groups.gather).runs_on_device:
+        raise UnsupportedError(
+            "Hybrid sharding adds up gradients across nodes over gloo only, but these ranks"
+            " communicate by a backend of their devices. Use"
+            " CephaloStrategy(process_group_backend='gloo'), or leave hybrid sharding out."
+        )
     if options.optimizer_offload is not False:
         raise UnsupportedError(
             f"optimizer_offload={options.optimizer_offload!r} does not work with hybrid sharding so"

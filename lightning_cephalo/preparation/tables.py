@@ -78,7 +78,8 @@ def _updates(session: Session) -> str:
     """Return when updates run, in a few words; empty if the user has turned early ones off."""
     if not session.job.options.planner.early_update:
         return ""
-    return f"after the backward: {session.late}" if session.late else "inside the backward"
+    late = session.job.late
+    return f"after the backward: {late}" if late else "inside the backward"
 
 
 def _notes(training: Training) -> tuple[str, ...]:

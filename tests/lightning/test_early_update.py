@@ -89,7 +89,7 @@ class Held(Callback, Observer):
         self.between = max(self.between, self._now())
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        self.late = trainer.strategy.session.late
+        self.late = trainer.strategy.session.job.late
         named = pl_module.named_parameters()
         self.values = {name: p.full_tensor().detach().clone() for name, p in named}
         self.state = trainer.strategy.optimizer_state(trainer.optimizers[0])

@@ -14,10 +14,7 @@ PLAN = Plan(
     tuple(RankPlan((4,), 0.5, memory_bytes=4e6, capacity_bytes=4.6e6) for _ in range(2)),
 )
 HELP = "What would help: a lower CephaloStrategy(memory_cap=...)"
-PLANNED = (
-    "The plan counts on 3.8 MiB of the 4.4 MiB that it may use. One for 3.1 MiB on this rank would"
-    " leave room."
-)
+PLANNED = "The plan counts on 3.8 MiB. One for 3.1 MiB on this rank would leave room."
 
 
 class Hungry(GPT):
