@@ -26,7 +26,6 @@ from lightning_cephalo.profiling.probe import ProfiledStep
 from lightning_cephalo.profiling.state_rates import (
     has_state_rates,
     with_state_rates,
-    without_host_updates,
 )
 from lightning_cephalo.profiling.sweep import ProfileOptions
 from lightning_cephalo.ranks.control import ControlGroup
@@ -54,13 +53,16 @@ def measure_or_load(
         ProfilingError: If a rank fails while it is measured.
         TooLittleMemoryError: If no rank can run the smallest microbatch.
     """
-    options, control = job.options, model.control
-    offload = _optimizer_offload(job)
+    options, control, offload = job.options, model.control, _optimizer_offload(job)
     device, smallest = job.limits[control.rank].device, smallest_microbatch(model.module)
-    found = _look_up(job, model, view, smallest)
-    if found.said is not None and options.verbose and control.rank == 0:
-        print(printable(found.said), flush=True)
-    problem = found.problem
+    read_batch = partial(job.loaders.read, layouts=job.layouts)
+    of_job = {**options.of_measuring(), "samples of a step": job.global_batch_size}
+    describe = partial(job_cache.describe, model, view, partial(read_batch, smallest), of_job)
+    cached = job_cache.look_up(control, device, describe, remeasure=options.planner.remeasure)
+    shows = options.verbose and control.rank == 0
+    if cached.said is not None and shows:
+        print(printable(cached.said), flush=True)
+    problem = cached.problem
     if problem is None:
         module: Any = model.module
         with named_where_nothing_fits(job.limits):
@@ -68,7 +70,7 @@ def measure_or_load(
                 model=model,
                 view=view,
                 device=device,
-                read_batch=partial(job.loaders.read, layouts=job.layouts),
+                read_batch=read_batch,
                 step=ProfiledStep(
                     partial(step_on, module), view.precision.train_step_context, manual
                 ),
@@ -82,68 +84,46 @@ def measure_or_load(
                     verbose=options.verbose,
                 ),
             )
-        _keep(problem, found, options.verbose, control)
-    moves = offload is not False or _gives_moved_state(job)
-    if moves and not has_state_rates(problem):
+    if offload is not False and not has_state_rates(problem):
         scales = loss_scaler(view.precision) is not None
         problem = with_state_rates(
             problem, model, device.capacity_bytes, with_host_updates=not scales
         )
-        _keep(problem, found, options.verbose, control)
+    if problem is not cached.problem and control.rank == 0 and cached.path is not None:
+        lost = job_cache.save(cached.path, problem)
+        if lost is not None and shows:
+            print(printable(f"The next start of this job will measure again: {lost}"), flush=True)
     model.release_buffers()
-    problem = replace(
-        problem, reshard_after_forward=options.reshard_after_forward, no_idle_ranks=True
-    )
+    problem = replace(problem, no_idle_ranks=True)
     if manual is not None:
         return replace(problem, reshard_after_forward=True)
     if not job.late:
         problem = problem.with_early_update()
     problem = replace(
         problem,
+        reshard_after_forward=options.reshard_after_forward,
         optimizer_offload=offload,
         sends_gradients=gradients_leave(job.late, view) and not job.optimizers.late,
     )
-    problem = with_optimizers(problem, model, job.optimizers, moves)
-    if _gives_moved_state(job) and not _gives_host_updates(job):
-        problem = without_host_updates(problem)
-    # retained activations hold the boundaries: there is only state to offload
-    boundaries = bool(options.recompute)
-    if not boundaries and offload is False:
+    problem = with_optimizers(problem, model, job.optimizers, offload is not False)
+    if not options.recompute and offload is False:
         return problem
-    return with_host_memory(problem, [own.host for own in job.limits], boundaries)
-
-
-def _look_up(
-    job: Job, model: ShardedModel, view: TrainerView, smallest: int
-) -> job_cache.CachedProblem:
-    return job_cache.look_up(
-        model.control,
-        job.limits[model.control.rank].device,
-        lambda: job_cache.describe(
-            model,
-            view,
-            partial(job.loaders.read, smallest, job.layouts),
-            {**job.options.of_measuring(), "samples of a step": job.global_batch_size},
-        ),
-        remeasure=job.options.planner.remeasure,
-    )
+    # retained activations hold the boundaries: there is only state to offload
+    hosts = [own.host for own in job.limits]
+    return with_host_memory(problem, hosts, boundaries=bool(options.recompute))
 
 
 def _optimizer_offload(job: Job) -> bool | Literal["auto"]:
     """Return whether the plan may keep optimizer state in host memory, or has to."""
-    asked = job.options.optimizer_offload
-    if asked is False and not _gives_moved_state(job):
-        return False
+    option = job.options.optimizer_offload
     has_room = any(own.host.is_apart and own.host.capacity_bytes for own in job.limits)
     why = job.optimizers.stays or ("" if has_room else _NO_HOST)
-    if not why:
-        return asked or "auto"  # what a given plan does, others may do, too
-    if asked is True:
+    if option is True and why:
         raise PlanError(
             f"optimizer_offload=True, but optimizer state has to stay on the devices: {why}. Use"
             " optimizer_offload='auto', which moves it only where that can be."
         )
-    return False
+    return False if why else option
 
 
 def with_optimizers(
@@ -163,38 +143,17 @@ def with_optimizers(
     return problem
 
 
-def _gives_moved_state(job: Job) -> bool:
-    """Return whether the user's plan keeps optimizer state in host memory without the option."""
-    return job.options.optimizer_offload is False and job.plan is not None and job.plan.moves_state
-
-
-def _gives_host_updates(job: Job) -> bool:
-    return job.plan is not None and any(rank.host_update_fraction for rank in job.plan.ranks)
-
-
-def _keep(
-    problem: Problem, found: job_cache.CachedProblem, verbose: bool, control: ControlGroup
-) -> None:
-    if control.rank == 0 and found.path is not None:
-        lost = job_cache.save(found.path, problem)
-        if lost is not None and verbose:
-            print(printable(f"The next start of this job will measure again: {lost}"), flush=True)
-
-
 def make_plan(job: Job, problem: Problem, control: ControlGroup) -> Plan:
     """Solve for the plan on rank 0, and return it on every rank; collective."""
-    solved = partial(_solved, job, problem, control.rank)
+
+    def solved() -> Plan | None:
+        with named_where_nothing_fits(job.limits):
+            try:
+                return solve(problem) if control.rank == 0 else None
+            except InfeasibleError as error:
+                if job.options.recompute:
+                    raise
+                hint = "Recomputation is off: CephaloStrategy(recompute=True) takes less memory."
+                raise InfeasibleError(f"{error} {hint}") from None
+
     return control.broadcast(control.together("solving for the plan", solved))
-
-
-def _solved(job: Job, problem: Problem, rank: int) -> Plan | None:
-    if rank != 0:
-        return None
-    with named_where_nothing_fits(job.limits):
-        try:
-            return solve(problem)
-        except InfeasibleError as error:
-            if job.options.recompute:
-                raise
-            hint = "Recomputation is off: CephaloStrategy(recompute=True) takes less memory."
-            raise InfeasibleError(f"{error} {hint}") from None

@@ -40,9 +40,8 @@ def policy_of(problem: Problem, plan: Plan, step: int) -> ReplanPolicy | None:
     if plan.moves_state and not has_state_rates(problem):
         rank_zero_warn(
             "The plan will not change by itself: it keeps optimizer state in host memory"
-            " (resident_fraction), and what that takes is not measured. Give such a plan to"
-            " CephaloStrategy(plan=), or use optimizer_offload='auto', which measure it before"
-            " training."
+            " (resident_fraction), and what that takes is not measured. Use"
+            " optimizer_offload='auto', which measures it before training."
         )
         return None
     try:

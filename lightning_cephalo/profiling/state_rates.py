@@ -76,12 +76,6 @@ def with_unit_parameters(problem: Problem, model: ShardedModel) -> Problem:
     )
 
 
-def without_host_updates(problem: Problem) -> Problem:
-    """Return a problem whose plans let no host update: its last bits differ from a device's."""
-    ranks = [replace(rank, host_updated_parameters_per_s=0.0) for rank in problem.ranks]
-    return replace(problem, ranks=tuple(ranks))
-
-
 def with_state_rates(
     problem: Problem, model: ShardedModel, capacity_bytes: float, *, with_host_updates: bool
 ) -> Problem:

@@ -15,7 +15,6 @@ import torch
 from common import Net, assert_same_tensors, dataset, loader, trainer, values_of
 from launch import run_ranks
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from plans import QUIET, plan_of
@@ -111,7 +110,7 @@ def with_one_microbatch(**options: Any) -> Trainer:
     return Trainer(strategy=strategy, accelerator="cpu", devices=1, **{**QUIET, **options})
 
 
-class Predicts(BoringModel):
+class Predicts(Net):
     """Takes whatever a loader yields."""
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:

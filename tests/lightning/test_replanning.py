@@ -209,9 +209,9 @@ def test_behind_a_plan_of_the_users_that_was_not_measured_no_other_follows():
         assert first == second == [True, ()]
 
 
-def _measured(**each):
+def _measured():
     """A given plan that is replaced; its own sizes are measured."""
-    plan = plan_of(((2, 2), 0.5), ((4,), 0.5), **each)
+    plan = plan_of(((2, 2), 0.5), ((4,), 0.5))
     strategy = CephaloStrategy(
         plan=plan,
         replan=True,
@@ -232,13 +232,13 @@ def _measured(**each):
 
 
 def _both_measured():
-    return [_measured(), _measured(resident_fraction=0.4, host_update_fraction=0.3)]
+    return [_measured(), _measured()]
 
 
 def test_a_given_plan_is_measured_where_it_may_change(tmp_path, monkeypatch):
     monkeypatch.setenv("LIGHTNING_CEPHALO_CACHE", str(tmp_path))
     followed = [([True, True], True, None)] * 2
-    # the second start finds the measurements of the first, which lack what moving takes
+    # the second start finds the measurements of the first
     assert in_ranks(2, _both_measured) == [followed] * 2
 
 
