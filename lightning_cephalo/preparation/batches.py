@@ -16,19 +16,14 @@ from lightning_cephalo.ranks.control import ControlGroup
 
 
 class Batches:
-    """Deals loaders by a plan, and cuts what this rank gets of them.
-
-    Attributes:
-        lacks: Of each loader, whether this rank has no samples of it in the present step.
-        predictions: Serves prediction steps in which this rank has no samples.
-    """
+    """Deals loaders by a plan, and cuts what this rank gets of them."""
 
     def __init__(self, job: Job, control: ControlGroup, *, is_manual: bool) -> None:
         self._job, self._control, self._is_manual = job, control, is_manual
         self._layouts = itertools.cycle(job.layouts)
         self.cutter = BatchCutter((), None, ())
         self.predictions = EmptyPredictions()
-        self.lacks: tuple[bool, ...] = (False,)
+        self.lacks: tuple[bool, ...] = (False,)  # of each loader, all samples of the present step
 
     def follow(self, own: RankPlan) -> None:
         """Cut this rank's batches by its part of a plan from now on."""
@@ -65,11 +60,8 @@ class Batches:
     ) -> Any:
         """Return a loader that yields this rank's share of each global batch; collective.
 
-        Args:
-            plan: The plan by which training is dealt; None: evaluation, which is dealt evenly.
-            before_reading: Called before ranks agree on a batch of a stream; it may communicate.
-            is_divided: Whether the user deals, so that ranks only end together.
-            seed: Of the order of samples; None: that which ranks agree on.
+        Without ``plan`` it is dealt evenly, for evaluation. ``before_reading`` may communicate; it
+        comes before ranks agree on a batch of a stream. ``is_divided``: the user deals.
         """
         control, options = self._control, self._job.options
         if control.world_size == 1 and (is_divided or plan is None):

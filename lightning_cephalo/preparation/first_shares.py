@@ -22,34 +22,33 @@ _ALIKE = 0.9
 def first_shares(
     job: Job, units: Sequence[UnitMembers], compute_dtype: torch.dtype | None = None
 ) -> list[float]:
-    """Return shares of the state before a plan is made: those of a given plan, or by memory."""
+    """Return those of a given plan, or by memory, with room for full units."""
     if job.plan is not None:
         return [rank.state_fraction for rank in job.plan.ranks]
-    held_bytes = sum(_bytes_of(members, None) for members in units)
     gradients = [_bytes_of(members, None, trained=True) for members in units]
+    held_bytes = sum(_bytes_of(members, None) for members in units)
     # one from each rank, for a rank's rows of the unit that is reduced
     held_bytes += sum(gradients) if job.keeps_gradients else len(job.limits) * max(gradients)
-    return _by_memory(job, _gathered_bytes(units, compute_dtype), held_bytes)
-
-
-def _by_memory(job: Job, gathered_bytes: float, held_bytes: float) -> list[float]:
-    """Return shares with room for full units, for a model that does not fit in even ones."""
-    capacities = [own.device.capacity_bytes for own in job.limits]
-    if math.isinf(max(capacities)):
-        return list(even_shares(job.state_groups, len(capacities)))
-    shares = _by(capacities, job.state_groups)
-    pairs = zip(shares, capacities, strict=True)
+    full, *others = [
+        _bytes_of(members, compute_dtype) + _bytes_of(members, compute_dtype, trained=True)
+        for members in units
+    ]
+    # at a step's peak: the root unit and the two largest others
+    gathered_bytes = full + sum(sorted(others, reverse=True)[:2])
+    room = [own.device.capacity_bytes for own in job.limits]
+    shares = _by(room, job.state_groups)
+    pairs = zip(shares, room, strict=True)
     if all(gathered_bytes + share * held_bytes < capacity for share, capacity in pairs):
         return shares
-    left = [max(0.0, capacity - gathered_bytes) for capacity in capacities]
-    groups = members_of(job.state_groups, len(capacities))
-    if not all(any(left[rank] for rank in members) for members in groups):
-        return shares  # it fits nowhere, as the measurement will say
+    left = [max(0.0, capacity - gathered_bytes) for capacity in room]
+    for members in members_of(job.state_groups, len(room)):
+        if not any(left[rank] for rank in members):
+            return shares  # it fits nowhere, as the measurement will say
     return _by(left, job.state_groups)
 
 
 def _by(room: Sequence[float], state_groups: Sequence[int]) -> list[float]:
-    if min(room) > _ALIKE * max(room):
+    if math.isinf(max(room)) or min(room) > _ALIKE * max(room):
         return list(even_shares(state_groups, len(room)))
     shares = [0.0] * len(room)
     for members in members_of(state_groups, len(room)):
@@ -57,15 +56,6 @@ def _by(room: Sequence[float], state_groups: Sequence[int]) -> list[float]:
         for rank in members:
             shares[rank] = room[rank] / total
     return shares
-
-
-def _gathered_bytes(units: Sequence[UnitMembers], compute_dtype: torch.dtype | None) -> float:
-    """Return the bytes of full units at a step's peak: the root unit and the two largest others."""
-    sizes = [
-        _bytes_of(members, compute_dtype) + _bytes_of(members, compute_dtype, trained=True)
-        for members in units
-    ]
-    return sizes[0] + sum(sorted(sizes[1:], reverse=True)[:2])
 
 
 def _bytes_of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from lightning_cephalo.adapters.batch_norm import smallest_microbatch
 from lightning_cephalo.adapters.early_update import gradients_leave
@@ -38,21 +38,9 @@ _NO_HOST = (
 
 
 def measure_or_load(
-    job: Job,
-    model: ShardedModel,
-    view: TrainerView,
-    manual: PhasedSteps | None = None,
+    job: Job, model: ShardedModel, view: TrainerView, manual: PhasedSteps | None
 ) -> Problem:
-    """Return the measured or cached problem, with the choices of the plan; collective.
-
-    Args:
-        model: The sharded model; afterwards it holds no full parameters.
-        manual: Runs steps that call their backwards themselves; None: the executor runs both.
-
-    Raises:
-        ProfilingError: If a rank fails while it is measured.
-        TooLittleMemoryError: If no rank can run the smallest microbatch.
-    """
+    """Return the measured or cached problem, with the choices of the plan; collective."""
     options, control, offload = job.options, model.control, _optimizer_offload(job)
     device, smallest = job.limits[control.rank].device, smallest_microbatch(model.module)
     read_batch = partial(job.loaders.read, layouts=job.layouts)
@@ -64,16 +52,14 @@ def measure_or_load(
         print(printable(cached.said), flush=True)
     problem = cached.problem
     if problem is None:
-        module: Any = model.module
+        step = partial(step_on, view.module)
         with named_where_nothing_fits(job.limits):
             problem = measure(
                 model=model,
                 view=view,
                 device=device,
                 read_batch=read_batch,
-                step=ProfiledStep(
-                    partial(step_on, module), view.precision.train_step_context, manual
-                ),
+                step=ProfiledStep(step, view.precision.train_step_context, manual),
                 options=ProfileOptions(
                     global_batch_size=job.global_batch_size,
                     budget_s=options.planner.budget_s,

@@ -18,15 +18,14 @@ from lightning_cephalo.sharding.blocks import type_of
 def show_plan(training: Training) -> None:
     """Print the plan as a table that also says when updates run."""
     session = training.session
-    report.show(
-        report.plan_table(
-            session.plan,
-            model=_unit_sizes(session),
-            updates=_updates(session),
-            notes=_notes(training),
-            details=session.job.options.planner.verbose > 1,
-        )
+    table = report.plan_table(
+        session.plan,
+        model=_unit_sizes(session),
+        updates=_updates(session),
+        notes=_notes(training),
+        details=session.job.options.planner.verbose > 1,
     )
+    report.show(table)
 
 
 def show_predictions(session: Session, found: RunReport) -> None:
@@ -40,11 +39,9 @@ def show_predictions(session: Session, found: RunReport) -> None:
 
 def record_of(training: Training, *, is_finished: bool) -> RunRecord:
     """Return the run's record."""
-    session, found = training.session, training.watch.report()
-    plan = session.plan
-    before = session.predicted_memory or tuple(RankMemory() for _ in plan.ranks)
+    session, found, plan = training.session, training.watch.report(), training.session.plan
     after: Sequence[RankMemory | None] = found.memory or (None,) * plan.world_size
-    rows = enumerate(zip(plan.ranks, before, after, strict=True))
+    rows = enumerate(zip(plan.ranks, session.predicted_memory, after, strict=True))
     return RunRecord(
         plan=plan,
         ranks=tuple(
@@ -75,9 +72,6 @@ def _unit_sizes(session: Session) -> list[report.UnitSize]:
 
 
 def _updates(session: Session) -> str:
-    """Return when updates run, in a few words; empty if the user has turned early ones off."""
-    if not session.job.options.planner.early_update:
-        return ""
     late = session.job.late
     return f"after the backward: {late}" if late else "inside the backward"
 
