@@ -68,25 +68,22 @@ class CephaloStrategy(SavingStrategy):
         global_batch_size: Samples per step over all ranks; None: the loader's batch size times
             the number of ranks, as under DDP.
         units: What is gathered together: a list of full names of modules, and of classes, or names
-            of classes, whose instances are units. A name of a module precedes that of a class. An
-            empty list makes the whole model one unit. None: repeated blocks and large ends.
+            of classes, whose instances are units. An empty list makes the whole model one unit.
+            None: repeated blocks and large ends.
         memory_cap: How much of its device's memory each rank may use: a fraction (a float up to
-            1.0), or bytes (an int, or "8 GB"). One value is for every rank. With a mapping from
-            ranks, ranks that it does not name have no cap. The plan obeys the cap; an emulated
-            device enforces it.
+            1.0), bytes (an int, or "8 GB"), or a mapping from ranks to these. The plan obeys the
+            cap; an emulated device enforces it.
         optimizer_offload: Keep optimizer state in host memory. "auto": the part that does not fit
             on the devices, or whose room makes steps shorter. True: all of it. Only torch's
             element-wise optimizers, and devices with memory apart from the host's.
         recompute: Retain only the inputs of a unit, and recompute its inside in the backward.
-            "auto": the plan chooses for each rank, which takes more measuring. A given plan that
-            does not say recomputes. With SyncBatchNorm only a given plan recomputes.
+            "auto": the plan chooses for each rank, which takes more measuring. With SyncBatchNorm
+            only a given plan recomputes.
         reshard_after_forward: Reshard units after the forward, and gather them again in the
-            backward. False: they stay gathered in between. This communicates a third less, but
-            needs memory for the whole model's parameters on every rank. "auto": the plan chooses.
-            A given plan decides itself; one that does not say reshards, unless this is False.
+            backward. False communicates a third less, but needs memory for the whole model's
+            parameters on every rank. "auto": the plan chooses.
         reduce_dtype: Dtype that gradients travel in between ranks: ``torch.bfloat16`` halves their
-            bytes. Each rank's gradient is rounded once, and sums over gloo are in float32. None:
-            their own dtype, as on one device.
+            bytes. Each rank's gradient is rounded once. None: their own dtype.
         split_batch: ``split_batch(batch, sizes)`` returns one batch per size. It replaces cutting
             every tensor along its first dimension, for graphs and objects of your own.
         summed_buffers: Full names of buffers to which ``training_step`` adds sums over samples,
@@ -95,18 +92,19 @@ class CephaloStrategy(SavingStrategy):
         planner: How ranks are measured and plans are made, a :class:`~lightning_cephalo.Planner`.
         replan: Follow another plan where ranks change their pace while they train, if that pays:
             "auto" where the plan was solved. True also measures where ``plan`` is given, and then
-            replaces it. Samples and losses stay those of one device.
+            replaces it.
         recover: Keep the state of training in the hosts' memory after each step, and go on from
             there when an agent has restarted the ranks. "auto": where an agent may restart them,
-            and there is room, after so many steps that it takes a fiftieth of the time. A
+            after so many steps that it takes a fiftieth of the time. A
             :class:`~lightning_cephalo.Recovery` says how.
-        record: A folder for the record of the run, with the fifth step of every rank, up to 64:
-            ``cephalo report FOLDER`` shows it. ``FOLDER/trace.json`` has that step for Perfetto,
-            with the memory by kind. The folder is made if it does not exist.
+        record: A folder for the record of the run, which ``cephalo report FOLDER`` shows, and for
+            ``trace.json``, the fifth step of up to 64 ranks for Perfetto.
         process_group_backend: Backend of ``torch.distributed``, such as "gloo"; None: chosen by
             the device.
         timeout: Timeout of collectives.
         start_method: How Lightning starts the ranks: "popen", "spawn", "fork", "forkserver".
+
+    A plan that does not say whether to recompute or reshard follows these options; "auto" is True.
 
     Raises:
         ValueError: For other values than those above; for memory caps it is a PlanError.
@@ -185,20 +183,18 @@ class CephaloStrategy(SavingStrategy):
             def on_train_epoch_end(self):
                 self.trainer.strategy.change_plan("other.yaml")     # on every rank
 
-        Call it on every rank in a hook, not in a step. Each rank's rows of the model and of the
-        optimizer's state move to the ranks that the plan gives them to. Batches, microbatches,
-        recomputation, offloading and resharding follow. Samples and their order stay those of one
+        Call it on every rank in a hook, not in a step. Samples and their order stay those of one
         device, so batches that workers have loaded already are trained by the old plan first. With
-        ``accumulate_grad_batches`` the change waits for the update.
+        ``accumulate_grad_batches`` the change waits for the update. If it raises, the old plan
+        stays.
 
         Args:
             plan: A plan for the same ranks and the same global batch, or its path.
 
         Raises:
-            PlanError: On every rank, if the plan does not fit the run. The old plan stays.
-            UnsupportedError: On every rank, if something in this run cannot change: the message
-                names it. The old plan stays.
-            HostMemoryError: On the ranks whose hosts lack memory for it. The old plan stays.
+            PlanError: On every rank, if the plan does not fit the run.
+            UnsupportedError: On every rank, if what the message names cannot change.
+            HostMemoryError: On the ranks whose hosts lack memory for it.
             RemoteRankError: If any of these happened on another rank.
             RuntimeError: Outside of ``fit``.
         """
@@ -257,19 +253,14 @@ class CephaloStrategy(SavingStrategy):
         self._module._device = self.root_device
         self.model = self._module
         if view.is_fitting:
-            self._set_up_training(view)
+            try:
+                self._set_up_training(view)
+            except Exception as error:  # a restart may have too few hosts
+                self._recovering.wait_for_hosts(error)
+                raise
         else:
             self._shard(Job.of_evaluation(self._options, self.world_size))
         self.setup_precision_plugin()
-
-    @contextmanager
-    def _waiting_for_hosts(self) -> Generator[None, None, None]:
-        """Wait for more hosts in place of an error, if a restart has too few of them."""
-        try:
-            yield
-        except Exception as error:
-            self._recovering.wait_for_hosts(error)
-            raise
 
     def _refuse(self, when: When) -> None:
         """Raise on all ranks if something that is there now cannot work; collective."""
@@ -281,14 +272,12 @@ class CephaloStrategy(SavingStrategy):
     def _set_up_training(self, view: TrainerView) -> None:
         """Shard the model, make the optimizers, and follow a plan; collective."""
         control = self._connection.control
-        with self._waiting_for_hosts():
-            start = partial(self._watch.start, self.is_global_zero)
-            control.together("checking where to write the record", start)
-            session = self._shard(self._read_job(view))
-            session.enforce_limits()
+        start = partial(self._watch.start, self.is_global_zero)
+        control.together("checking where to write the record", start)
+        session = self._shard(self._read_job(view))
+        session.enforce_limits()
         training = self._training = Training(session, self._watch, self._recovering)
-        run = (training, self._recovering, self._ending.termination)
-        manual = session.manual
+        run, manual = (training, self._recovering, self._ending.termination), session.manual
         # measured steps use them already
         self._steps = AutomaticSteps(*run) if manual is None else ManualSteps(manual, *run)
 
@@ -298,8 +287,7 @@ class CephaloStrategy(SavingStrategy):
 
         control.together("making the optimizers", make_optimizers)
         self._refuse(When.OPTIMIZERS)  # before ranks are measured for nothing
-        with self._waiting_for_hosts():
-            training.begin(self.optimizers)
+        training.begin(self.optimizers)
         if self._options.verbose and self.is_global_zero:
             tables.show_plan(training)
 
@@ -340,11 +328,11 @@ class CephaloStrategy(SavingStrategy):
         self._ending.leave_loop()
         if plan is not None:
             self._recovering.before_pass(accelerator_of(self.root_device))
-        resumption = self._resumption
-        if plan is None or resumption is None:
-            return deal(epoch=view.epoch, is_divided=False)
-        dealt = deal(epoch=view.epoch, seed=resumption.seed, is_divided=False)
-        resumption.continue_with(dealt)
+        resumption = None if plan is None else self._resumption
+        seed = None if resumption is None else resumption.seed
+        dealt = deal(epoch=view.epoch, seed=seed, is_divided=False)
+        if resumption is not None:
+            resumption.continue_with(dealt)
         return dealt
 
     # -- training -----------------------------------------------------------------------------
@@ -352,17 +340,15 @@ class CephaloStrategy(SavingStrategy):
     @override
     def on_train_start(self) -> None:
         self._refuse(When.TRAINING_START)
-        self.session.hold(self.optimizers)
-        self.session.start_training()
-        self.session.logs.watch(self._view.epoch_loop._results)
+        session, resumption = self.session, self._resumption
+        session.hold(self.optimizers)
+        session.start_training()
+        session.logs.watch(self._view.epoch_loop._results)
         self._record(is_finished=False)
-        if self._resumption is not None:
-            self._resumption.announce()
-        self._recovering.start(
-            accelerator_of(self.root_device),
-            self.session.plan.global_batch_size,
-            is_resumed=self._resumption is not None,
-        )
+        if resumption is not None:
+            resumption.announce()
+        size, is_resumed = session.plan.global_batch_size, resumption is not None
+        self._recovering.start(accelerator_of(self.root_device), size, is_resumed=is_resumed)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -401,7 +387,7 @@ class CephaloStrategy(SavingStrategy):
     def on_train_end(self) -> None:
         session, verbose = self.session, self._options.verbose
         executor = session.model.executor
-        self.session.logs.unwatch(self._view.epoch_loop._results)
+        session.logs.unwatch(self._view.epoch_loop._results)
         self._ending.meet("ending training")
         session.control.together("checking the last step's buffers", executor.overlay.merge.check)
         executor.reshard()
