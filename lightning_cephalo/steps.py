@@ -242,6 +242,9 @@ def evaluate(
     outcome = executor.evaluate(call, f"running {name}", lambda: notes.of(log.note()))
     notes.learn(outcome.notes)
     session.logs.finish(log, outcome)
+    view = session.view
+    if not view.is_predicting and view.evaluation_loop.batch_progress.is_last_batch:
+        executor.reshard()  # hooks at the end of the epoch may write parameters
     return (outcome.results[0] if samples else None), samples
 
 

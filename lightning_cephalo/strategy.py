@@ -37,7 +37,7 @@ from lightning_cephalo.preparation.training import Training
 from lightning_cephalo.profiling.isolation import no_loaders_left
 from lightning_cephalo.recovery.options import Recovery, Wish
 from lightning_cephalo.saving import SavingStrategy
-from lightning_cephalo.steps import AutomaticSteps, ManualSteps, Steps, evaluate
+from lightning_cephalo.steps import Arguments, AutomaticSteps, ManualSteps, Steps, evaluate
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -259,7 +259,8 @@ class CephaloStrategy(SavingStrategy):
                 self._recovering.wait_for_hosts(error)
                 raise
         else:
-            self._shard(Job.of_evaluation(self._options, self.world_size))
+            job = Job.of_evaluation(self._options, self.world_size)
+            self._session = Session(job, view, self._connection.groups)
         self.setup_precision_plugin()
 
     def _refuse(self, when: When) -> None:
@@ -274,7 +275,9 @@ class CephaloStrategy(SavingStrategy):
         control = self._connection.control
         start = partial(self._watch.start, self.is_global_zero)
         control.together("checking where to write the record", start)
-        session = self._shard(self._read_job(view))
+        job = read_job(view, self._connection.groups, self._options_now(), self._samplers.deals)
+        # steps that are measured already use it
+        session = self._session = Session(job, view, self._connection.groups)
         session.enforce_limits()
         training = self._training = Training(session, self._watch, self._recovering)
         run, manual = (training, self._recovering, self._ending.termination), session.manual
@@ -291,23 +294,17 @@ class CephaloStrategy(SavingStrategy):
         if self._options.verbose and self.is_global_zero:
             tables.show_plan(training)
 
-    def _read_job(self, view: TrainerView) -> Job:
+    def _options_now(self) -> Options:
+        """Return the options with what a restart and the module add to them."""
         given, recovering = self._options, self._recovering
-        options = replace(
+        # such units cannot be recomputed one microbatch at a time
+        whole = given.plan is None and batch_norm.synchronised(self._module)
+        return replace(
             given,
             global_batch_size=given.global_batch_size or recovering.global_batch_size,
             kept_bytes=recovering.kept_bytes(self._module),
+            recompute=False if whole else given.recompute,
         )
-        # such units cannot be recomputed one microbatch at a time
-        if options.plan is None and batch_norm.synchronised(self._module):
-            options = replace(options, recompute=False)
-        return read_job(view, self._connection.groups, options, self._samplers.deals)
-
-    def _shard(self, job: Job) -> Session:
-        """Begin a session, and set it here: steps that are measured already use it."""
-        groups, accelerator = self._connection.groups, accelerator_of(self.root_device)
-        self._session = Session(job, self._view, groups, accelerator)
-        return self._session
 
     @override
     def model_to_device(self) -> None:
@@ -408,41 +405,31 @@ class CephaloStrategy(SavingStrategy):
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():
-            return self._evaluate("validation_step", args, kwargs)[0]
+            return self._evaluate("validation_step", (args, kwargs))[0]
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.test_step_context():
-            return self._evaluate("test_step", args, kwargs)[0]
+            return self._evaluate("test_step", (args, kwargs))[0]
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.predict_step_context():
-            result, samples = self._evaluate("predict_step", args, kwargs)
+            result, samples = self._evaluate("predict_step", (args, kwargs))
         return self.session.batches.predictions.of_step(result, samples, args[2:])
 
-    def _evaluate(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, int]:
+    def _evaluate(self, name: str, arguments: Arguments) -> tuple[Any, int]:
         """Run a step without gradients; return its result and this rank's samples in it."""
-        session = self.session
         self._ending.begin_batch(self._view, trains=False)
-        found = evaluate(session, name, (args, kwargs), self._ending.termination)
-        view = self._view
-        if not view.is_predicting and view.evaluation_loop.batch_progress.is_last_batch:
-            session.model.executor.reshard()  # hooks at the end of the epoch may write parameters
-        return found
+        return evaluate(self.session, name, arguments, self._ending.termination)
 
     @override
     def on_validation_start(self) -> None:
         self._ending.meet("beginning a validation")
-        self._begin_evaluation()
+        self.on_test_start()
 
     @override
     def on_test_start(self) -> None:
-        self._begin_evaluation()
-
-    def _begin_evaluation(self) -> None:
         loop = self._view.evaluation_loop
         self.session.logs.watch(loop._results)
         if self._samplers.deals and self.world_size > 1:
@@ -450,17 +437,13 @@ class CephaloStrategy(SavingStrategy):
 
     @override
     def on_validation_end(self) -> None:
-        self._end_evaluation()
+        self.on_test_end()
         self._recovering.after_validation()
 
     @override
     def on_test_end(self) -> None:
-        self._end_evaluation()
-
-    def _end_evaluation(self) -> None:
         self.session.logs.unwatch(self._view.evaluation_loop._results)
-        self._ending.leave_loop()
-        self.session.model.executor.reshard()
+        self.on_predict_end()
 
     @override
     def on_predict_end(self) -> None:

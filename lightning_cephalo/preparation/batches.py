@@ -20,7 +20,7 @@ class Batches:
 
     def __init__(self, job: Job, control: ControlGroup, *, is_manual: bool) -> None:
         self._job, self._control, self._is_manual = job, control, is_manual
-        self._layouts = itertools.cycle(job.layouts)
+        self._layouts = itertools.cycle(job.loaders.layouts)
         self.cutter = BatchCutter((), None, ())
         self.predictions = EmptyPredictions()
         self.lacks: tuple[bool, ...] = (False,)  # of each loader, all samples of the present step
@@ -29,7 +29,8 @@ class Batches:
         """Cut this rank's batches by its part of a plan from now on."""
         # with one microbatch on each rank a batch stays whole
         sizes = () if self._is_manual else own.microbatch_sizes
-        self.cutter = BatchCutter(self._job.layouts, self._job.loaders.spec, sizes)
+        loaders = self._job.loaders
+        self.cutter = BatchCutter(loaders.layouts, loaders.spec, sizes)
 
     def shown(self, batch: Any, trains: bool) -> Any:
         """Return what hooks see of a batch: without samples a repeated one that counts nowhere."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -36,16 +35,17 @@ from lightning_cephalo.ranks.groups import Groups
 
 @dataclass(frozen=True)
 class Loaders:
-    """The user's training dataloaders."""
+    """The user's training dataloaders, and how batches of each can be cut."""
 
-    flat: tuple[Any, ...]
-    spec: Any
+    flat: tuple[Any, ...] = ()
+    spec: Any = None
+    layouts: tuple[BatchLayout, ...] = ()
 
-    def read(self, size: int, layouts: Sequence[BatchLayout]) -> Any:
+    def read(self, size: int) -> Any:
         """Return a batch of the first samples; ``size`` is that of the first loader."""
         first = getattr(self.flat[0], "batch_size", None) or 1
         parts = []
-        for each, layout in zip(self.flat, layouts or (None,) * len(self.flat), strict=True):
+        for each, layout in zip(self.flat, self.layouts, strict=True):
             other = getattr(each, "batch_size", None) or first
             count = size if self.spec is None else max(1, round(size * other / first))
             parts += sample_batches(each, (count,), layout)
@@ -54,28 +54,18 @@ class Loaders:
 
 @dataclass(frozen=True)
 class Job:
-    """The training to run, and its limits; equal on every rank.
-
-    Attributes:
-        global_batch_size: Samples of a step over all ranks; 0 where nothing is trained.
-        ready_samples: Samples of the first ready batch, on the rank with the fewest; None: the
-            dataloaders give single samples, or a plan is given.
-        plan: The given plan; None: one must be made.
-        late: Why updates follow the backward, in a few words; empty: they run inside of it.
-        optimizers: What plans count of the optimizers; as of Adam until they exist.
-        state_groups: The group of every rank, where each group holds the whole state; else empty.
-    """
+    """The training to run, and its limits; equal on every rank."""
 
     options: Options
     limits: tuple[Limits, ...]
-    global_batch_size: int = 0
-    loaders: Loaders = Loaders((), None)
-    layouts: tuple[BatchLayout, ...] = ()
+    global_batch_size: int = 0  # of a step over all ranks; 0 where nothing is trained
+    loaders: Loaders = Loaders()
+    # of the first ready batch, on the rank with the fewest; None: loaders give single samples
     ready_samples: int | None = None
-    plan: Plan | None = None
-    late: str = ""
-    optimizers: OptimizerFacts = field(default_factory=OptimizerFacts)
-    state_groups: tuple[int, ...] = ()
+    plan: Plan | None = None  # None: one must be made
+    late: str = ""  # why updates follow the backward; empty: they run inside of it
+    optimizers: OptimizerFacts = field(default_factory=OptimizerFacts)  # as Adam's at first
+    state_groups: tuple[int, ...] = ()  # the group of every rank that holds the whole state
 
     @classmethod
     def of_evaluation(cls, options: Options, world_size: int) -> Job:
@@ -111,7 +101,7 @@ def read_job(view: TrainerView, groups: Groups, options: Options, deals: bool) -
         RemoteRankError: If any of this failed on another rank.
     """
     control = groups.control
-    loaders, layouts, found = control.together(
+    loaders, found = control.together(
         "reading the dataloader and the options", partial(_find, view, groups, options)
     )
     everyones: list[_Found] = control.gather(found)
@@ -144,7 +134,6 @@ def read_job(view: TrainerView, groups: Groups, options: Options, deals: bool) -
         limits,
         size,
         loaders,
-        layouts,
         ready_samples,
         plan,
         late=next((own.late for own in everyones if own.late), ""),
@@ -152,14 +141,11 @@ def read_job(view: TrainerView, groups: Groups, options: Options, deals: bool) -
     )
 
 
-def _find(
-    view: TrainerView, groups: Groups, options: Options
-) -> tuple[Loaders, tuple[BatchLayout, ...], _Found]:
+def _find(view: TrainerView, groups: Groups, options: Options) -> tuple[Loaders, _Found]:
     ranks, strategy, plan = groups.control.world_size, view.strategy, options.plan
     if plan is not None and not isinstance(plan, Plan):
         plan = Plan.load(plan)
-    loaders = _training_loaders(view)
-    layouts = tuple(learn_layout(each, splitter=options.split_batch) for each in loaders.flat)
+    loaders = _training_loaders(view, options)
     check_cap("memory_cap", options.memory_cap, ranks)
     processes = processes_on_this_host(strategy.num_processes)
     accelerator = accelerator_of(strategy.root_device)
@@ -171,7 +157,7 @@ def _find(
             " with a map-style dataset, or an empty batch sampler). Give"
             " DataLoader(batch_size=...)."
         )
-    pairs = zip(loaders.flat, layouts, strict=True)
+    pairs = zip(loaders.flat, loaders.layouts, strict=True)
     first_rows = (
         ()
         if plan is not None
@@ -182,7 +168,7 @@ def _find(
         )
     )
     limits = read_limits(accelerator, processes, groups.control.rank, options)
-    return loaders, layouts, _Found(plan, size, limits, late, first_rows)
+    return loaders, _Found(plan, size, limits, late, first_rows)
 
 
 def _state_groups(options: Options, plan: Plan | None, groups: Groups) -> tuple[int, ...]:
@@ -216,7 +202,7 @@ def _state_groups(options: Options, plan: Plan | None, groups: Groups) -> tuple[
     return given or groups_by_node(nodes)
 
 
-def _training_loaders(view: TrainerView) -> Loaders:
+def _training_loaders(view: TrainerView, options: Options) -> Loaders:
     """Request the training dataloaders from the user's hook, as DeepSpeed's strategy does."""
     if not view.loader_source.is_defined():
         raise PlanError(
@@ -234,4 +220,5 @@ def _training_loaders(view: TrainerView) -> Loaders:
     for each in flat:
         refuse_one_pass(each)
     single = len(flat) == 1 and nested is flat[0]
-    return Loaders(tuple(flat), None if single else spec)
+    layouts = tuple(learn_layout(each, splitter=options.split_batch) for each in flat)
+    return Loaders(tuple(flat), None if single else spec, layouts)

@@ -129,7 +129,7 @@ def _runs(session: Session, batch: Any, pieces: Sequence[Piece]) -> list[Piece |
 
     A rank that has only one runs it each time, or none.
     """
-    layouts, spec = session.job.layouts, session.job.loaders.spec
+    layouts, spec = session.job.loaders.layouts, session.job.loaders.spec
 
     def cut(piece: Any, rows: int) -> list[Piece]:
         return BatchCutter(layouts, spec, (rows,)).cut(piece)

@@ -146,26 +146,22 @@ class Planner:
         remeasure: Measure even if an earlier start of the same job on the same devices has.
         verbose: Whether rank 0 prints the plan before and the prediction after training. 2 also
             prints how the plan was solved, and how far from the optimum it may be.
-        hybrid_sharding: Let each node hold the whole state, cut unevenly among its ranks, in place
-            of all ranks together. Gathers then stay inside of a node, and gradients cross to
-            another node once. For slow links between nodes that have the memory, over gloo. A plan
-            that is given says so itself (``state_groups``).
+        hybrid_sharding: Let each node hold the whole state, cut unevenly among its ranks. Gathers
+            stay inside of a node, and gradients cross to another node once, over gloo. A plan that
+            is given says so itself (``state_groups``).
         early_update: Update each unit's rows inside the backward, as soon as their gradients are
             reduced, so that gradients are never held whole. "auto": where the result is the same to
-            the last bit and no code of the user's reads gradients; the plan's table says why not.
-            False: all updates follow the backward.
+            the last bit and no code of the user's reads gradients. False: behind the backward.
         single_microbatch: In measured plans every rank runs all of its samples at once, so that
             code in ``training_step`` may use collectives of its own. With manual optimization it
             always does.
-        host_memory_cap: How much of its host's memory each rank may use for activations that the
-            plan offloads because a device is too small for them, and for optimizer state: a
-            fraction (a float up to 1.0), bytes (an int, or "8 GB"), or 0 for none. None: an equal
-            part of half of the free memory.
+        host_memory_cap: How much of its host's memory each rank may use for activations and
+            optimizer state: a fraction (a float up to 1.0), bytes (an int, or "8 GB"), or 0 for
+            none. None: an equal part of half of the free memory.
         elementwise: Optimizers that are not torch's, and whose update of an element depends on
-            nothing but that element: a list of classes and names of classes, such as ``["Lion",
-            MyOptimizer]``. Each rank then updates its own rows. A trial refuses what is plainly
-            wrong. Of all others a trial finds whether they update whole parameters, or the whole
-            model at once.
+            nothing but that element: a list of classes and names of classes. Each rank then updates
+            its own rows. Of all others a trial finds whether they update whole parameters, or the
+            whole model at once.
 
     Raises:
         ValueError: For values of another kind; for ``host_memory_cap`` it is a PlanError.

@@ -43,9 +43,8 @@ def measure_or_load(
     """Return the measured or cached problem, with the choices of the plan; collective."""
     options, control, offload = job.options, model.control, _optimizer_offload(job)
     device, smallest = job.limits[control.rank].device, smallest_microbatch(model.module)
-    read_batch = partial(job.loaders.read, layouts=job.layouts)
     of_job = {**options.of_measuring(), "samples of a step": job.global_batch_size}
-    describe = partial(job_cache.describe, model, view, partial(read_batch, smallest), of_job)
+    describe = partial(job_cache.describe, model, view, partial(job.loaders.read, smallest), of_job)
     cached = job_cache.look_up(control, device, describe, remeasure=options.planner.remeasure)
     shows = options.verbose and control.rank == 0
     if cached.said is not None and shows:
@@ -58,7 +57,7 @@ def measure_or_load(
                 model=model,
                 view=view,
                 device=device,
-                read_batch=read_batch,
+                read_batch=job.loaders.read,
                 step=ProfiledStep(step, view.precision.train_step_context, manual),
                 options=ProfileOptions(
                     global_batch_size=job.global_batch_size,

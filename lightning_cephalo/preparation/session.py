@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_cephalo.accelerator import Accelerator
+from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.adapters.averaged_weights import AveragedWeights
 from lightning_cephalo.adapters.batch_norm import warn_of_microbatches
 from lightning_cephalo.adapters.checkpoint import (
@@ -72,10 +72,9 @@ class Session:
 
     ::
 
-        session = Session(job, view, groups, accelerator)                # shards the model
-        session.adopt(session.accept(plan))                              # again between two steps
-        ...
-        session.close()                                                  # restores the full module
+        session = Session(job, view, groups)            # shards the model
+        session.adopt(session.accept(plan))             # again between two steps
+        session.close()                                 # restores the full module
 
     Creating a session is collective, and so are most of its methods. ``plan`` is that in use.
     Before the first one, and in evaluation, it only holds the fractions of the model.
@@ -83,9 +82,8 @@ class Session:
 
     memory: TrainingMemory
 
-    def __init__(
-        self, job: Job, view: TrainerView, groups: Groups, accelerator: Accelerator
-    ) -> None:
+    def __init__(self, job: Job, view: TrainerView, groups: Groups) -> None:
+        accelerator = accelerator_of(view.strategy.root_device)
         options, module, dtype = job.options, view.module, compute_dtype(view.precision)
         self.job, self.view = job, view
         self._at_end = ExitStack()
