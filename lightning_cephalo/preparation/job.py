@@ -94,12 +94,7 @@ class _Found(NamedTuple):
 
 
 def read_job(view: TrainerView, groups: Groups, options: Options, deals: bool) -> Job:
-    """Read the training to run; collective. ``deals``: ranks read the same batches, to be dealt.
-
-    Raises:
-        PlanError: If the plan, the batch size, or a memory cap does not fit the run.
-        RemoteRankError: If any of this failed on another rank.
-    """
+    """Read the training to run; collective. ``deals``: ranks read the same batches, to be dealt."""
     control = groups.control
     loaders, found = control.together(
         "reading the dataloader and the options", partial(_find, view, groups, options)

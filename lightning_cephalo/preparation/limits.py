@@ -155,36 +155,30 @@ def check_plan(plan: Plan, limits: Sequence[Limits]) -> None:
 
 @contextmanager
 def named_where_nothing_fits(limits: Sequence[Limits]) -> Iterator[None]:
-    """Add the ranks' caps to an error about too little memory."""
+    """Add the ranks' limits to an error about too little memory."""
     try:
         yield
     except (TooLittleMemoryError, InfeasibleError) as error:
-        allowed = [
-            f"rank {rank} {format_mib(own.device.cap_bytes)}"
-            for rank, own in enumerate(limits)
-            if not math.isinf(own.device.cap_bytes)
-        ]
-        hints = [f"memory_cap allows {', '.join(allowed)}: a larger one may do."] if allowed else []
         # only a solver counts on memory of hosts that is apart
-        limited = limit_note(limits, uses_host=isinstance(error, InfeasibleError))
-        if limited:
-            hints.append(f"{limited} A larger limit may do.")
-        if not hints:
+        note = limit_note(limits, uses_host=isinstance(error, InfeasibleError))
+        if not note:
             raise
-        raise type(error)(" ".join([str(error), *hints])) from error
+        raise type(error)(f"{error} {note} A larger limit may do.") from error
 
 
 def limit_note(limits: Sequence[Limits], uses_host: bool = True) -> str:
-    """Return a sentence on ranks whose memory is less than what their hosts have; empty if none."""
+    """Return a sentence on ranks that may use less memory than there is; empty if none."""
     by_limit: dict[str, list[str]] = {}
     for rank, own in enumerate(limits):
-        limit = own.device.limited_by if math.isinf(own.device.cap_bytes) else ""
-        if uses_host and own.host.is_apart:
-            limit = limit or own.host.limited_by
+        cap_bytes, limit = own.device.cap_bytes, own.device.limited_by
+        if not math.isinf(cap_bytes):
+            limit = f"memory_cap ({format_mib(cap_bytes)})"
+        elif not limit and uses_host and own.host.is_apart:
+            limit = own.host.limited_by
         if limit:
             by_limit.setdefault(limit, []).append(str(rank))
     return " ".join(
-        f"On rank {', '.join(ranks)} the host's memory is limited by {limit}."
+        f"The memory of rank {', '.join(ranks)} is limited by {limit}."
         for limit, ranks in by_limit.items()
     )
 

@@ -215,11 +215,10 @@ class Options:
         return _dtype(self.reduce_dtype)
 
     def of_measuring(self) -> dict[str, Any]:
-        """Return a measured job's key as plain values: other names make every job measure again."""
-        dtype = self.gradient_dtype
+        """Return what measured times depend on."""
         return {
-            **({"single_microbatch": True} if self.planner.single_microbatch else {}),
-            **({"reduce_dtype": str(dtype)} if dtype is not None else {}),
+            "single_microbatch": self.planner.single_microbatch,
+            "reduce_dtype": str(self.gradient_dtype),
             "global_batch_size": self.global_batch_size,
             "split_batch": self.split_batch,
             "profile_budget_s": self.planner.budget_s,

@@ -145,11 +145,7 @@ class Session:
         self.job = replace(self.job, late=self.job.late or facts.late, optimizers=facts)
 
     def use_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let the optimizers hold their rows, and update them by the plan; collective.
-
-        Raises:
-            UnsupportedError: On every rank, if an optimizer cannot train as on one device.
-        """
+        """Let the optimizers hold their rows, and update them by the plan; collective."""
         placed = self._host_state.placing(self.plan)
 
         def shard() -> None:
@@ -206,14 +202,7 @@ class Session:
     def accept(
         self, plan: Plan, problem: Problem | None = None, *, keeps_gradients: bool = False
     ) -> Adoption:
-        """Check that this training can follow a plan, and allocate what it needs; collective.
-
-        With ``problem``, what it was made for, its memory is predicted by kind.
-
-        Raises:
-            PlanError, UnsupportedError, TooLittleMemoryError: On every rank, if it cannot.
-            HostMemoryError: If the host has less memory than the plan needs.
-        """
+        """Check a plan, and allocate what it needs; ``problem`` predicts its memory; collective."""
         together = self.control.together
         together("checking the plan", partial(self.check, plan))
         self.check_move(plan, keeps_gradients)
@@ -223,10 +212,9 @@ class Session:
         return Adoption(plan, memory, arena)
 
     def adopt(self, adoption: Adoption, *, keeps_gradients: bool = False) -> None:
-        """Follow a plan from the next step on; collective. :meth:`check_move` has come before.
+        """Follow a plan from the next step on; collective.
 
-        Shards move, and what optimizers and averages hold of their rows. If shards move, gradients
-        are forgotten, except with manual optimization: call it between two steps.
+        If shards move, gradients are forgotten, except with manual optimization.
         """
         plan, own = adoption.plan, adoption.plan.ranks[self.control.rank]
         self.model.release_buffers()  # modes decide which of them are needed

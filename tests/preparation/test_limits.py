@@ -79,19 +79,20 @@ def limited(cap_bytes: float = math.inf, *, device: str = "", host: str = "") ->
 def test_ranks_whose_memory_a_control_group_limits_are_named():
     on_cpu = [limited(device=GROUP), limited(device=GROUP)]
     assert limit_note(on_cpu, uses_host=False) == (
-        f"On rank 0, 1 the host's memory is limited by {GROUP}."
+        f"The memory of rank 0, 1 is limited by {GROUP}."
     )
     apart = [limited(), limited(host=GROUP)]
     assert limit_note(apart, uses_host=False) == ""  # the plan takes nothing of the host
-    assert limit_note(apart) == f"On rank 1 the host's memory is limited by {GROUP}."
-    assert limit_note([limited(5.0, device=GROUP)]) == ""  # the user's own cap is below it
+    assert limit_note(apart) == f"The memory of rank 1 is limited by {GROUP}."
+    capped = limit_note([limited(5 * 2.0**20, device=GROUP)])
+    assert capped == "The memory of rank 0 is limited by memory_cap (5.0 MiB)."
 
 
 @pytest.mark.parametrize(
     ("limits", "said"),
     [
         ([limited(device=GROUP)], f"limited by {GROUP}. A larger limit may do."),
-        ([limited(2.0**20)], "memory_cap allows rank 0 1.0 MiB: a larger one may do."),
+        ([limited(2.0**20)], "rank 0 is limited by memory_cap (1.0 MiB). A larger limit may do."),
     ],
 )
 def test_an_error_about_memory_names_the_limit_that_binds(limits, said):
