@@ -30,7 +30,7 @@ from lightning_cephalo.observe.watch import RunReport, Watch
 from lightning_cephalo.plan import Plan
 from lightning_cephalo.preparation import tables
 from lightning_cephalo.preparation.job import Job, read_job
-from lightning_cephalo.preparation.limits import Cap
+from lightning_cephalo.preparation.limits import Cap, Limits
 from lightning_cephalo.preparation.options import Automatic, Options, Planner
 from lightning_cephalo.preparation.session import Session
 from lightning_cephalo.preparation.training import Training
@@ -259,7 +259,7 @@ class CephaloStrategy(SavingStrategy):
                 self._recovering.wait_for_hosts(error)
                 raise
         else:
-            job = Job.of_evaluation(self._options, self.world_size)
+            job = Job(self._options, (Limits(),) * self.world_size)
             self._session = Session(job, view, self._connection.groups)
         self.setup_precision_plugin()
 
@@ -315,9 +315,7 @@ class CephaloStrategy(SavingStrategy):
         session, view = self._session, self._view
         if session is None:
             return dataloader  # outside of a run its batches are only counted
-        plan = None
-        if view.is_training:
-            plan = session.plan if self._training is None else self._training.changes.dealt_plan
+        plan = self._running[0].changes.dealt_plan if view.is_training else None
         begin_reading = partial(self._ending.leave_loop, "reading the first batch of an epoch")
         deal = partial(session.batches.dealt, dataloader, plan, begin_reading)
         if not self._samplers.deals:

@@ -54,7 +54,7 @@ class Loaders:
 
 @dataclass(frozen=True)
 class Job:
-    """The training to run, and its limits; equal on every rank."""
+    """The training to run, and its limits; without loaders nothing is. Equal on every rank."""
 
     options: Options
     limits: tuple[Limits, ...]
@@ -66,11 +66,6 @@ class Job:
     late: str = ""  # why updates follow the backward; empty: they run inside of it
     optimizers: OptimizerFacts = field(default_factory=OptimizerFacts)  # as Adam's at first
     state_groups: tuple[int, ...] = ()  # the group of every rank that holds the whole state
-
-    @classmethod
-    def of_evaluation(cls, options: Options, world_size: int) -> Job:
-        """Return the job of a run that trains nothing."""
-        return cls(options, (Limits(),) * world_size)
 
     @property
     def trains(self) -> bool:

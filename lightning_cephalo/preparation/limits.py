@@ -116,10 +116,10 @@ def read_limits(
     device = replace(
         device, capacity_bytes=min(device.capacity_bytes, cap_bytes), cap_bytes=cap_bytes
     )
-    cap, capacity_bytes = options.planner.host_memory_cap, host.free_bytes * _FREE_SHARE
-    if cap is not None:
-        sharers = max(processes_on_host, 1)
-        capacity_bytes = _allowed_bytes("host_memory_cap", cap, rank, host, sharers) if cap else 0.0
+    cap, sharers = options.planner.host_memory_cap, max(processes_on_host, 1)
+    capacity_bytes = _allowed_bytes("host_memory_cap", cap or None, rank, host, sharers)
+    if math.isinf(capacity_bytes):
+        capacity_bytes = 0.0 if cap == 0 else host.free_bytes * _FREE_SHARE
     capacity_bytes = max(capacity_bytes - options.kept_bytes, 0.0)
     is_apart = accelerator.host_is_apart
     rate = _copy_rate(accelerator) if capacity_bytes and is_apart else math.inf

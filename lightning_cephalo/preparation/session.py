@@ -189,12 +189,13 @@ class Session:
         """Enforce every rank's limits; if any is too small, raise TooLittleMemoryError on all."""
         job = self.job
         device, given = job.limits[self.control.rank].device, job.plan
+        option = job.options.reshard_after_forward
+        reshards = given is None or chosen(option, given.reshard_after_forward)
+        # a given plan must obey the cap; the device's free memory is the user's concern
+        most = device.capacity_bytes if given is None else device.cap_bytes
+        keeps = given is not None or job.keeps_gradients
         with named_where_nothing_fits(job.limits):
-            if given is None:
-                check_capacities(self.model, device.capacity_bytes, job.keeps_gradients)
-            else:  # a given plan must obey the cap; the device's free memory is the user's concern
-                reshards = chosen(job.options.reshard_after_forward, given.reshard_after_forward)
-                check_capacities(self.model, device.cap_bytes, reshard_after_forward=reshards)
+            check_capacities(self.model, most, keeps, reshard_after_forward=reshards)
         self._at_end.callback(self.model.accelerator.limit_memory(device.cap_bytes))
 
     # -- plans --------------------------------------------------------------------------------
