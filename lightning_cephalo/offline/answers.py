@@ -7,16 +7,14 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 
 from lightning_cephalo.common.errors import InfeasibleError, PlanError, SolverError
 from lightning_cephalo.common.quantities import format_bytes, format_rate, format_seconds
 from lightning_cephalo.offline.baselines import BASELINES
-from lightning_cephalo.offline.estimate.cluster import Cluster
 from lightning_cephalo.offline.estimate.devices import find_device
 from lightning_cephalo.offline.figures import ComparisonRow
 from lightning_cephalo.offline.pipeline.crossover import Crossover, find_crossover
@@ -32,41 +30,6 @@ _HYBRID = f"{_OURS}, hybrid sharding by node (over gloo)"
 _TOGETHER = f"{_OURS}, all ranks together"
 
 
-@dataclass(frozen=True)
-class RankSummary:
-    """One rank of a simulated step: seconds busy and waiting, and peak bytes."""
-
-    name: str
-    compute_s: float
-    communication_s: float
-    waiting_s: float
-    peak_bytes: float
-    capacity_bytes: float
-
-
-@dataclass(frozen=True)
-class Summary:
-    """The times of a simulated step and of the closed form, and a summary of each rank."""
-
-    predicted_s: float
-    simulated_s: float
-    global_batch_size: int
-    ranks: tuple[RankSummary, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as values that JSON can hold."""
-        return _finite(dataclasses.asdict(self))
-
-
-def with_device(cluster: Cluster, name: str) -> Cluster:
-    """Return the cluster with one more device in its first node."""
-    device = find_device(name, cluster.own_devices, where="--add")
-    first, *others = cluster.nodes
-    alone = dataclasses.replace(first, count=1, devices=(*first.devices, (device, 1)))
-    rest = [] if first.count == 1 else [dataclasses.replace(first, count=first.count - 1)]
-    return dataclasses.replace(cluster, nodes=(alone, *rest, *others))
-
-
 def compare(
     asked: Scenario,
     additions: Sequence[str] = (),
@@ -80,38 +43,43 @@ def compare(
     there are several nodes, our plan with the whole state on each node comes before it, and the
     fastest pipeline of node groups.
     """
+    cluster, problem_of = asked.cluster, asked.problem_of
+
+    def solved(problem: Problem) -> Plan:
+        return solve(problem, time_limit_s=time_limit_s)
+
     rows = []
     for name, baseline in BASELINES.items():
         say(f"comparing: {name}")
-        rows.append(row_or_reason(name, asked.problem, partial(baseline, asked.problem)))
+        rows.append(row_or_reason(name, asked.problem, baseline))
+    larger = []
     for addition in additions:
-        say(f"comparing: with one more {addition}")
-        if asked.cluster is None or asked.problem_of is None:
+        if cluster is None or problem_of is None:
             raise PlanError("--add needs --cluster or --devices: a saved problem has no cluster.")
-        larger = asked.problem_of(with_device(asked.cluster, addition))
-        solving = partial(solve, larger, time_limit_s=time_limit_s)
-        rows.append(row_or_reason(f"{_OURS} and one more {addition}", larger, solving))
+        say(f"comparing: with one more {addition}")
+        device = find_device(addition, cluster.own_devices, where="--add")
+        problem = problem_of(cluster.with_device(device), False)
+        larger.append(row_or_reason(f"{_OURS} and one more {addition}", problem, solved))
+    rows += larger
     say(f"comparing: {_OURS}")
     try:
-        plan = solve(asked.problem, time_limit_s=time_limit_s)
+        plan = solved(asked.problem)
     except (InfeasibleError, SolverError) as error:
-        if all(row.step_s is None for row in rows[len(BASELINES) :]):
+        if all(row.step_s is None for row in larger):
             raise
         return [*rows, ComparisonRow(_OURS, reason=str(error))]
     hybrid = asked.hybrid
     if hybrid is not None:
         say("comparing: hybrid sharding")
-        solving = partial(solve, hybrid, time_limit_s=time_limit_s)
-        rows.append(row_or_reason(_HYBRID, hybrid, solving))
-    if asked.pipeline_of is not None and asked.cluster is not None and asked.cluster.node_count > 1:
+        rows.append(row_or_reason(_HYBRID, hybrid, solved))
+    if asked.has_nodes and asked.pipeline_of is not None:
         say("comparing: pipelines")
-        rows.append(pipeline_row(pipelines(asked, plan, time_limit_s=time_limit_s)))
-    return [*rows, _row_of(_OURS, asked.problem, plan)]
+        rows.append(pipelines(asked, plan, time_limit_s=time_limit_s).row())
+    return [*rows, _row(_OURS, asked.problem.global_batch_size, plan.step_s, plan)]
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """A plan, and the other way to hold the state."""
+class Chosen(NamedTuple):
+    """A plan, and the row of the other way to hold the state before its own."""
 
     asked: Scenario
     plan: Plan
@@ -132,30 +100,28 @@ def choose(asked: Scenario, hybrid_sharding: str, *, time_limit_s: float = 60.0)
                 "are counted. Give both, or leave it out."
             )
         return Chosen(asked, solve(asked.problem, time_limit_s=time_limit_s))
-    ways = {
-        True: (_HYBRID, replace(asked, problem=hybrid)),
-        False: (_TOGETHER, asked),
-    }
-    plans: dict[bool, Plan] = {}
-    rows: dict[bool, ComparisonRow] = {}
-    started, last = time.perf_counter(), hybrid_sharding == "on"
-    for is_hybrid in (not last, last):
-        name, way = ways[is_hybrid]
-        limit_s = time_limit_s / 2
-        if is_hybrid is last:
-            limit_s = max(limit_s, time_limit_s - (time.perf_counter() - started))
+    ways = {_TOGETHER: asked, _HYBRID: replace(asked, problem=hybrid)}
+    own = _HYBRID if hybrid_sharding == "on" else _TOGETHER
+    plans: dict[str, Plan] = {}
+    rows: dict[str, ComparisonRow] = {}
+    started = time.perf_counter()
+    for name in sorted(ways, key=lambda name: name == own):
+        left_s = time_limit_s - (time.perf_counter() - started)
+        problem = ways[name].problem
         try:
-            plans[is_hybrid] = solve(way.problem, time_limit_s=limit_s)
-            rows[is_hybrid] = _row_of(name, way.problem, plans[is_hybrid])
+            plans[name] = solve(problem, time_limit_s=left_s if name == own else time_limit_s / 2)
+            rows[name] = _row(name, problem.global_batch_size, plans[name].step_s, plans[name])
         except (InfeasibleError, SolverError) as error:
             # the way that was asked for, or the one that needs less memory
-            if is_hybrid is last:
+            if name == own:
                 raise
-            rows[is_hybrid] = ComparisonRow(name, reason=_reason(name, str(error)))
-    own = last
-    if hybrid_sharding == "auto" and True in plans:
-        own = (plans[True].step_s or 0.0) < (plans[False].step_s or 0.0)
-    return Chosen(ways[own][1], plans[own], (rows[not own], rows[own]))
+            rows[name] = ComparisonRow(name, reason=_reason(name, str(error)))
+    (other,) = ways.keys() - {own}
+    if hybrid_sharding == "auto" and (plans.get(other, plans[own]).step_s or 0.0) < (
+        plans[own].step_s or 0.0
+    ):
+        own, other = other, own
+    return Chosen(ways[own], plans[own], (rows[other], rows[own]))
 
 
 @dataclass(frozen=True)
@@ -166,19 +132,27 @@ class Pipelines:
     crossover: Crossover
 
     def to_dict(self) -> dict[str, Any]:
-        """Return values that JSON can hold."""
+        """Return what :func:`plain` makes values for JSON of."""
         best = self.advice.best
-        data = {
+        return {
             "advice_only": ADVICE_ONLY,
             "wins": self.advice.pipeline_wins,
             "today_s": self.advice.today_s,
             "bound_s": self.advice.bound_s,
             "covers": self.advice.covers,
             "wins_below_bytes_per_s": self.crossover.bandwidth_bytes_per_s,
-            "by_bandwidth": [dataclasses.asdict(point) for point in self.crossover.points],
+            "by_bandwidth": self.crossover.points,
             "best": None if best is None else best.to_dict(self.advice.problem),
         }
-        return _finite(data)
+
+    def row(self) -> ComparisonRow:
+        """Return the row of the fastest pipelines, or one that says that none fits."""
+        best = self.advice.best
+        if best is None:
+            return ComparisonRow("pipeline", reason="no pipeline of node groups fits")
+        name = f"{pipeline_name(best)} (advice only: {crossover_text(self.crossover)})"
+        plans = [stage.plan for pipeline in best.pipelines for stage in pipeline.stages]
+        return _row(name, self.advice.problem.batch, best.step_s, *plans)
 
 
 def pipelines(asked: Scenario, today: Plan, *, time_limit_s: float = 60.0) -> Pipelines:
@@ -199,30 +173,17 @@ def pipelines(asked: Scenario, today: Plan, *, time_limit_s: float = 60.0) -> Pi
     return Pipelines(advice, crossover)
 
 
-def pipeline_row(found: Pipelines) -> ComparisonRow:
-    """Return the row of the fastest pipelines, or one that says that none fits."""
-    best, problem = found.advice.best, found.advice.problem
-    if best is None:
-        return ComparisonRow("pipeline", reason="no pipeline of node groups fits")
-    name = f"{pipeline_name(best)} (advice only: {crossover_text(found.crossover)})"
-    stages = [stage for pipeline in best.pipelines for stage in pipeline.stages]
-    return _row(name, best.step_s, problem.batch, *(stage.plan for stage in stages))
-
-
-def row_or_reason(name: str, problem: Problem, make: Callable[[], Plan]) -> ComparisonRow:
-    """Return the row of a plan, or a row with the reason why there is none."""
+def row_or_reason(name: str, problem: Problem, make: Callable[[Problem], Plan]) -> ComparisonRow:
+    """Return the row of a problem's plan, or a row with the reason why there is none."""
     try:
-        return _row_of(name, problem, make())
+        plan = make(problem)
     except (InfeasibleError, SolverError) as error:
         return ComparisonRow(name, reason=_reason(name, str(error)))
+    return _row(name, problem.global_batch_size, plan.step_s, plan)
 
 
-def _row_of(name: str, problem: Problem, plan: Plan) -> ComparisonRow:
-    assert plan.step_s is not None
-    return _row(name, plan.step_s, problem.global_batch_size, plan)
-
-
-def _row(name: str, step_s: float, samples: int, *plans: Plan) -> ComparisonRow:
+def _row(name: str, samples: int, step_s: float | None, *plans: Plan) -> ComparisonRow:
+    assert step_s is not None
     memory = tuple(
         (rank.memory_bytes or 0.0, rank.capacity_bytes or 0.0)
         for plan in plans
@@ -255,51 +216,49 @@ def comparison_table(rows: Sequence[ComparisonRow], title: str = "Comparison") -
             notes.append(f"{row.name}: {row.reason}")
             table.add_row(row.name, "–", "cannot run", "–", "–")
             continue
-        share = f"{row.samples_per_s / best:.0%}" if best and math.isfinite(best) else "–"
-        fullest = max(used / capacity for used, capacity in row.memory) if row.memory else 0.0
+        fullest = max((used / capacity for used, capacity in row.memory or ()), default=0.0)
         table.add_row(
             row.name,
             format_seconds(row.step_s),
             format_rate(row.samples_per_s),
-            share,
+            f"{row.samples_per_s / best:.0%}" if best and math.isfinite(best) else "–",
             f"{fullest:.0%}",
         )
     table.caption = "\n".join(notes) or None
     return table
 
 
-def row_as_dict(row: ComparisonRow) -> dict[str, Any]:
-    """Return the row as values that JSON can hold."""
-    return _finite(dataclasses.asdict(row))
+def summarise(problem: Problem, plan: Plan, simulation: Simulation) -> dict[str, Any]:
+    """Return the times of a simulated step and of the closed form, and a summary of each rank."""
+    timelines = [simulation.timeline(index) for index in range(len(problem.ranks))]
+    ranks = [
+        {
+            "name": profile.name,
+            "compute_s": timeline.compute_s,
+            "communication_s": timeline.communication_s,
+            "waiting_s": timeline.waiting_s,
+            "peak_bytes": max((held for _, held in timeline.memory), default=0.0),
+            "capacity_bytes": profile.capacity_bytes,
+        }
+        for profile, timeline in zip(problem.ranks, timelines, strict=True)
+    ]
+    return {
+        "predicted_s": predict(problem, plan).step_s,
+        "simulated_s": simulation.step_s,
+        "global_batch_size": problem.global_batch_size,
+        "ranks": ranks,
+    }
 
 
-def summarise(problem: Problem, plan: Plan, simulation: Simulation) -> Summary:
-    """Summarise a simulated step, rank by rank, with the closed form's time."""
-    ranks = []
-    for index, profile in enumerate(problem.ranks):
-        timeline = simulation.timeline(index)
-        ranks.append(
-            RankSummary(
-                profile.name,
-                timeline.compute_s,
-                timeline.communication_s,
-                timeline.waiting_s,
-                max((held for _, held in timeline.memory), default=0.0),
-                profile.capacity_bytes,
-            )
-        )
-    predicted_s = predict(problem, plan).step_s
-    return Summary(predicted_s, simulation.step_s, problem.global_batch_size, tuple(ranks))
-
-
-def simulation_table(summary: Summary) -> Table:
+def simulation_table(summary: dict[str, Any]) -> Table:
     """Return a table with one row for each run of consecutive equal ranks."""
-    difference = summary.simulated_s / summary.predicted_s - 1 if summary.predicted_s else 0.0
-    rate = summary.global_batch_size / summary.simulated_s if summary.simulated_s else 0.0
+    simulated_s, predicted_s = summary["simulated_s"], summary["predicted_s"]
+    difference = simulated_s / predicted_s - 1 if predicted_s else 0.0
+    rate = summary["global_batch_size"] / simulated_s if simulated_s else 0.0
     table = Table(
         title="Simulated step",
-        caption=f"step {format_seconds(summary.simulated_s)} ({format_rate(rate)} samples/s), "
-        f"{difference:+.1%} from the closed form's {format_seconds(summary.predicted_s)}",
+        caption=f"step {format_seconds(simulated_s)} ({format_rate(rate)} samples/s), "
+        f"{difference:+.1%} from the closed form's {format_seconds(predicted_s)}",
         caption_justify="left",
     )
     for heading in ("ranks", "device"):
@@ -307,28 +266,27 @@ def simulation_table(summary: Summary) -> Table:
     for heading in ("computing", "communicating", "not computing", "peak of capacity"):
         table.add_column(heading, justify="right")
     first = 0
-    for rank, alike in groupby(summary.ranks):
+    for rank, alike in groupby(summary["ranks"]):
         last = first + len(list(alike)) - 1
+        waiting = f" ({rank['waiting_s'] / simulated_s:.0%})" if simulated_s else ""
         table.add_row(
             str(first) if first == last else f"{first}–{last}",
-            rank.name,
-            format_seconds(rank.compute_s),
-            format_seconds(rank.communication_s),
-            _share(rank.waiting_s, summary.simulated_s),
-            f"{format_bytes(rank.peak_bytes)} of {format_bytes(rank.capacity_bytes)}",
+            rank["name"],
+            format_seconds(rank["compute_s"]),
+            format_seconds(rank["communication_s"]),
+            format_seconds(rank["waiting_s"]) + waiting,
+            f"{format_bytes(rank['peak_bytes'])} of {format_bytes(rank['capacity_bytes'])}",
         )
         first = last + 1
     return table
 
 
-def _share(part_s: float, whole_s: float) -> str:
-    return format_seconds(part_s) + (f" ({part_s / whole_s:.0%})" if whole_s else "")
-
-
-def _finite(value: Any) -> Any:
-    """Replace infinity by ``"inf"``, as JSON has no infinities."""
+def plain(value: Any) -> Any:
+    """Return what JSON can hold: records as mappings, infinity as ``"inf"``."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return plain(vars(value))
     if isinstance(value, dict):
-        return {name: _finite(entry) for name, entry in value.items()}
+        return {name: plain(entry) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(entry) for entry in value]
+        return [plain(entry) for entry in value]
     return "inf" if value == float("inf") else value

@@ -9,8 +9,9 @@ import argparse
 import json
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -21,7 +22,6 @@ from lightning_cephalo.common.texts import printable
 from lightning_cephalo.observe import report
 from lightning_cephalo.observe.trace import write_trace
 from lightning_cephalo.offline import answers, figures, scenario
-from lightning_cephalo.offline.options import add_options
 from lightning_cephalo.offline.pipeline.figure import pipeline_figure
 from lightning_cephalo.offline.pipeline.text import advice_lines, pipeline_table
 from lightning_cephalo.offline.run_report import RunFolder, page
@@ -30,13 +30,6 @@ from lightning_cephalo.offline.simulate import simulate
 from lightning_cephalo.plan import Plan, solve
 
 DONE, INFEASIBLE, BAD_INPUT, UNSOLVED, UNEXPECTED = 0, 1, 2, 3, 70
-
-_REMOVED = {
-    "memory-timeline": "cephalo simulate --memory-figure FILE draws the memory of a simulated step;"
-    " cephalo report RUN_FOLDER shows that of a run with CephaloStrategy(record=RUN_FOLDER).",
-    "--published": "--table FILE takes measured curves of devices. To compare with the paper's"
-    " planner on its profiles, run: python benchmarks/planner.py --published FOLDER",
-}
 
 _EPILOG = """\
 examples:
@@ -50,15 +43,81 @@ exit codes: 0 done; 1 nothing fits (the message says what would help); 2 wrong i
 3 the solver found nothing in time; 70 an unexpected error, with its traceback: please report it.
 """
 
+_JOB = "plan simulate compare"
+_TYPES = {"FILE": Path, "RUN_FOLDER": Path, "N": int, "SECONDS": float}
+# (commands, title of the group) -> name, value, default, help. A value is one of _TYPES or text,
+# or one of several words. An option whose default is False is a switch, and one whose default is []
+# may be repeated.
+_OPTIONS: dict[tuple[str, str], tuple[tuple[str, str, Any, str], ...]] = {
+    (_JOB, "the job"): (
+        ("--cluster", "FILE", None, "cluster.yaml"),
+        ("--devices", "LIST", None, 'one node in place of a file: "2x RTX 4090, RTX 3090"'),
+        ("--model", "MODEL", None, "config.json of Hugging Face or a folder with one, a type such"
+            " as gpt2, or package.module:Class of a LightningModule"),
+        ("--model-option", "NAME=VALUE", [], "change the config, or an argument of the class; may"
+            " be repeated"),
+        ("--batch-size", "N", None, "samples of a step, all ranks"),
+        ("--sequence-length", "N", None, "tokens of a sample (default: the model's maximum)"),
+        ("--dtype", "fp32|tf32|fp16|bf16", None, "what is computed in; weights stay fp32 (default:"
+            " fp32)"),
+        ("--recompute", "on|off|choose", None, "activations inside units: again in the backward,"
+            " kept, or as the plan chooses for each rank (default: on)"),
+        ("--offload", "", False, "let the plan move boundary activations to the host_memory of a"
+            " cluster file"),
+        ("--optimizer-offload", "auto|on|off", None, "optimizer state in the host_memory of a"
+            " cluster file: what has no room on devices, all of it, or none (default: off)"),
+        ("--early-update", "", False, "update units inside the backward, as training does unless it"
+            " clips by norm or the like: less memory, and moves of optimizer state hide"),
+        ("--clip-by-norm", "", False, "gradients are clipped by norm: updates follow the backward"),
+        ("--table", "FILE", [], "measured curves of devices (.yaml or .json), before any estimate;"
+            " may be repeated"),
+    ),
+    (_JOB, "in place of the job"): (
+        ("--problem", "FILE", None, "a saved problem"),
+    ),
+    (_JOB, ""): (
+        ("--save-problem", "FILE", None, "write the problem (.yaml or .json)"),
+        ("--time-limit", "SECONDS", 60.0, "after this long the best plan so far is taken, with its"
+            " gap (default: 60)"),
+        ("--json", "", False, "print JSON"),
+    ),
+    ("plan", ""): (
+        ("-o --output", "FILE", None, "write the plan (.yaml or .json): CephaloStrategy(plan=FILE)"
+            " trains with it"),
+        ("--pipeline", "", False, "also say whether a pipeline of node groups would be faster, and"
+            " below which bandwidth between nodes; advice only: training does not run pipelines"),
+        ("--hybrid-sharding", "auto|on|off", "off", "hold the whole state on each node of"
+            " --cluster: where that is faster, or always; training does so over gloo (default: off,"
+            " and the table says its price)"),
+        ("--figure", "FILE", None, "with --pipeline: draw its stages, and the step over the"
+            " bandwidth (.png or .svg)"),
+    ),
+    ("simulate", ""): (
+        ("--plan", "FILE", None, "the plan to play (default: solve for one)"),
+        ("--steps", "N", 1, "how many steps (default: 1)"),
+        ("--trace", "FILE", None, "write a trace for Perfetto or Chrome (.json)"),
+        ("--figure", "FILE", None, "draw the timeline (.png or .svg)"),
+        ("--memory-figure", "FILE", None, "draw every rank's memory"),
+    ),
+    ("compare", ""): (
+        ("--add", "DEVICE", [], "also with one more of this device, in the first node; may be"
+            " repeated"),
+        ("--figure", "FILE", None, "draw it (.png or .svg)"),
+    ),
+    ("report", ""): (
+        ("run_folder", "RUN_FOLDER", None, "the folder of a run with"
+            " CephaloStrategy(record=RUN_FOLDER)"),
+        ("-o --output", "FILE", None, "where to write it (default: RUN_FOLDER/report.html)"),
+    ),
+}  # fmt: skip
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line."""
     # Only results go to standard output, which may be piped into a program.
     notes = Console(stderr=True, highlight=False)
-    given = sys.argv[1:] if arguments is None else arguments
     try:
-        _refuse_removed(given)
-        options = _parser().parse_args(given)
+        options = _parser().parse_args(arguments)
         options.run(options, notes)
     except InfeasibleError as error:
         return _failed(notes, "Nothing fits", error, INFEASIBLE)
@@ -71,14 +130,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         return UNEXPECTED
     return DONE
-
-
-def _refuse_removed(arguments: Sequence[str]) -> None:
-    """Name the way on for a command or an option that is gone."""
-    options = (each.partition("=")[0] for each in arguments if each.startswith("--"))
-    for name in (*arguments[:1], *options):
-        if name in _REMOVED:
-            raise PlanError(f"{name} is gone. {_REMOVED[name]}")
 
 
 def _failed(notes: Console, kind: str, error: Exception, code: int) -> int:
@@ -101,49 +152,44 @@ def _plan(options: argparse.Namespace, notes: Console) -> None:
     if options.pipeline:
         with _status(notes, "searching pipelines"):
             found = answers.pipelines(asked, plan, time_limit_s=options.time_limit)
-    if options.output is not None:
-        plan.save(options.output)
-        notes.print(f"Wrote {options.output}.")
-    if found is not None and options.figure is not None:
-        pipeline_figure(found.advice, found.crossover, options.figure)
-        notes.print(f"Wrote {options.figure}.")
+    _write(notes, options.output, plan.save)
+    if found is not None:
+        draw = found.advice, found.crossover
+        _write(notes, options.figure, lambda path: pipeline_figure(*draw, path))
     if options.json:
-        more: dict[str, Any] = {} if found is None else {"pipeline": found.to_dict()}
-        if chosen.rows:
-            more["ways"] = [answers.row_as_dict(row) for row in chosen.rows]
-        _print_json({**plan.to_dict(), "sources": asked.sources_as_dicts(), **more})
+        more = {} if found is None else {"pipeline": found.to_dict()}
+        ways = {"ways": chosen.rows} if chosen.rows else {}
+        _print_json({**plan.to_dict(), "sources": asked.sources, **more, **ways})
         return
     print(*asked.lines(), sep="\n")
     report.show(report.plan_table(plan, units=asked.problem.units))
     if chosen.rows:
-        rows = [*([] if found is None else [answers.pipeline_row(found)]), *chosen.rows]
+        rows = [*([] if found is None else [found.row()]), *chosen.rows]
         report.show(answers.comparison_table(rows, "Ways to train"))
     if found is not None:
         if found.advice.best is not None:
             report.show(pipeline_table(found.advice, found.advice.best))
-        for line in advice_lines(found.advice, found.crossover):
-            print(line)
+        print(*advice_lines(found.advice, found.crossover), sep="\n")
 
 
 def _simulate(options: argparse.Namespace, notes: Console) -> None:
     asked = _scenario(options, notes)
-    with _status(notes, "solving"):
-        plan = _plan_to_play(options, asked)
-        asked = asked.of_plan(plan)
     with _status(notes, "simulating"):
-        simulation = simulate(asked.problem, plan, steps=options.steps)
-    if options.trace is not None:
-        write_trace(simulation, asked.problem, options.trace)
-        notes.print(f"Wrote {options.trace}: open it in https://ui.perfetto.dev.")
-    if options.figure is not None:
-        figures.timeline_figure(simulation, asked.problem, options.figure)
-        notes.print(f"Wrote {options.figure}.")
-    if options.memory_figure is not None:
-        figures.memory_figure(simulation, asked.problem, plan, options.memory_figure)
-        notes.print(f"Wrote {options.memory_figure}.")
-    summary = answers.summarise(asked.problem, plan, simulation)
+        if options.plan is None:
+            plan = solve(asked.problem, time_limit_s=options.time_limit)
+        else:
+            plan = Plan.load(options.plan)
+        asked = asked.of_plan(plan)
+        problem = asked.problem
+        plan.check(world_size=len(problem.ranks), global_batch_size=problem.global_batch_size)
+        played = simulate(problem, plan, steps=options.steps)
+    _write(notes, options.trace, lambda path: write_trace(played, problem, path))
+    _write(notes, options.figure, lambda path: figures.timeline_figure(played, problem, path))
+    memory = played, problem, plan
+    _write(notes, options.memory_figure, lambda path: figures.memory_figure(*memory, path))
+    summary = answers.summarise(problem, plan, played)
     if options.json:
-        _print_json(summary.to_dict())
+        _print_json(summary)
         return
     print(*asked.lines(), sep="\n")
     report.show(answers.simulation_table(summary))
@@ -152,62 +198,51 @@ def _simulate(options: argparse.Namespace, notes: Console) -> None:
 def _report(options: argparse.Namespace, notes: Console) -> None:
     content = page(RunFolder.read(options.run_folder))
     path = options.output or options.run_folder / "report.html"
-    files.write_text(path, content)
-    notes.print(f"Wrote {path}.")
-
-
-def _plan_to_play(options: argparse.Namespace, asked: Scenario) -> Plan:
-    if options.plan is None:
-        plan = solve(asked.problem, time_limit_s=options.time_limit)
-    else:
-        plan = Plan.load(options.plan)
-    plan.check(
-        world_size=len(asked.problem.ranks), global_batch_size=asked.problem.global_batch_size
-    )
-    return plan
+    _write(notes, path, lambda path: files.write_text(path, content))
 
 
 def _compare(options: argparse.Namespace, notes: Console) -> None:
     asked = _scenario(options, notes)
     with _status(notes, "comparing") as say:
         rows = answers.compare(asked, options.add, time_limit_s=options.time_limit, say=say)
-    if options.figure is not None:
-        figures.comparison_figure(rows, options.figure)
-        notes.print(f"Wrote {options.figure}.")
+    _write(notes, options.figure, lambda path: figures.comparison_figure(rows, path))
     if options.json:
-        _print_json([answers.row_as_dict(row) for row in rows])
+        _print_json(rows)
         return
     print(*asked.lines(), sep="\n")
     report.show(answers.comparison_table(rows))
 
 
 def _scenario(options: argparse.Namespace, notes: Console) -> Scenario:
-    with _status(notes, "counting what the model asks of a device"), _current_folder_first():
-        asked = scenario.read(options)
+    if options.problem is not None:
+        for name, *_ in _OPTIONS[_JOB, "the job"]:
+            if getattr(options, name.strip("-").replace("-", "_")) not in (None, False, []):
+                raise PlanError(
+                    f"--problem says all there is to plan for, but {name} was given as well. "
+                    f"Leave one of them out."
+                )
+    # ``--model package.module:Class`` is imported from the current folder, as ``python -m`` does.
+    # An installed script has its own folder in that place instead.
+    sys.path.insert(0, "")
+    try:
+        with _status(notes, "counting what the model asks of a device"):
+            asked = scenario.read(options)
+    finally:
+        sys.path.remove("")
     for line in asked.left_out:
         notes.print(printable(f"Left out: {line}"), markup=False, soft_wrap=True)
-    if options.save_problem is not None:
-        asked.problem.save(options.save_problem)
-        notes.print(f"Wrote {options.save_problem}.")
+    _write(notes, options.save_problem, asked.problem.save)
     return asked
 
 
-@contextmanager
-def _current_folder_first() -> Iterator[None]:
-    """Put the current folder first in ``sys.path``, as ``python -m`` does.
-
-    ``--model package.module:Class`` is imported from there. An installed script has its own folder
-    in that place instead.
-    """
-    sys.path.insert(0, "")
-    try:
-        yield
-    finally:
-        sys.path.remove("")
+def _write(notes: Console, path: Path | None, write: Callable[[Path], Any]) -> None:
+    if path is not None:
+        write(path)
+        notes.print(f"Wrote {path}.")
 
 
 def _print_json(data: Any) -> None:
-    print(json.dumps(data, indent=2, allow_nan=False))
+    print(json.dumps(answers.plain(data), indent=2, allow_nan=False))
 
 
 @contextmanager
@@ -238,8 +273,25 @@ def _parser() -> argparse.ArgumentParser:
         description = f"{summary[0].upper()}{summary[1:]}."
         command = commands.add_parser(name, help=summary, description=description, **layout)
         command.set_defaults(run=run)
-        add_options(command, name)
+        for (users, title), options in _OPTIONS.items():
+            if name in users.split():
+                group = command.add_argument_group(title) if title else command
+                for option in options:
+                    _add(group, *option)
     return parser
+
+
+def _add(group: Any, names: str, value: str, default: Any, summary: str) -> None:
+    settings: dict[str, Any] = {"metavar": value, "type": _TYPES.get(value, str)}
+    if default is False:
+        settings = {"action": "store_true"}
+    elif "|" in value:
+        settings = {"choices": value.split("|")}
+    elif default == []:
+        settings["action"] = "append"
+    if names.startswith("-"):
+        settings["default"] = default
+    group.add_argument(*names.split(), help=summary, **settings)
 
 
 _COMMANDS = {

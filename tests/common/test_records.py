@@ -22,7 +22,6 @@ from lightning_cephalo.common.records import (
     Text,
     YesOrNo,
 )
-from lightning_cephalo.offline.estimate.cluster import Cluster, Link, NodeGroup
 from lightning_cephalo.plan import Plan, Problem, RankPlan, RankProfile
 from lightning_cephalo.plan.curves import Curves, CurveTable
 
@@ -140,10 +139,7 @@ def test_fields_that_only_earlier_versions_had_are_left_out_or_refused():
         (Plan, set()),
         (Curves, set()),
         (CurveTable, set()),
-        (Link, set()),
         # these two check what they hold together
-        (NodeGroup, {"devices", "link"}),
-        (Cluster, {"nodes", "between_nodes", "own_devices"}),
     ],
 )
 def test_every_field_of_the_packages_records_has_a_check(record: type[Checked], unchecked):

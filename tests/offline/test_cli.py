@@ -202,7 +202,7 @@ REASONS = {
 
 @pytest.mark.parametrize("name", REASONS)
 def test_a_reason_says_what_the_row_does_not(problem, name):
-    def fails():
+    def fails(problem):
         raise InfeasibleError(REASONS[name][0])
 
     row = answers.row_or_reason(name, Problem.load(problem), fails)
@@ -308,7 +308,7 @@ WRONG = {
     "unknown device": (["plan", "--devices", "RTX 4091", *ASKED], "Did you mean RTX 4090"),
     "devices": (["plan", "--devices", ", T4", *ASKED], "expected a list such as"),
     "unknown model": (["plan", *MINE, "--model", "gtp2", "--batch-size", "4"], "'gtp2'"),
-    "option": (["plan", *MINE, *ASKED, "--model-option", "x"], "NAME=VALUE, but got 'x'"),
+    "option": (["plan", *MINE, *ASKED, "--model-option", "x"], "NAME=VALUE with a value in YAML"),
     "batch 0": (["plan", *MINE, *ASKED[:-1], "0"], "global_batch_size"),
     "no file": (["plan", "--problem", "nowhere.yaml"], "no such file"),
     "length 0": (["plan", *MINE, *ASKED, "--sequence-length", "0"], "--sequence-length: expected"),
@@ -324,8 +324,6 @@ WRONG = {
     "figure's": (["simulate", *MINE, *ASKED, "--figure", "/no/a.png"], "/no/a.png: cannot be"),
     "memory's": (["simulate", *MINE, *ASKED, "--memory-figure", "/no/a.svg"], "/no/a.svg: cannot"),
     "comparison's": (["compare", *MINE, *ASKED, "--figure", "/no/a.png"], "/no/a.png: cannot be"),
-    "gone": (["memory-timeline", "runs/today"], "cephalo report RUN_FOLDER"),
-    "published": (["plan", "--published=folder", *ASKED], "benchmarks/planner.py --published"),
     "more": (["compare", *MINE, *ASKED, "--add", "H1000"], "--add: expected a known device"),
 }
 

@@ -1,4 +1,4 @@
-"""Estimates times from a datasheet: the model's work over the device's peak rate and efficiency.
+"""Finds a device's times: from a table of curves, or estimated from its datasheet.
 
 Every operator is bound by arithmetic or by memory. Matrix products (with attention) take
 ``FLOPs / (compute efficiency x peak)``, all others ``bytes / (bandwidth efficiency x bandwidth)``.
@@ -10,15 +10,14 @@ the error of such estimates on devices that the fit had not seen.
 from __future__ import annotations
 
 import functools
+import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from lightning_cephalo.common import records
 from lightning_cephalo.common.errors import PlanError
-from lightning_cephalo.common.records import Amount, Checked, OneOf, Positive, Text
-from lightning_cephalo.offline.estimate.devices import Device, read_data
-from lightning_cephalo.plan.curves import Curves
+from lightning_cephalo.offline.estimate.devices import Device, read_data, same_name
+from lightning_cephalo.plan.curves import Curves, CurveTable
 
 if TYPE_CHECKING:
     from lightning_cephalo.offline.estimate.work import ModelWork, Pass
@@ -29,35 +28,31 @@ KINDS = ("fp32", "fp32 shared", "half")
 
 
 @dataclass(frozen=True)
-class Error(Checked):
+class Error:
     """The error of estimates against measurements: ``|estimate / measured - 1|``."""
 
-    median: Amount
-    most: Amount
+    median: float
+    most: float
 
     def __str__(self) -> str:
         return f"typically {self.median:.0%} off, 9 in 10 within {self.most:.0%}"
 
 
 @dataclass(frozen=True)
-class Efficiency(Checked):
-    """Fractions of a device's peak rates that models reach."""
+class Efficiency:
+    """Fractions of a device's peak rates that models reach; ``kind`` is one of KINDS."""
 
-    device: Text
-    kind: Annotated[str, OneOf(KINDS, f"one of {KINDS}")]
-    compute: Positive
-    bandwidth: Positive
+    device: str
+    kind: str
+    compute: float
+    bandwidth: float
     error: Error | None = None
 
 
 @functools.cache
 def fitted() -> tuple[Efficiency, ...]:
     """Return what ``efficiencies.yaml`` holds."""
-    keys = [field.name for field in fields(Efficiency)]
-    rows = [
-        records.mapping(f"efficiencies.yaml[{index}]", row, known=keys, required=keys)
-        for index, row in enumerate(read_data("efficiencies.yaml"))
-    ]
+    rows = read_data("efficiencies.yaml")
     return tuple(Efficiency(**row | {"error": Error(*row["error"])}) for row in rows)
 
 
@@ -65,12 +60,15 @@ def find_efficiency(
     device: Device, dtype: str, efficiencies: Sequence[Efficiency] | None = None
 ) -> Efficiency:
     """Return the efficiency of the device, else of one with its chip, else of the pool."""
-    efficiencies = fitted() if efficiencies is None else efficiencies
     kind = kind_of(device, dtype)
-    for wanted in dict.fromkeys((device.name, device.like, "")):
-        for entry in efficiencies:
-            if entry.device == wanted and entry.kind == kind:
-                return entry
+    known = {
+        entry.device: entry
+        for entry in (fitted() if efficiencies is None else efficiencies)
+        if entry.kind == kind
+    }
+    for name in (device.name, device.like, ""):
+        if name in known:
+            return known[name]
     raise PlanError(
         f"efficiencies: expected one of kind {kind!r} for all devices, but got none. "
         f"Fit to measured curves of that kind too."
@@ -91,15 +89,50 @@ def pass_s(work: Pass, device: Device, dtype: str, efficiency: Efficiency, sampl
     return max(arithmetic + memory, work.operators * LAUNCH_S)
 
 
+def curves_of(
+    device: Device, work: ModelWork, largest_microbatch_size: int, tables: Sequence[CurveTable]
+) -> Curves:
+    """Return the first known curves of a device, with recompute and without empty fields.
+
+    Fields that a table lacks are estimated. ``tail_s`` is scaled by the ratio of the table's
+    forward to the estimated one. ``compute_bytes`` comes from the operators alone, as bytes depend
+    on the model and hardly on the device.
+    """
+    for table in tables:
+        if not table.matches(work.model, work.dtype, work.sequence_length, work.parameters):
+            continue
+        for curves in table.curves:
+            if same_name(curves.device, device.name):
+                names = ("forward_s", "backward_s", "tail_s", "compute_bytes")
+                cut = {name: getattr(curves, name)[:largest_microbatch_size] for name in names}
+                return _completed(replace(curves, **cut), device, work)
+    return estimate(work, device, largest_microbatch_size)
+
+
+def _completed(curves: Curves, device: Device, work: ModelWork) -> Curves:
+    missing = [name for name in ("tail_s", "compute_bytes") if not getattr(curves, name)]
+    if not missing:
+        return curves
+    guess = estimate(work, device, curves.largest_microbatch_size)
+    scale = statistics.median(
+        known / guessed for known, guessed in zip(curves.forward_s, guess.forward_s, strict=True)
+    )
+    return replace(
+        curves,
+        tail_s=curves.tail_s or tuple(scale * seconds for seconds in guess.tail_s),
+        compute_bytes=curves.compute_bytes or guess.compute_bytes,
+        detail="; ".join(filter(None, [curves.detail, f"{' and '.join(missing)} estimated"])),
+    )
+
+
 def estimate(
     work: ModelWork,
     device: Device,
     largest_microbatch_size: int,
     *,
-    recompute: bool = True,
     efficiencies: Sequence[Efficiency] | None = None,
 ) -> Curves:
-    """Estimate the curves of a device without measurements. The label gives their error."""
+    """Estimate the curves of a device, with recompute. The label gives their error."""
     efficiency = find_efficiency(device, work.dtype, efficiencies)
     sizes = range(1, largest_microbatch_size + 1)
 
@@ -107,17 +140,15 @@ def estimate(
         return tuple(pass_s(of, device, work.dtype, efficiency, size) for size in sizes)
 
     forward, backward = curve(work.forward), curve(work.backward)
-    if recompute:
-        backward = tuple(f + b for f, b in zip(forward, backward, strict=True))
-    fitted = efficiency.device
-    basis = f"fitted to curves of {fitted}" if fitted else "no curves of this device to fit to"
+    chip = efficiency.device
+    basis = f"fitted to curves of {chip}" if chip else "no curves of this device to fit to"
     error = f"; {efficiency.error}" if efficiency.error else ""
     return Curves(
         device=device.name,
         forward_s=forward,
-        backward_s=backward,
+        backward_s=tuple(f + b for f, b in zip(forward, backward, strict=True)),
         tail_s=curve(work.tail),
-        compute_bytes=tuple(compute_bytes(work, size, recompute=recompute) for size in sizes),
+        compute_bytes=tuple(compute_bytes(work, size) for size in sizes),
         source="estimate",
         detail=f"datasheet ({device.source or 'none named'}), {basis}{error}",
     )

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from os import PathLike
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.offline.estimate.analytic import compute_bytes as peak_bytes
-from lightning_cephalo.offline.estimate.analytic import find_efficiency
+from lightning_cephalo.offline.estimate.analytic import curves_of, find_efficiency
 from lightning_cephalo.offline.estimate.cluster import Cluster, ClusterRank
-from lightning_cephalo.offline.estimate.collective import (
-    hybrid_gather_s,
-    hybrid_reduce_s,
-    uneven_collective_s,
-)
 from lightning_cephalo.offline.estimate.devices import Device
-from lightning_cephalo.offline.estimate.sources import curves_of
 from lightning_cephalo.plan import Problem, RankProfile
 from lightning_cephalo.plan.curves import Curves, CurveTable, cached_tables
 from lightning_cephalo.plan.state_groups import groups_by_node
@@ -66,10 +60,8 @@ class Estimate:
 class Choices:
     """How a model is trained, and what its plan may choose.
 
-    Attributes:
-        recompute: Whether units are recomputed; with ``choose_recompute`` the plan says so.
-        allow_offload: Whether hosts may hold boundary activations.
-        clip_by_norm: Whether gradients are clipped, so that updates follow the backward.
+    ``choose_recompute`` comes before ``recompute``. ``allow_offload`` moves boundary activations to
+    hosts. ``clip_by_norm``: updates follow the backward.
     """
 
     recompute: bool = True
@@ -81,9 +73,9 @@ class Choices:
     hybrid_sharding: bool = False
 
     @property
-    def recomputes(self) -> bool:
-        """Whether units may be recomputed."""
-        return self.recompute or self.choose_recompute
+    def offloads(self) -> bool:
+        """Whether boundaries may move: units that keep all activations have none."""
+        return self.allow_offload and (self.recompute or self.choose_recompute)
 
 
 def build_problem(
@@ -96,39 +88,64 @@ def build_problem(
     choices: Choices = Choices(),
 ) -> Estimate:
     """Build the planning problem of this model on this cluster."""
-    hybrid_sharding, choose_recompute = choices.hybrid_sharding, choices.choose_recompute
-    groups = _groups(cluster) if hybrid_sharding else ()
+    hybrid = choices.hybrid_sharding
+    if hybrid and len(cluster.nodes) < 2:
+        raise PlanError(
+            "Hybrid sharding needs a cluster of at least two nodes that each hold the whole state, "
+            "but this one has one. Describe the nodes and between_nodes in cluster.yaml."
+        )
+    groups = groups_by_node([rank.node for rank in cluster.ranks]) if hybrid else ()
     cached = cached_tables(cache_folder)
     known = curves_by_device(cluster, work, global_batch_size, (*cached.tables, *tables))
     gathered = gathered_bytes(work)
-    kept_always = work.boundary_bytes + (0.0 if choices.recomputes else work.kept_bytes)
-    ranks = cluster.ranks  # made anew
-    # equal ranks have one profile: checking thousands takes seconds
-    profile_of = {
-        of_kind: _profile(
-            cluster,
-            rank,
+    recomputes = choices.recompute or choices.choose_recompute
+    kept_always = work.boundary_bytes + (0.0 if recomputes else work.kept_bytes)
+
+    @functools.cache  # equal ranks have one profile: checking thousands takes seconds
+    def profile(rank: ClusterRank) -> RankProfile:
+        offloads = choices.offloads and rank.host_memory_bytes > 0
+        found = rank_profile(
+            rank.device,
             known[rank.device],
             work,
-            choices,
+            capacity_bytes=cluster.capacity_bytes(rank.device),
+            recompute=recomputes,
+            choose_recompute=choices.choose_recompute,
             fixed_bytes=gathered,
-            sample_bytes=kept_always * work.units,
+            # boundaries that can be offloaded do not limit the microbatch size
+            sample_bytes=0.0 if offloads else kept_always * work.units,
         )
-        for of_kind, rank in {_kind(rank): rank for rank in ranks}.items()
-    }
-    profiles = [profile_of[_kind(rank)] for rank in ranks]
-    compute = COMPUTE_BYTES[work.dtype]
+        bandwidth = find_efficiency(rank.device, "fp32").bandwidth
+        copy_bytes_per_s = COPY_EFFICIENCY * rank.device.pcie_bytes_per_s
+        # state that is copied is read here and written there, or the other way round
+        state_bytes_per_s = min(copy_bytes_per_s, rank.host_bytes_per_s / 2)
+        return replace(
+            found,
+            host_capacity_bytes=rank.host_memory_bytes * (1 - cluster.reserve),
+            offload_bytes_per_s=copy_bytes_per_s,
+            updated_parameters_per_s=bandwidth
+            * rank.device.bandwidth_bytes_per_s
+            / OPTIMIZER_BYTES_PER_PARAMETER,
+            host_updated_parameters_per_s=rank.host_bytes_per_s / HOST_UPDATE_BYTES_PER_PARAMETER,
+            to_device_bytes_per_s=state_bytes_per_s,
+            to_host_bytes_per_s=state_bytes_per_s,
+        )
 
     # Cuts lie between rows, so even shares of the state are rarely even slices.
-    gather_of = partial(hybrid_gather_s if hybrid_sharding else uneven_collective_s, cluster)
-    reduce_of = partial(hybrid_reduce_s if hybrid_sharding else uneven_collective_s, cluster)
+    gather_of = functools.partial(cluster.gather_s, hybrid=hybrid)
+    reduce_of = functools.partial(cluster.reduce_s, hybrid=hybrid)
+    compute, inner = COMPUTE_BYTES[work.dtype], _inner_root(work)
+    # embeddings are priced with the inner root
+    last, root = work.last_parameters, work.root_parameters - work.last_parameters
+    largest = max(work.largest_unit_parameters, inner, work.first_parameters, last)
     # what each group sends of a rank's slice arrives there in a row of its own
-    received = GRADIENT_BYTES * _largest(work) * len(set(groups))
+    received = GRADIENT_BYTES * largest * len(set(groups))
     gather_s = gather_of(compute * work.unit_parameters)
     reduce_s = reduce_of(GRADIENT_BYTES * work.unit_parameters)
-    last, root = work.last_parameters, work.root_parameters - work.last_parameters
+    # buffers of full parameters beyond the gathered ones, if units stay gathered
+    others = work.units * work.unit_parameters - min(2, work.units) * work.largest_unit_parameters
     problem = Problem(
-        ranks=tuple(profiles),
+        ranks=tuple(profile(replace(rank, node=0)) for rank in cluster.ranks),
         units=work.units,
         gather_s=gather_s,
         reduce_s=reduce_s,
@@ -137,19 +154,22 @@ def build_problem(
         last_gather_s=gather_of(compute * last) if last else 0.0,
         last_reduce_s=reduce_of(GRADIENT_BYTES * last) if last else 0.0,
         fill_s=gather_s + reduce_s,
-        state_bytes=state_bytes(work) + received,
+        # with one reduce's receive buffer, as the profiler counts it (NCCL)
+        state_bytes=STATE_BYTES_PER_PARAMETER * work.parameters
+        + GRADIENT_BYTES * largest
+        + received,
         global_batch_size=global_batch_size,
         boundary_bytes=kept_always,
-        kept_bytes=work.kept_bytes if choose_recompute else 0.0,
+        kept_bytes=work.kept_bytes if choices.choose_recompute else 0.0,
         gathered_bytes=gathered,
         reshard_after_forward="auto",
-        unresharded_bytes=unresharded_bytes(work),
+        unresharded_bytes=compute * max(0.0, others),
         # the gradient of a head is reduced before the first block's
         early_state_bytes=EARLY_STATE_BYTES_PER_PARAMETER * work.parameters
         + 2 * GRADIENT_BYTES * last,
-        early_reducing_state_bytes=GRADIENT_BYTES * max(0.0, _largest(work) - 2 * last) + received,
+        early_reducing_state_bytes=GRADIENT_BYTES * max(0.0, largest - 2 * last) + received,
         early_updating_state_bytes=GRADIENT_BYTES * _held_in_updates(work) + received,
-        optimizer_offload=False if hybrid_sharding else choices.optimizer_offload,
+        optimizer_offload=False if hybrid else choices.optimizer_offload,
         sends_gradients=choices.clip_by_norm,
         unit_parameters=(
             round(work.root_parameters),
@@ -157,16 +177,17 @@ def build_problem(
         ),
         moment_bytes=MOMENT_BYTES_PER_PARAMETER,
         element_bytes=PARAMETER_BYTES,
-        offloads_boundaries=choices.allow_offload and choices.recomputes,
-        hybrid_sharding=hybrid_sharding,
+        offloads_boundaries=choices.offloads,
+        hybrid_sharding=hybrid,
         state_groups=groups,
     )
-    problem = problem.with_early_update() if choices.early_update else problem
     sources = tuple(
         RankSource(rank.device.name, known[rank.device].source, known[rank.device].detail)
         for rank in cluster.ranks
     )
-    return Estimate(problem, sources, cached.broken)
+    return Estimate(
+        problem.with_early_update() if choices.early_update else problem, sources, cached.broken
+    )
 
 
 def curves_by_device(
@@ -180,27 +201,9 @@ def curves_by_device(
     }
 
 
-def _groups(cluster: Cluster) -> tuple[int, ...]:
-    if cluster.node_count < 2:
-        raise PlanError(
-            "Hybrid sharding needs a cluster of at least two nodes that each hold the whole state, "
-            "but this one has one. Describe the nodes and between_nodes in cluster.yaml."
-        )
-    return groups_by_node([rank.node for rank in cluster.ranks])
-
-
-def state_bytes(work: ModelWork) -> float:
-    """Return the bytes of training state and of one reduce's receive buffer.
-
-    The profiler counts the same (NCCL).
-    """
-    return STATE_BYTES_PER_PARAMETER * work.parameters + GRADIENT_BYTES * _largest(work)
-
-
-def _largest(work: ModelWork) -> float:
-    first, last = work.first_parameters, work.last_parameters
-    root = work.root_parameters - first - last
-    return max(work.largest_unit_parameters, root, first, last)
+def _inner_root(work: ModelWork) -> float:
+    """Return the parameters of the root unit without embeddings and heads."""
+    return work.root_parameters - work.first_parameters - work.last_parameters
 
 
 def _held_in_updates(work: ModelWork) -> float:
@@ -209,9 +212,8 @@ def _held_in_updates(work: ModelWork) -> float:
     The last unit is updated while the root unit is reduced, and then the root unit. Heads count all
     the time.
     """
-    last, first = work.last_parameters, work.first_parameters
-    root = work.root_parameters - last - first
-    unit = max(work.largest_unit_parameters, first, last)
+    root, last = _inner_root(work), work.last_parameters
+    unit = max(work.largest_unit_parameters, work.first_parameters, last)
     return max(0.0, max(2 * unit + max(unit, 2 * root), 3 * root) - 2 * last)
 
 
@@ -223,62 +225,11 @@ def gathered_bytes(work: ModelWork) -> float:
     """
     compute, both = COMPUTE_BYTES[work.dtype], COMPUTE_BYTES[work.dtype] + GRADIENT_BYTES
     first, last = work.first_parameters, work.last_parameters
-    inner = both * (work.root_parameters - first - last)
     units = min(2, work.units) * work.largest_unit_parameters
     at_the_loss = both * last + compute * units
     # one of the two is reduced at the beginning of the backward, the other one at its end
     in_the_backward = GRADIENT_BYTES * max(first, last) + both * units
-    return inner + max(compute * (first + units), at_the_loss, in_the_backward)
-
-
-def unresharded_bytes(work: ModelWork) -> float:
-    """Return the bytes of full parameters that come on top of :func:`gathered_bytes`.
-
-    They are held if units stay gathered from forward to backward.
-    """
-    others = work.units * work.unit_parameters - min(2, work.units) * work.largest_unit_parameters
-    return COMPUTE_BYTES[work.dtype] * max(0.0, others)
-
-
-def _kind(rank: ClusterRank) -> tuple[Any, ...]:
-    """Return what is the same in equal ranks of different nodes."""
-    return rank.device, rank.host_memory_bytes, rank.host_bytes_per_s
-
-
-def _profile(
-    cluster: Cluster,
-    rank: ClusterRank,
-    curves: Curves,
-    work: ModelWork,
-    choices: Choices,
-    *,
-    fixed_bytes: float,
-    sample_bytes: float,
-) -> RankProfile:
-    offload = choices.allow_offload and choices.recomputes and rank.host_memory_bytes > 0
-    device, bandwidth = rank.device, find_efficiency(rank.device, "fp32").bandwidth
-    found = rank_profile(
-        rank.device,
-        curves,
-        work,
-        capacity_bytes=cluster.capacity_bytes(rank.device),
-        recompute=choices.recomputes,
-        choose_recompute=choices.choose_recompute,
-        fixed_bytes=fixed_bytes,
-        # boundaries that can be offloaded do not limit the microbatch size
-        sample_bytes=0.0 if offload else sample_bytes,
-        host_capacity_bytes=rank.host_memory_bytes * (1 - cluster.reserve),
-    )
-    # state that is copied is read here and written there, or the other way round
-    copy_bytes_per_s = min(COPY_EFFICIENCY * device.pcie_bytes_per_s, rank.host_bytes_per_s / 2)
-    updated_per_s = bandwidth * device.bandwidth_bytes_per_s / OPTIMIZER_BYTES_PER_PARAMETER
-    return replace(
-        found,
-        updated_parameters_per_s=updated_per_s,
-        host_updated_parameters_per_s=rank.host_bytes_per_s / HOST_UPDATE_BYTES_PER_PARAMETER,
-        to_device_bytes_per_s=copy_bytes_per_s,
-        to_host_bytes_per_s=copy_bytes_per_s,
-    )
+    return both * _inner_root(work) + max(compute * (first + units), at_the_loss, in_the_backward)
 
 
 def rank_profile(
@@ -291,7 +242,6 @@ def rank_profile(
     choose_recompute: bool = False,
     fixed_bytes: float = 0.0,
     sample_bytes: float = 0.0,
-    host_capacity_bytes: float = 0.0,
 ) -> RankProfile:
     """Return the profile of one device, with the microbatch sizes that fit."""
     sizes = range(1, curves.largest_microbatch_size + 1)
@@ -313,6 +263,4 @@ def rank_profile(
         capacity_bytes=capacity_bytes,
         kept_backward_s=kept_backward[:fits] if choose_recompute else (),
         kept_compute_bytes=kept_peaks[:fits] if choose_recompute else (),
-        host_capacity_bytes=host_capacity_bytes,
-        offload_bytes_per_s=COPY_EFFICIENCY * device.pcie_bytes_per_s,
     )

@@ -23,31 +23,26 @@ Ranks are numbered node by node, in the order of the file.
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import itertools
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from os import PathLike
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from lightning_cephalo.common import files, records
 from lightning_cephalo.common.errors import PlanError
-from lightning_cephalo.common.quantities import (
-    BYTES,
-    BYTES_PER_S,
-    SECONDS,
-    USABLE_SHARE,
-)
-from lightning_cephalo.common.records import Amount, Checked, Count, FileRecord, Positive
-from lightning_cephalo.offline.estimate.devices import KEYS, Device, described, find_device, lookup
+from lightning_cephalo.common.quantities import BYTES, BYTES_PER_S, SECONDS, USABLE_SHARE
+from lightning_cephalo.offline.estimate.devices import Device, described, find_device, lookup
 from lightning_cephalo.offline.estimate.network import (
     NETWORK_LATENCY_S,
-    NO_OWN_LINK,
     NODE_LATENCY_S,
+    UNEVEN_FACTOR,
     Link,
     LinkMatrix,
     Network,
-    link_matrix,
     uniform,
 )
 
@@ -57,26 +52,13 @@ HOST_BYTES_PER_S = 100e9
 
 
 @dataclass(frozen=True)
-class NodeGroup(Checked):
-    """A group of equal nodes."""
+class Node:
+    """The devices of a node with their counts, and the memory of its host."""
 
     devices: tuple[tuple[Device, int], ...]
-    count: Count = 1
     link: Link | None = None
-    host_memory_bytes: Amount = 0.0
-    host_bytes_per_s: Positive = HOST_BYTES_PER_S
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.devices:
-            raise PlanError("NodeGroup.devices: expected at least one device, but got none.")
-        for device, count in self.devices:
-            records.whole(f"NodeGroup.devices: count of {device.name!r}", count, minimum=1)
-
-    @property
-    def ranks_per_node(self) -> int:
-        """Number of devices in one node."""
-        return sum(count for _, count in self.devices)
+    host_memory_bytes: float = 0.0
+    host_bytes_per_s: float = HOST_BYTES_PER_S
 
     @property
     def inner_link(self) -> Link:
@@ -86,7 +68,7 @@ class NodeGroup(Checked):
 
 @dataclass(frozen=True)
 class ClusterRank:
-    """One rank: its device, the index of its node, and its share of the node's host memory."""
+    """One rank: its device, the index of its node, and its share of the node's host."""
 
     device: Device
     node: int
@@ -94,176 +76,167 @@ class ClusterRank:
     host_bytes_per_s: float
 
 
-def _share_below_1(field: str, value: Any) -> float:
-    share = records.real(field, value)
-    if share >= 1:
-        raise PlanError(f"{field}: expected a share below 1, but got {value!r}.")
-    return share
-
-
 @dataclass(frozen=True)
-class Cluster(FileRecord):
-    """Devices in nodes."""
+class Cluster:
+    """Devices in nodes. A share of every memory, ``reserve``, is left to other uses."""
 
-    kind = "cluster"
-
-    nodes: tuple[NodeGroup, ...]
-    between_nodes: Link | LinkMatrix | None = None
+    nodes: tuple[Node, ...]
+    between: LinkMatrix = ((None,),)
     own_devices: tuple[Device, ...] = ()
-    reserve: Annotated[float, _share_below_1] = round(1 - USABLE_SHARE, 10)
+    reserve: float = round(1 - USABLE_SHARE, 10)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.nodes:
-            raise PlanError("nodes: expected at least one node, but got none.")
-        if self.node_count > 1 and self.between_nodes is None:
-            raise PlanError(
-                f"between_nodes: expected the link between {self.node_count} nodes, but got none. "
-                f"Add a line such as 'between_nodes: 100 Gb/s'."
-            )
-        if isinstance(self.between_nodes, Sequence):
-            matrix = link_matrix("between_nodes", self.between_nodes, self.node_count)
-            object.__setattr__(self, "between_nodes", matrix)
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Cluster:
+        """Read ``cluster.yaml``, or raise PlanError naming the file and the field."""
+        return cls.from_yaml(files.read_text(Path(path), what="a cluster"), source=str(path))
 
-    def _where(self) -> str:
-        return ""  # the file's own keys
+    @classmethod
+    def from_yaml(cls, content: str, *, source: str | None = None) -> Cluster:
+        """Return the cluster that a text describes, or raise PlanError naming ``source``."""
+        data = files.parse_yaml(content, what="a cluster", source=source)
+        try:
+            return _cluster(data)
+        except PlanError as error:
+            raise PlanError(f"{files.in_source(source)}{error}") from None
 
-    @property
-    def node_count(self) -> int:
-        """Number of nodes."""
-        return sum(group.count for group in self.nodes)
-
-    @property
+    @cached_property
     def ranks(self) -> tuple[ClusterRank, ...]:
         """One entry per rank, in rank order."""
         ranks: list[ClusterRank] = []
-        node = 0
-        for group in self.nodes:
-            host = group.host_memory_bytes / group.ranks_per_node
-            rate = group.host_bytes_per_s / group.ranks_per_node
-            for _ in range(group.count):
-                for device, count in group.devices:
-                    ranks += [ClusterRank(device, node, host, rate)] * count
-                node += 1
+        for index, node in enumerate(self.nodes):
+            inside = sum(count for _, count in node.devices)
+            host = node.host_memory_bytes / inside, node.host_bytes_per_s / inside
+            for device, count in node.devices:
+                ranks += [ClusterRank(device, index, *host)] * count
         return tuple(ranks)
 
-    @property
+    @cached_property
     def network(self) -> Network:
         """The links inside the nodes and between each pair of them."""
-        inside = tuple(group.inner_link for group in self.nodes for _ in range(group.count))
-        between = self.between_nodes
-        if between is None or isinstance(between, Link):
-            between = uniform(between, self.node_count)
-        return Network(inside, between)
+        return Network(tuple(node.inner_link for node in self.nodes), self.between)
 
     def with_network_scaled(self, factor: float) -> Cluster:
         """Return this cluster with all bandwidths between nodes times ``factor``."""
-        between = self.between_nodes
-        if isinstance(between, Link):
-            scaled = Link(between.bandwidth_bytes_per_s * factor, between.latency_s)
-            return dataclasses.replace(self, between_nodes=scaled)
-        if between is None:
-            return self
-        return dataclasses.replace(self, between_nodes=self.network.scaled(factor).between)
+        between = tuple(tuple(link and link.scaled(factor) for link in row) for row in self.between)
+        return replace(self, between=between)
+
+    def with_device(self, device: Device) -> Cluster:
+        """Return this cluster with one more device in its first node."""
+        first, *others = self.nodes
+        larger = replace(first, devices=(*first.devices, (device, 1)))
+        return replace(self, nodes=(larger, *others))
 
     def capacity_bytes(self, device: Device) -> float:
         """Return the bytes of this device's memory that a plan may use."""
         return device.memory_bytes * (1 - self.reserve)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the mapping that ``cluster.yaml`` holds."""
-        data: dict[str, Any] = {"nodes": [_group_dict(group) for group in self.nodes]}
-        if self.between_nodes is not None:
-            data["between_nodes"] = _between_value(self.between_nodes)
-        if self.own_devices:
-            data["devices"] = {device.name: _device_dict(device) for device in self.own_devices}
-        if self.reserve != Cluster.reserve:
-            data["reserve"] = self.reserve
-        return data
+    def gather_s(self, nbytes: float, *, hybrid: bool = False) -> float:
+        """Return the seconds to all-gather ``nbytes``: over all ranks, or in every node."""
+        ranks = Counter(rank.node for rank in self.ranks)
+        rings = [{node: count} for node, count in ranks.items()] if hybrid else [ranks]
+        return UNEVEN_FACTOR * max(self.network.ring_s(ring, nbytes) for ring in rings)
 
-    @classmethod
-    def from_dict(
-        cls, data: Any, *, where: str | None = None, source: str | None = None
-    ) -> Cluster:
-        """Inverse of :meth:`to_dict`. Raises PlanError naming ``source`` and the field."""
-        try:
-            return _cluster(cls, data)
-        except PlanError as error:
-            raise PlanError(f"{files.in_source(where or source)}{error}") from None
+    def reduce_s(self, nbytes: float, *, hybrid: bool = False) -> float:
+        """Return the seconds to reduce-scatter ``nbytes``; nodes may exchange their sums behind it.
 
-    @staticmethod
-    def _format_of(path: Path) -> str:
-        return "yaml"  # for every file name
+        Each node's sums cross to each other node once.
+        """
+        exchange_s = UNEVEN_FACTOR * self.network.exchange_s(nbytes) if hybrid else 0.0
+        return self.gather_s(nbytes, hybrid=hybrid) + exchange_s
 
 
-def _cluster(cls: type[Cluster], data: Any) -> Cluster:
+def _cluster(data: Any) -> Cluster:
     known = ("nodes", "between_nodes", "devices", "reserve")
     values = records.mapping("cluster", data, known=known, required=("nodes",))
     own = tuple(
         described(name, entry, where=f"devices: {name}", base=lookup(name))
         for name, entry in _named(values.get("devices", {}), "devices", "devices by name").items()
     )
-    groups = records.items("nodes", values["nodes"], of="nodes")
-    between = values.get("between_nodes")
-    return cls(
-        nodes=tuple(_group(f"nodes[{i}]", entry, own) for i, entry in enumerate(groups)),
-        between_nodes=_between(between),
-        own_devices=own,
-        reserve=values.get("reserve", cls.reserve),
-    )
+    nodes: list[Node] = []
+    for index, entry in enumerate(records.items("nodes", values["nodes"], of="nodes")):
+        nodes += _nodes(f"nodes[{index}]", entry, own)
+    if not nodes:
+        raise PlanError("nodes: expected at least one node, but got none.")
+    reserve = records.real("reserve", values.get("reserve", Cluster.reserve))
+    if reserve >= 1:
+        raise PlanError(f"reserve: expected a share below 1, but got {reserve!r}.")
+    return Cluster(tuple(nodes), _between(values.get("between_nodes"), len(nodes)), own, reserve)
 
 
-def _group(where: str, data: Any, own: tuple[Device, ...]) -> NodeGroup:
+def _nodes(where: str, data: Any, own: tuple[Device, ...]) -> list[Node]:
+    """Return a node once for each of its ``count``."""
     known = ("count", "devices", "link", "host_memory", "host_bandwidth")
     values = records.mapping(where, data, known=known, required=("devices",))
     counts = _named(values["devices"], f"{where}: devices", "devices and their counts")
     if not counts:
         raise PlanError(f"{where}: devices: expected at least one device, but got none.")
-    link, host = values.get("link"), values.get("host_memory")
-    rate = values.get("host_bandwidth")
-    return NodeGroup(
-        devices=tuple(
-            (
-                find_device(name, own, where=f"{where}: devices"),
-                records.whole(f"{where}: devices: {name}", count, minimum=1),
-            )
-            for name, count in counts.items()
-        ),
-        count=records.whole(f"{where}: count", values.get("count", 1), minimum=1),
-        link=None if link is None else _link(f"{where}: link", link, NODE_LATENCY_S),
-        host_memory_bytes=0.0 if host is None else BYTES.parse(f"{where}: host_memory", host),
-        host_bytes_per_s=HOST_BYTES_PER_S
-        if rate is None
-        else BYTES_PER_S.parse(f"{where}: host_bandwidth", rate),
-    )
-
-
-def _between(data: Any) -> Link | LinkMatrix | None:
-    if not isinstance(data, list):
-        return None if data is None else _link("between_nodes", data, NETWORK_LATENCY_S)
-    return tuple(
-        tuple(
-            None if entry is None else _link_of_pair(f"between_nodes[{i}][{j}]", entry)
-            for j, entry in enumerate(records.items(f"between_nodes[{i}]", row, of="links"))
+    devices = tuple(
+        (
+            find_device(name, own, where=f"{where}: devices"),
+            records.whole(f"{where}: devices: {name}", count, minimum=1),
         )
-        for i, row in enumerate(data)
+        for name, count in counts.items()
     )
+    host: dict[str, float] = {
+        field: unit.parse(f"{where}: {key}", values[key])
+        for key, field, unit in (
+            ("host_memory", "host_memory_bytes", BYTES),
+            ("host_bandwidth", "host_bytes_per_s", BYTES_PER_S),
+        )
+        if key in values
+    }
+    link = _link(f"{where}: link", values["link"], NODE_LATENCY_S) if "link" in values else None
+    count = records.whole(f"{where}: count", values.get("count", 1), minimum=1)
+    return [Node(devices, link, **host)] * count
 
 
-def _link_of_pair(where: str, data: Any) -> Link:
-    try:
-        return _link(where, data, NETWORK_LATENCY_S)
-    except PlanError as error:
-        raise PlanError(f"{error} {NO_OWN_LINK}") from None
-
-
-def _between_value(between: Link | LinkMatrix) -> Any:
-    if isinstance(between, Link):
-        return _link_value(between, NETWORK_LATENCY_S)
-    return [
-        [None if link is None else _link_value(link, NETWORK_LATENCY_S) for link in row]
-        for row in between
+def _between(data: Any, nodes: int) -> LinkMatrix:
+    if data is None and nodes > 1:
+        raise PlanError(
+            f"between_nodes: expected the link between {nodes} nodes, but got none. "
+            f"Add a line such as 'between_nodes: 100 Gb/s'."
+        )
+    if not isinstance(data, list):
+        link = None if data is None else _link("between_nodes", data, NETWORK_LATENCY_S)
+        return uniform(link, nodes)
+    rows = [
+        records.items(f"between_nodes[{index}]", row, of="links") for index, row in enumerate(data)
     ]
+    if [len(row) for row in rows] != [nodes] * nodes:
+        raise PlanError(
+            f"between_nodes: expected a square matrix, {nodes} rows of {nodes} links, but got rows "
+            f"of {[len(row) for row in rows]}. Write one row per node, also for each of 'count'."
+        )
+    matrix = tuple(
+        tuple(_link_of_pair(one, other, link) for other, link in enumerate(row))
+        for one, row in enumerate(rows)
+    )
+    for one, other in itertools.combinations(range(nodes), 2):
+        if matrix[one][other] != matrix[other][one]:
+            raise PlanError(
+                f"between_nodes: expected the same link both ways, but nodes {one} and {other} "
+                f"have {rows[one][other]!r} one way and {rows[other][one]!r} the other. "
+                f"Write the slower one in both places."
+            )
+    return matrix
+
+
+def _link_of_pair(one: int, other: int, data: Any) -> Link | None:
+    where = f"between_nodes[{one}][{other}]"
+    if one != other:
+        try:
+            return _link(where, data, NETWORK_LATENCY_S)
+        except PlanError as error:
+            raise PlanError(
+                f"{error} Between nodes that are connected through others, write the slowest link "
+                f"on the way."
+            ) from None
+    if data is not None:
+        raise PlanError(
+            f"{where}: expected null, as this is a node and itself, but got "
+            f"{records.shortened(data)}. The link inside of a node is its 'link'."
+        )
+    return None
 
 
 def _link(where: str, data: Any, latency_s: float) -> Link:
@@ -282,27 +255,3 @@ def _named(data: Any, where: str, what: str) -> dict[str, Any]:
             f"{where}: expected a mapping of {what}, but got {records.shortened(data)}."
         )
     return {str(name): value for name, value in data.items()}
-
-
-def _group_dict(group: NodeGroup) -> dict[str, Any]:
-    data: dict[str, Any] = {"count": group.count} if group.count > 1 else {}
-    data["devices"] = {device.name: count for device, count in group.devices}
-    if group.link is not None:
-        data["link"] = _link_value(group.link, NODE_LATENCY_S)
-    if group.host_memory_bytes:
-        data["host_memory"] = BYTES.text(group.host_memory_bytes)
-    if group.host_bytes_per_s != HOST_BYTES_PER_S:
-        data["host_bandwidth"] = BYTES_PER_S.text(group.host_bytes_per_s)
-    return data
-
-
-def _link_value(link: Link, usual_latency_s: float) -> Any:
-    bandwidth = BYTES_PER_S.text(link.bandwidth_bytes_per_s)
-    if math.isclose(link.latency_s, usual_latency_s):
-        return bandwidth
-    return {"bandwidth": bandwidth, "latency": SECONDS.text(link.latency_s)}
-
-
-def _device_dict(device: Device) -> dict[str, str]:
-    values = {key: (getattr(device, field), unit) for key, (field, unit) in KEYS.items()}
-    return {key: unit.text(value) for key, (value, unit) in values.items() if value is not None}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
@@ -16,14 +15,10 @@ from lightning_cephalo.common.quantities import BYTES, BYTES_PER_S, FLOPS_PER_S,
 
 DTYPES = ("fp32", "tf32", "fp16", "bf16")
 _MAKERS = re.compile(r"nvidia|geforce|tesla|quadro|generation|graphics|[^a-z0-9]")
-_PCIE_BYTES_PER_S = 15.75e9  # third generation, sixteen lanes
 # key in YAML -> field of Device, dimension
-KEYS: dict[str, tuple[str, Dimension]] = {
+_KEYS: dict[str, tuple[str, Dimension]] = {
     "memory": ("memory_bytes", BYTES),
-    "fp32": ("fp32_flops_per_s", FLOPS_PER_S),
-    "tf32": ("tf32_flops_per_s", FLOPS_PER_S),
-    "fp16": ("fp16_flops_per_s", FLOPS_PER_S),
-    "bf16": ("bf16_flops_per_s", FLOPS_PER_S),
+    **{dtype: (f"{dtype}_flops_per_s", FLOPS_PER_S) for dtype in DTYPES},
     "bandwidth": ("bandwidth_bytes_per_s", BYTES_PER_S),
     "pcie": ("pcie_bytes_per_s", BYTES_PER_S),
 }
@@ -41,12 +36,12 @@ class Device:
     name: str
     memory_bytes: float
     fp32_flops_per_s: float
-    tf32_flops_per_s: float | None
     fp16_flops_per_s: float
-    bf16_flops_per_s: float | None
     bandwidth_bytes_per_s: float
-    pcie_bytes_per_s: float
-    source: str = ""
+    tf32_flops_per_s: float | None = None
+    bf16_flops_per_s: float | None = None
+    pcie_bytes_per_s: float = 15.75e9  # third generation, sixteen lanes
+    source: str = "cluster.yaml"
     aliases: tuple[str, ...] = ()
     like: str = ""
 
@@ -65,7 +60,7 @@ class Device:
         """Return the datasheet's rate of matrix products in ``dtype``, or raise PlanError."""
         if dtype not in DTYPES:
             raise PlanError(f"dtype: expected one of {', '.join(DTYPES)}, but got {dtype!r}.")
-        rate: float | None = getattr(self, KEYS[dtype][0])
+        rate: float | None = getattr(self, f"{dtype}_flops_per_s")
         if rate is None:
             raise PlanError(
                 f"device {self.name!r}: expected a dtype that it computes in, but got {dtype!r}. "
@@ -84,29 +79,32 @@ def same_name(one: str, other: str) -> bool:
 
 def lookup(name: str, own: Iterable[Device] = ()) -> Device | None:
     """Return the device of that name, from ``own`` first; None if there is none."""
-    key = _key(name)
-    for device in (*own, *CATALOGUE):
-        if key in {_key(known) for known in (device.name, *device.aliases)}:
-            return device
-    return None
+    return _by_key(own).get(_key(name))
 
 
 def find_device(name: str, own: Iterable[Device] = (), *, where: str = "device") -> Device:
     """Return the same as :func:`lookup`, or raise PlanError with similar names."""
-    own = tuple(own)
-    found = lookup(name, own)
+    known = _by_key(own)
+    found = known.get(_key(name))
     if found is not None:
         return found
-    names = [device.name for device in (*own, *CATALOGUE)]
-    known = {_key(known): d.name for d in (*own, *CATALOGUE) for known in (d.name, *d.aliases)}
     close = difflib.get_close_matches(_key(name), known, n=3)
-    hint = (
-        f"Did you mean {', '.join(dict.fromkeys(known[key] for key in close))}? " if close else ""
-    )
+    hint = ", ".join(dict.fromkeys(known[key].name for key in close))
     raise PlanError(
-        f"{where}: expected a known device ({', '.join(names)}), but got {name!r}. "
-        f"{hint}Describe another one under devices: in cluster.yaml."
+        f"{where}: expected a known device "
+        f"({', '.join(dict.fromkeys(device.name for device in known.values()))}), but got {name!r}."
+        f"{f' Did you mean {hint}?' if hint else ''} "
+        f"Describe another one under devices: in cluster.yaml."
     )
+
+
+def _by_key(own: Iterable[Device]) -> dict[str, Device]:
+    """Return the devices by all of their names; the first of a name counts."""
+    known: dict[str, Device] = {}
+    for device in (*own, *CATALOGUE):
+        for name in (device.name, *device.aliases):
+            known.setdefault(_key(name), device)
+    return known
 
 
 def _key(name: str) -> str:
@@ -115,20 +113,16 @@ def _key(name: str) -> str:
 
 def described(name: str, data: Any, *, where: str, base: Device | None = None) -> Device:
     """Return a device as YAML describes it, or ``base`` with what it says otherwise."""
-    known, required = list(KEYS), () if base else ("memory", "fp32", "bandwidth")
-    values = records.mapping(where, data, known=known, required=required)
+    required = () if base else ("memory", "fp32", "bandwidth")
+    values = records.mapping(where, data, known=list(_KEYS), required=required)
     given: dict[str, Any] = {
-        KEYS[key][0]: KEYS[key][1].parse(f"{where}: {key}", value) for key, value in values.items()
+        _KEYS[key][0]: _KEYS[key][1].parse(f"{where}: {key}", value)
+        for key, value in values.items()
     }
     if base is not None:
-        return dataclasses.replace(base, **given, source="cluster.yaml")
-    rest: dict[str, Any] = {
-        "tf32_flops_per_s": None,
-        "fp16_flops_per_s": given["fp32_flops_per_s"],
-        "bf16_flops_per_s": None,
-        "pcie_bytes_per_s": _PCIE_BYTES_PER_S,
-    }
-    return Device(name=name, source="cluster.yaml", **(rest | given))
+        return replace(base, **given, source="cluster.yaml")
+    given.setdefault("fp16_flops_per_s", given["fp32_flops_per_s"])
+    return Device(name, **given)
 
 
 def read_data(name: str) -> Any:
@@ -137,15 +131,11 @@ def read_data(name: str) -> Any:
     return files.parse_yaml(content, what="a catalogue", source=name)
 
 
-def _read_catalogue() -> Iterator[Device]:
-    for name, row in read_data("devices.yaml").items():
-        where = f"devices.yaml: {name}"
-        texts: dict[str, Any] = {
-            key: records.text(f"{where}: {key}", row.pop(key, ""))
-            for key in ("source", "aliases", "like")
-        }
-        texts["aliases"] = tuple(filter(None, texts["aliases"].split(", ")))
-        yield dataclasses.replace(described(name, row, where=where), **texts)
+def _of_catalogue(name: str, row: dict[str, Any]) -> Device:
+    texts = {key: row.pop(key, "") for key in ("source", "aliases", "like")}
+    aliases = tuple(filter(None, texts["aliases"].split(", ")))
+    device = described(name, row, where=f"devices.yaml: {name}")
+    return replace(device, source=texts["source"], aliases=aliases, like=texts["like"])
 
 
-CATALOGUE = tuple(_read_catalogue())
+CATALOGUE = tuple(_of_catalogue(*entry) for entry in read_data("devices.yaml").items())

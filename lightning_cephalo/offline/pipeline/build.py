@@ -17,7 +17,7 @@ from lightning_cephalo.offline.estimate.build import (
     rank_profile,
 )
 from lightning_cephalo.offline.estimate.cluster import Cluster
-from lightning_cephalo.offline.estimate.collective import UNEVEN_FACTOR
+from lightning_cephalo.offline.estimate.network import UNEVEN_FACTOR
 from lightning_cephalo.offline.pipeline.problem import (
     Block,
     PartBytes,
@@ -40,7 +40,7 @@ def pipeline_problem(
     choose_recompute: bool = False,
 ) -> PipelineProblem:
     """Return the advisor's problem; blocks are the ranks of one device in one node."""
-    if cluster.node_count < 2:
+    if len(cluster.nodes) < 2:
         raise PlanError(
             "Pipelines of node groups need a cluster of at least two nodes, but this one has one. "
             "Describe the nodes and between_nodes in cluster.yaml."

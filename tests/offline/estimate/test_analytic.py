@@ -8,10 +8,12 @@ import pytest
 
 from lightning_cephalo.offline.estimate.analytic import (
     KINDS,
+    compute_bytes,
     estimate,
     find_efficiency,
     fitted,
     kind_of,
+    pass_s,
 )
 from lightning_cephalo.offline.estimate.devices import CATALOGUE, find_device
 from lightning_cephalo.offline.estimate.work import Linear, ModelWork, Pass
@@ -49,11 +51,13 @@ def test_more_samples_take_longer_and_more():
 
 def test_recompute_adds_a_forward_and_keeps_less():
     device = find_device("RTX 4090")
-    again, kept = (estimate(WORK, device, 4, recompute=recompute) for recompute in (True, False))
-    assert again.backward_s == tuple(
-        f + b for f, b in zip(kept.forward_s, kept.backward_s, strict=True)
-    )
-    assert kept.compute_bytes <= again.compute_bytes
+    curves = estimate(WORK, device, 4)
+    efficiency = find_efficiency(device, "fp16")
+    for size in range(1, 5):
+        kept_s = pass_s(WORK.backward, device, "fp16", efficiency, size)
+        assert curves.backward_s[size - 1] == curves.forward_s[size - 1] + kept_s
+        kept_bytes = compute_bytes(WORK, size, recompute=False)
+        assert kept_bytes <= compute_bytes(WORK, size) == curves.compute_bytes[size - 1]
 
 
 def test_faster_devices_take_less():

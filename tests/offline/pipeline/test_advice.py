@@ -109,14 +109,20 @@ def test_compare_has_a_row_for_the_pipeline_before_ours(tmp_path, cluster):
     nodes = [[rank(2.0, 3000)] * 2, [rank(1.0, 3000)] * 2]
 
     def problem_at(where: Cluster) -> PipelineProblem:
-        link = where.between_nodes
+        link = where.between[0][1]
         return problem_of(*nodes, batch=8, between=link.bandwidth_bytes_per_s)
 
     where = Cluster.load(cluster[1])
-    where = where.with_network_scaled(0.5 / where.between_nodes.bandwidth_bytes_per_s)
+    where = where.with_network_scaled(0.5 / where.between[0][1].bandwidth_bytes_per_s)
     problem = problem_at(where).whole
     hybrid = replace(problem, hybrid_sharding=True, state_groups=(0, 0, 1, 1))
-    asked = Scenario(problem, "", cluster=where, pipeline_of=problem_at, hybrid_of=lambda _: hybrid)
+    asked = Scenario(
+        problem,
+        "",
+        cluster=where,
+        problem_of=lambda where, is_hybrid: hybrid,
+        pipeline_of=problem_at,
+    )
     rows = compare(asked)
     assert rows[-1].name == "cephalo"
     assert rows[-3].name == "cephalo, hybrid sharding by node (over gloo)"
