@@ -22,7 +22,7 @@ from torchmetrics import Metric
 from lightning_cephalo.accelerator.generators import GeneratorsOfSteps, write_generators
 from lightning_cephalo.adapters.torchmetrics import metrics_of
 from lightning_cephalo.common.errors import RemoteRankError, UnsupportedError
-from lightning_cephalo.data.containers import own_copy
+from lightning_cephalo.data.batch_layout import own_copy
 from lightning_cephalo.execution.memory_errors import OutOfMemoryInStepError
 from lightning_cephalo.execution.sharded_model import ShardedModel
 

@@ -16,9 +16,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_cephalo.adapters.dealt_loaders import DealtLoaders, passes_of, steps_ahead
 from lightning_cephalo.adapters.view import TrainerView
-from lightning_cephalo.data.containers import known_length
 from lightning_cephalo.data.loaders import original_of
-from lightning_cephalo.data.passes import Continue, Position
+from lightning_cephalo.data.passes import Continue, Position, known_length
 
 KEY = "cephalo_data_order"
 """Where a checkpoint has the order of the training samples."""

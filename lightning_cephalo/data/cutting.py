@@ -14,8 +14,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_cephalo.common.errors import BatchSplitError, CephaloError
 from lightning_cephalo.common.weighted_mean import weighted_mean
-from lightning_cephalo.data.batch_layout import BatchLayout, NoSamples
-from lightning_cephalo.data.containers import is_sized_object, own_copy
+from lightning_cephalo.data.batch_layout import BatchLayout, NoSamples, is_sized_object, own_copy
 from lightning_cephalo.data.shares import deal, split_sizes
 
 
@@ -38,38 +37,27 @@ class BatchCutter:
         some loaders may have no rows.
         """
         parts = [batch] if self.spec is None else self.spec.flatten_up_to(batch)
+        lacks = lacks or [False] * len(parts)
         counts = [
             0 if lacking or part is None else layout.batch_size(part)
-            for part, layout, lacking in zip(
-                parts, self.layouts, lacks or [False] * len(parts), strict=True
-            )
+            for part, layout, lacking in zip(parts, self.layouts, lacks, strict=True)
         ]
         most = max(counts)
         if not most:
             return []
-        sizes = split_sizes(most, self.microbatch_sizes) if self.microbatch_sizes else (most,)
-        columns = [
-            _pieces(part, layout, count, sizes)
-            for part, layout, count in zip(parts, self.layouts, counts, strict=True)
-        ]
-        cut = []
-        for pieces in zip(*columns, strict=True):
-            own, samples = zip(*pieces, strict=True)
-            piece = own[0] if self.spec is None else pytree.tree_unflatten(list(own), self.spec)
-            cut.append((piece, sum(samples)))
-        return cut
+        shares = split_sizes(most, self.microbatch_sizes) if self.microbatch_sizes else (most,)
+        sizes = [deal(count, shares) for count in counts]
+        columns = map(_pieces, parts, self.layouts, sizes)
+        trees = [list(own) for own in zip(*columns, strict=True)]
+        whole = [own[0] if self.spec is None else self.spec.unflatten(own) for own in trees]
+        return list(zip(whole, map(sum, zip(*sizes, strict=True)), strict=True))
 
 
-def _pieces(
-    batch: Any, layout: BatchLayout, count: int, shares: Sequence[int]
-) -> list[tuple[Any, int]]:
-    """Cut a loader's batch into one piece for each of ``shares``; pieces may have no rows."""
-    if not count:
-        empty = None if batch is None else layout.take(batch, 0, 0)
-        return [(empty, 0)] * len(shares)
-    sizes = deal(count, shares)
-    parts = [batch] if len(sizes) == 1 else layout.split(batch, sizes)
-    return list(zip(parts, sizes, strict=True))
+def _pieces(batch: Any, layout: BatchLayout, sizes: Sequence[int]) -> list[Any]:
+    """Cut a loader's batch into pieces of ``sizes`` samples, which may have no rows."""
+    if not sum(sizes):
+        return [None if batch is None else layout.take(batch, 0, 0)] * len(sizes)
+    return [batch] if len(sizes) == 1 else layout.split(batch, sizes)
 
 
 def shown(batch: Any, spec: Any = None) -> tuple[Any, tuple[bool, ...]]:
@@ -99,16 +87,13 @@ def loss_and_weight(result: Any, samples: int) -> tuple[Tensor, float | Tensor]:
                 f" training_step returns; got keys {sorted(map(str, result))}. Return a tensor, or"
                 " a dict with 'loss' and, if losses are not means over samples, 'weight'."
             )
-        loss = result["loss"]
-        if "weight" in result:
-            weight = result["weight"]
-            if not isinstance(weight, Tensor) or weight.is_cpu or weight.numel() != 1:
-                weight = float(weight)
+        loss, weight = result["loss"], result.get("weight", weight)
+        if not isinstance(weight, Tensor) or weight.is_cpu or weight.numel() != 1:
+            weight = float(weight)
     if not isinstance(loss, Tensor):
         raise StepResultError(
             f"training_step returned {type(loss).__name__}, but it must return a Tensor, or a dict"
-            " with the key 'loss'. None would skip samples, which Lightning allows on one device"
-            " only. If they shall not count, return {'loss': loss, 'weight': 0.0}."
+            " with the key 'loss'. Where samples shall not count, it holds 'weight': 0.0."
         )
     if loss.numel() != 1:
         raise TypeError(
@@ -140,14 +125,15 @@ class EmptyPredictions:
 
     def of_step(self, result: Any, samples: int, dataloader: Any) -> Any:
         """Return a prediction step's result, or an empty one without samples."""
-        if samples and dataloader not in self._empty:
+        if not samples:
+            return self._empty.get(dataloader)
+        if dataloader not in self._empty:
             layout, self._empty[dataloader] = BatchLayout(), None
             with suppress(BatchSplitError):
                 if layout.batch_size(result) == samples:
                     # a view would keep the whole result alive
-                    empty = own_copy(layout.take(result, 0, 0), with_arrays=True)
-                    self._empty[dataloader] = empty
-        return result if samples else self._empty.get(dataloader)
+                    self._empty[dataloader] = own_copy(layout.take(result, 0, 0), with_arrays=True)
+        return result
 
 
 def joined_result(results: Sequence[Any], weights: Sequence[float], counts: Sequence[int]) -> Any:
@@ -163,20 +149,18 @@ def joined_result(results: Sequence[Any], weights: Sequence[float], counts: Sequ
     joined = dict(results[-1])
     for key in joined:
         values = [result.get(key) for result in results]
-        if all(isinstance(value, Tensor) for value in values):
-            joined[key] = _joined(key, values, weights, counts)
+        if not all(isinstance(value, Tensor) for value in values):
+            continue
+        values = [value.detach() for value in values]
+        pairs = zip(values, counts, strict=True)
+        if key == "weight":
+            joined[key] = torch.stack([value.sum() for value in values]).sum()
+        elif all(value.numel() == 1 and value.ndim <= (key == "loss") for value in values):
+            joined[key] = weighted_mean([value.reshape(()) for value in values], weights)
+        elif len({value.shape[1:] for value in values}) == 1 and all(
+            value.ndim and len(value) == count for value, count in pairs
+        ):
+            joined[key] = torch.cat(values)
+        else:
+            joined[key] = values[-1]
     return joined
-
-
-def _joined(
-    key: Any, values: Sequence[Tensor], weights: Sequence[float], counts: Sequence[int]
-) -> Tensor:
-    values = [value.detach() for value in values]
-    if key == "weight":
-        return torch.stack([value.sum() for value in values]).sum()
-    if all(value.numel() == 1 and value.ndim <= (key == "loss") for value in values):
-        return weighted_mean([value.reshape(()) for value in values], weights)
-    have_rows = all(v.ndim and len(v) == n for v, n in zip(values, counts, strict=True))
-    if have_rows and len({value.shape[1:] for value in values}) == 1:
-        return torch.cat(values)
-    return values[-1]

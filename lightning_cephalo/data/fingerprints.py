@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lightning_cephalo.data.containers import is_array
+from lightning_cephalo.data.batch_layout import is_array
 
 _EDGE = 64  # values that count at each end of an array
 

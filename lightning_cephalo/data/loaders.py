@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain, cycle, islice
 from typing import Any
@@ -36,9 +36,15 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lightning_cephalo.common.errors import UnsupportedError
-from lightning_cephalo.data.batch_layout import LEARNED, BatchLayout, Splitter
-from lightning_cephalo.data.containers import known_length, own_copy
-from lightning_cephalo.data.dealing import Broadcast, Dealing
+from lightning_cephalo.data.batch_layout import LEARNED, BatchLayout, Splitter, own_copy
+from lightning_cephalo.data.passes import (
+    Broadcast,
+    Dealing,
+    Passes,
+    RankBatchSampler,
+    known_length,
+    warn_of_too_few_samples,
+)
 from lightning_cephalo.data.randomness import (
     generators_of,
     preserved_randomness,
@@ -47,7 +53,6 @@ from lightning_cephalo.data.randomness import (
     write_states,
 )
 from lightning_cephalo.data.rank_loaders import DealtSamples, DealtStream, OwnPart, RankLoader
-from lightning_cephalo.data.samplers import RankBatchSampler, warn_of_too_few_samples
 
 
 def dealt_loader(loader: Any, dealing: Dealing) -> RankLoader:
@@ -102,7 +107,7 @@ def _deal_stream(loader: Any, dealing: Dealing, total: int) -> DealtStream:
         # Lightning's differs by rank, so that ranks would read different streams
         equally = partial(pl_worker_init_function, rank=0)
         source = with_changes(source, worker_init_fn=equally)
-    return DealtStream(source, dealing, loader, items)
+    return DealtStream(source, dealing, loader, Passes(dealing, items, source))
 
 
 def _deal_map_style(loader: DataLoader[Any], dealing: Dealing, total: int) -> DealtSamples:
@@ -150,9 +155,7 @@ def is_stream(loader: Any) -> bool:
 
 def yields_ready_batches(loader: Any) -> bool:
     """Returns whether a loader gives no single samples: no DataLoader, or ``batch_size=None``."""
-    if not isinstance(loader, DataLoader):
-        return True
-    return loader.batch_size is None and loader.batch_sampler is None
+    return not isinstance(loader, DataLoader) or loader.batch_sampler is None
 
 
 def unwrapped_batch_sampler(loader: Any) -> Any:
@@ -218,16 +221,10 @@ def agreed_seed(broadcast: Broadcast) -> int:
     return int(broadcast(int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed()))))
 
 
-@contextmanager
-def untouched(loader: Any) -> Generator[None, None, None]:
+def untouched(loader: Any) -> AbstractContextManager[None]:
     """Restores afterwards global generators, and those of a loader, or a sampler, and its data."""
-    held = [*generators_of(loader), *generators_of(getattr(loader, "dataset", None))]
-    states = read_states(held)
-    with preserved_randomness():
-        try:
-            yield
-        finally:
-            write_states(held, states)
+    data = getattr(loader, "dataset", None)
+    return preserved_randomness(generators_of(loader) + generators_of(data))
 
 
 def first_batch(loader: Any, layout: BatchLayout) -> tuple[Any, int]:

@@ -1,5 +1,8 @@
 """The passes over a loader: what they deal, where one stands, and how a resumed run continues it.
 
+Every rank runs the user's own sampler with the same result, and takes its slice. So the samples of
+step t over all ranks are those of one device with the global batch size, in the same order.
+
 A pass follows from a seed, an epoch, its number, and the generators' states when it began. So a
 position is small, and depends on no plan, no number of ranks, and no prefetched batch.
 """
@@ -8,15 +11,24 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.utils.data import (
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
-from lightning_cephalo.data.containers import mapped
-from lightning_cephalo.data.dealing import Dealing
+from lightning_cephalo.data.batch_layout import BatchLayout, mapped
 from lightning_cephalo.data.randomness import (
     SeparateRandomness,
     generators_of,
@@ -24,6 +36,34 @@ from lightning_cephalo.data.randomness import (
     samplers_within,
     write_states,
 )
+from lightning_cephalo.data.shares import deal
+
+Broadcast = Callable[[Any], Any]
+"""A collective that returns rank 0's object on every rank."""
+
+Gather = Callable[[list[float]], list[list[float]]]
+"""A collective that returns every rank's numbers, in rank order; called in the main process."""
+
+# they draw from global generators, if at all, before their first item
+_DRAW_AT_ONCE = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+@dataclass(frozen=True)
+class Dealing:
+    """How the samples of a loader are dealt to the ranks."""
+
+    rank: int
+    sizes: tuple[int, ...]  # of every rank's part of a step, in proportion
+    seed: int
+    broadcast: Broadcast
+    gather: Gather
+    epoch: int = 0
+    trains: bool = True
+    # a step with too few samples for that is left out: every rank must run the code of each step
+    every_rank: bool = False
+    # over all ranks; None: the loader's batch size times the ranks
+    global_batch_size: int | None = None
+    layout: BatchLayout = field(default_factory=BatchLayout)  # of ready batches
 
 
 @dataclass(frozen=True)
@@ -119,13 +159,12 @@ class Passes:
         return self.running
 
     def dealt_steps(self, trained: int, ahead: int) -> int | None:
-        """Returns the dealt steps of the latest pass; None if only the next one can change.
+        """Returns the dealt steps of the latest pass; None if more than training has iterated.
 
-        That is so if not only training has iterated. ``ahead`` steps may have been read already.
+        ``ahead`` steps may have been read already.
         """
         dealt = self.running.steps
-        known = not self.begun or trained <= dealt <= trained + ahead
-        return dealt if known else None
+        return dealt if not self.begun or trained <= dealt <= trained + ahead else None
 
     def continue_at(self, position: Position, way: Continue, *, undoes_draws: bool = False) -> None:
         """Makes the next pass begin where another run has stopped; ValueError: other generators.
@@ -147,8 +186,7 @@ class Passes:
     ) -> Position | None:
         """Returns where training stands in the latest pass; None if that is unknown.
 
-        It is if something else than training has iterated, or if the loader ``cycles`` (begins
-        anew within an epoch) and has no ``length``. ``ahead`` steps may have been read already.
+        A loader that ``cycles`` begins anew within an epoch; without a ``length`` it is unknown.
         """
         step = trained
         if cycles and trained:
@@ -169,8 +207,69 @@ class Passes:
         def plain(_: object, leaf: Any) -> Any:
             return leaf.tolist() if isinstance(leaf, np.ndarray | np.generic) else leaf
 
-        plain_states: list[Any] = mapped(read_states(generators_of(self._source)), plain)
-        return plain_states
+        states: list[Any] = mapped(read_states(generators_of(self._source)), plain)
+        return states
 
     def _restore(self, states: Sequence[Any]) -> None:
         write_states(generators_of(self._source), states)
+
+
+class RankBatchSampler(Sampler[list[Any]]):
+    """Yields this rank's keys of each global step; a drop-in ``batch_sampler`` for a DataLoader.
+
+    A rank without samples in a step gets one key that does not count (`Pass.idle`). The user's
+    sampler runs under global random states seeded from ``(seed, epoch, pass)``, as it may draw from
+    them. It is read lazily, so that an endless one works.
+    """
+
+    def __init__(
+        self, lists: Iterable[list[Any]], dealing: Dealing, *, per_step: int = 1, items: int
+    ) -> None:
+        self.lists, self.per_step, self._rank = lists, per_step, dealing.rank
+        self._fewest = len(dealing.sizes) if dealing.every_rank else 1
+        self._draws_at_once = type(getattr(lists, "sampler", None)) in _DRAW_AT_ONCE
+        # Lightning sets the epoch of what is called sampler; it must be in the __dict__, which its
+        # _IndexBatchSamplerWrapper (predict) copies.
+        self.sampler = self.passes = Passes(dealing, items, lists)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        own = self.passes.begin()
+        with own.randomness.active():
+            lists = iter(self.lists)
+            for _ in islice(lists, own.skipped * self.per_step):
+                pass
+        own.steps, has_drawn = own.skipped, False
+        while True:
+            with nullcontext() if has_drawn else own.randomness.active():
+                keys = list(chain.from_iterable(islice(lists, self.per_step)))
+            has_drawn = self._draws_at_once
+            if not keys:
+                return
+            if len(keys) < self._fewest:
+                warn_of_too_few_samples(len(keys), self._fewest)
+                continue
+            dealt = deal(len(keys), own.sizes_of(own.steps))
+            own.steps += 1
+            start = sum(dealt[: self._rank])
+            own.idle.append(not dealt[self._rank])
+            yield keys[start : start + dealt[self._rank]] or keys[-1:]
+
+    def __len__(self) -> int:
+        return -(-len(self.lists) // self.per_step)  # type: ignore[arg-type]
+
+
+def warn_of_too_few_samples(samples: int, ranks: int) -> None:
+    """Warns of a step that is left out, since every rank must have a sample."""
+    rank_zero_warn(
+        f"A step has {samples} samples for {ranks} ranks. With manual optimization every rank runs"
+        " training_step, so these samples are left out. Another batch_size, or"
+        " DataLoader(drop_last=True), avoids this."
+    )
+
+
+def known_length(sized: Any) -> int | None:
+    """Returns the length of a loader or sampler; None if it has none, which is no error."""
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return None

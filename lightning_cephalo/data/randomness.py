@@ -27,13 +27,14 @@ _GLOBAL: tuple[Any, ...] = (
 
 
 @contextmanager
-def preserved_randomness() -> Generator[None, None, None]:
-    """Restores the CPU generators of torch, numpy and ``random`` afterwards."""
-    states = read_states(_GLOBAL)
+def preserved_randomness(others: Sequence[Any] = ()) -> Generator[None, None, None]:
+    """Restores the CPU generators of torch, numpy and ``random``, and others, afterwards."""
+    held = (*_GLOBAL, *others)
+    states = read_states(held)
     try:
         yield
     finally:
-        write_states(_GLOBAL, states)
+        write_states(held, states)
 
 
 class SeparateRandomness:

@@ -1,17 +1,14 @@
 """What a rank iterates of a user's loader.
 
-``DealtSamples`` yields a rank's part of what a `RankBatchSampler` deals. Streams have no index, so
-that no sampler can deal them: with ``DealtStream`` every rank reads the whole stream. In training
-it cuts its part out of each global batch, so a step has the samples of one device, in the same
-order, with any number of workers. In an evaluation it takes every batch whose turn is its own.
-Checksums of every step are compared, so that a stream that differs between ranks is refused.
-
-With ``Trainer(use_distributed_sampler=False)`` each rank reads a part of its own, ``OwnPart``.
+Streams have no index, so no sampler can deal them: every rank reads the whole stream. In training
+it cuts its part out of each global batch, so a step has the samples of one device, with any number
+of workers. In an evaluation it takes every batch whose turn is its own. Checksums of every step are
+compared, so that a stream that differs between ranks is refused. With
+``Trainer(use_distributed_sampler=False)`` each rank reads a part of its own.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from itertools import chain, islice, repeat
 from typing import Any
@@ -19,12 +16,15 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lightning_cephalo.common.errors import UnsupportedError
-from lightning_cephalo.data.batch_layout import NoSamples
-from lightning_cephalo.data.containers import known_length, own_copy
-from lightning_cephalo.data.dealing import Dealing
+from lightning_cephalo.data.batch_layout import NoSamples, own_copy
 from lightning_cephalo.data.fingerprints import fingerprint
-from lightning_cephalo.data.passes import Pass, Passes
-from lightning_cephalo.data.samplers import warn_of_too_few_samples
+from lightning_cephalo.data.passes import (
+    Dealing,
+    Pass,
+    Passes,
+    known_length,
+    warn_of_too_few_samples,
+)
 from lightning_cephalo.data.shares import deal
 
 _END: Any = object()
@@ -36,14 +36,14 @@ _OWN_PART = (
 )
 
 
-class RankLoader(ABC):
+class RankLoader:
     """Iterates ``loader`` on every rank; its attributes are those of the wrapped loader.
 
     ``dealt_from`` is the user's loader. ``passes`` is None if each rank reads a part of its own.
     """
 
     def __init__(
-        self, loader: Any, dealing: Dealing, dealt_from: object, passes: Passes | None
+        self, loader: Any, dealing: Dealing, dealt_from: object, passes: Passes | None = None
     ) -> None:
         own = {"loader": loader, "dealt_from": dealt_from, "passes": passes, "_dealing": dealing}
         vars(self).update(own)
@@ -58,10 +58,6 @@ class RankLoader(ABC):
 
     def __len__(self) -> int:
         return len(self.loader)
-
-    @abstractmethod
-    def __iter__(self) -> Iterator[Any]:
-        """Yields this rank's batches."""
 
 
 class DealtSamples(RankLoader):
@@ -92,14 +88,16 @@ class _Stream(RankLoader):
     """Iterates in lock step with the other ranks: creating and iterating it is collective."""
 
     def __init__(
-        self,
-        loader: Any,
-        dealing: Dealing,
-        dealt_from: object,
-        passes: Passes | None,
-        length: int | None,
+        self, loader: Any, dealing: Dealing, dealt_from: object, passes: Passes | None = None
     ) -> None:
         super().__init__(loader, dealing, dealt_from, passes)
+        length = known_length(loader)
+        if passes is not None:
+            vars(self).update(sampler=passes)  # Lightning sets the epoch of what is called so
+            if dealing.every_rank:
+                length = None  # steps that are left out would count, and no epoch would end
+            elif length is not None and not dealing.trains:
+                length = -(-length // len(dealing.sizes))
         everyones = [row[0] for row in dealing.gather([-1.0 if length is None else float(length)])]
         longest = min(everyones) if dealing.every_rank else max(everyones)
         vars(self).update(_length=None if min(everyones) < 0 else int(longest))
@@ -111,23 +109,19 @@ class _Stream(RankLoader):
 
 
 class OwnPart(_Stream):
-    """Yields this rank's own samples, on every rank until the last one has run out.
+    """Yields this rank's own samples, and `NoSamples` until the last rank has run out.
 
-    Ranks that have run out continue with `NoSamples`, so that every sample counts once. With
-    ``every_rank`` all end with the first.
+    So every sample counts once. With ``every_rank`` all end with the first.
     """
-
-    def __init__(self, loader: Any, dealing: Dealing, dealt_from: object) -> None:
-        super().__init__(loader, dealing, dealt_from, None, known_length(loader))
 
     def __iter__(self) -> Iterator[Any]:
         own = vars(self)
+        ends = all if self._dealing.every_rank else any
         for batch in chain(self.loader, repeat(_END)):
             is_batch = batch is not _END and batch is not None
             if is_batch and "_shown" not in own:
                 own["_shown"] = own_copy(batch, with_arrays=True)
-            everyones = [bool(row[0]) for row in self._dealing.gather([float(batch is not _END)])]
-            if not (all(everyones) if self._dealing.every_rank else any(everyones)):
+            if not ends(row[0] for row in self._dealing.gather([float(batch is not _END)])):
                 return
             # Lightning skips a step whose batch is None, and the other ranks would wait for it.
             # A hook may change the containers that it gets.
@@ -138,19 +132,8 @@ class OwnPart(_Stream):
 class DealtStream(_Stream):
     """Yields this rank's part of each step of a stream that every rank reads whole.
 
-    ``items`` is the samples of a global batch, 0 if they have any sizes. On iteration all ranks
-    raise UnsupportedError if they read different samples.
+    On iteration all ranks raise UnsupportedError if they read different samples.
     """
-
-    def __init__(self, loader: Any, dealing: Dealing, dealt_from: object, items: int) -> None:
-        length = known_length(loader)
-        if dealing.every_rank:
-            length = None  # steps that are left out would count, and no epoch would end
-        elif length is not None and not dealing.trains:
-            length = -(-length // len(dealing.sizes))
-        passes = Passes(dealing, items, loader)
-        super().__init__(loader, dealing, dealt_from, passes, length)
-        vars(self).update(sampler=passes)  # Lightning sets the epoch of what is called so
 
     def __iter__(self) -> Iterator[Any]:
         own, number, ranks = self.passes.begin(), 0, len(self._dealing.sizes)
@@ -160,9 +143,7 @@ class DealtStream(_Stream):
         while True:
             with own.randomness.active():
                 read = list(islice(batches, 1 if self._dealing.trains else ranks))
-            part, samples, checksum = _END, 0, 0
-            if read:
-                part, samples, checksum = self._part(read, own.sizes_of(own.steps))
+            part, samples, checksum = self._part(read, own.sizes_of(own.steps))
             is_left_out = self._dealing.every_rank and 0 < samples < ranks
             is_skipped = own.steps < own.skipped
             own.steps += bool(read) and not is_left_out
@@ -179,9 +160,9 @@ class DealtStream(_Stream):
 
     def _part(self, read: list[Any], sizes: tuple[int, ...]) -> tuple[Any, int, int]:
         """Returns this rank's part of a step, and the whole step's samples and checksum."""
-        rank, layout, batch = self._dealing.rank, self._dealing.layout, read[0]
+        rank, layout, batch = self._dealing.rank, self._dealing.layout, next(iter(read), None)
         if len(sizes) == 1:
-            return batch, 1, 0
+            return batch, len(read), 0
         if not self._dealing.trains:
             mine = read[rank] if rank < len(read) else NoSamples(batch)
             return mine, len(read), fingerprint(read)
@@ -201,20 +182,20 @@ class DealtStream(_Stream):
         kind = type(getattr(self.dealt_from, "dataset", self.dealt_from)).__name__
         if len(everyones) > 1 and own[1] and not own[2]:
             raise UnsupportedError(
-                f"The stream {kind} yields batches that cannot be pickled, so that"
-                " ranks cannot see whether they read the same ones. Yield tensors, arrays, numbers,"
-                f" strings, or objects that hold these.{_OWN_PART}"
+                f"The stream {kind} yields batches that cannot be pickled, to compare them between"
+                " ranks. Yield tensors, arrays, numbers, strings, or objects that hold these."
+                f"{_OWN_PART}"
             )
         if all(row == everyones[0] for row in everyones):
             return
         rows = "; ".join(
-            f"rank {rank}: {f'{int(row[1])} samples, checksum {int(row[2])}' if row[0] else 'none'}"
+            f"rank {rank}: {row[1]:.0f} samples, checksum {row[2]:.0f}"
             for rank, row in enumerate(everyones)
         )
         raise UnsupportedError(
-            f"Step {number} of the stream {kind} has other samples on some ranks"
-            f" ({rows}). Every rank must read the whole stream, in the same order, and it is dealt"
-            " by the plan. So leave out split_dataset_by_node (Hugging Face), split_by_node"
-            " (WebDataset: nodesplitter=None) or code of your own that reads the rank, and seed"
-            f" what shuffles. Division between DataLoader workers may stay.{_OWN_PART}"
+            f"Step {number} of the stream {kind} has other samples on some ranks ({rows}). Every"
+            " rank must read the whole stream in the same order. So seed what shuffles, and leave"
+            " out split_dataset_by_node (Hugging Face), split_by_node (WebDataset:"
+            " nodesplitter=None) or code of your own that reads the rank."
+            f"{_OWN_PART}"
         )

@@ -8,8 +8,8 @@ from typing import Any
 
 from lightning_cephalo.data.batch_layout import BatchLayout
 from lightning_cephalo.data.cutting import BatchCutter, EmptyPredictions, shown
-from lightning_cephalo.data.dealing import Dealing
 from lightning_cephalo.data.loaders import agreed_seed, dealt_loader, original_of, own_part
+from lightning_cephalo.data.passes import Dealing
 from lightning_cephalo.plan import Plan, RankPlan
 from lightning_cephalo.preparation.job import Job
 from lightning_cephalo.ranks.control import ControlGroup

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from lightning_cephalo.common.texts import printable
-from lightning_cephalo.data.containers import own_copy
+from lightning_cephalo.data.batch_layout import own_copy
 from lightning_cephalo.data.cutting import BatchCutter, loss_and_weight
 from lightning_cephalo.execution.overlay_slots import TrainingModes
 from lightning_cephalo.execution.step import MicrobatchCall

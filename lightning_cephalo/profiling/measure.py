@@ -9,7 +9,7 @@ from typing import Any
 from lightning_cephalo.accelerator import Device
 from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.common.texts import printable
-from lightning_cephalo.data.containers import own_copy
+from lightning_cephalo.data.batch_layout import own_copy
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Problem
 from lightning_cephalo.profiling.isolation import isolated, moved_to_device

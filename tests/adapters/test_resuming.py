@@ -8,8 +8,8 @@ from torch.utils.data import DataLoader
 
 from lightning_cephalo.adapters.resuming import KEY, Resumption
 from lightning_cephalo.adapters.view import TrainerView
-from lightning_cephalo.data.dealing import Dealing
 from lightning_cephalo.data.loaders import dealt_loader
+from lightning_cephalo.data.passes import Dealing
 
 
 def _loader(size=4):

@@ -9,9 +9,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from lightning_cephalo.data.batch_layout import NoSamples
-from lightning_cephalo.data.dealing import Dealing
 from lightning_cephalo.data.loaders import dealt_loader
-from lightning_cephalo.data.samplers import RankBatchSampler
+from lightning_cephalo.data.passes import Dealing, RankBatchSampler
 
 
 class Numbers(Dataset):

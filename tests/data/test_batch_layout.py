@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence
 
 from lightning_cephalo.common.errors import BatchSplitError
-from lightning_cephalo.data.batch_layout import BatchLayout
-from lightning_cephalo.data.containers import children_of, is_array
+from lightning_cephalo.data.batch_layout import BatchLayout, children_of, is_array
 
 Pair = namedtuple("Pair", "inputs targets")
 

@@ -7,8 +7,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.data.batch_layout import NoSamples
-from lightning_cephalo.data.dealing import Dealing
 from lightning_cephalo.data.loaders import original_of, own_part
+from lightning_cephalo.data.passes import Dealing
 
 
 class Stream(IterableDataset):
