@@ -33,7 +33,7 @@ from profiled import GPT, RankFailure, fit, in_ranks, loader  # noqa: E402
 
 from lightning_cephalo.adapters.moved_state import MovedState  # noqa: E402
 from lightning_cephalo.common.errors import TooLittleMemoryError  # noqa: E402
-from lightning_cephalo.offline import canvas  # noqa: E402
+from lightning_cephalo.offline import figures  # noqa: E402
 from lightning_cephalo.plan import (  # noqa: E402
     InfeasibleError,
     Plan,
@@ -358,31 +358,32 @@ def figure(rows: Sequence[Row], path: Path) -> None:
     """Draw the policies' steps as parts of that with all state on the devices."""
     cases = list(dict.fromkeys((row.ranks, row.batch) for row in rows))
     names = list(dict.fromkeys(row.policy for row in rows))
-    colours = [canvas.BLACK, canvas.GREY, canvas.SKY, canvas.BLUE, canvas.PURPLE, canvas.ORANGE]
-    colours.append(canvas.GREEN)
-    drawn, (axes,) = canvas.empty_figure(path, 9.0, 3.6)
+    colours = [figures.INK, figures.GREY, figures.SKY, figures.BLUE, figures.PURPLE]
+    colours += [figures.ORANGE, figures.GREEN]
     width = 0.8 / len(names)
-    for column, case in enumerate(cases):
-        own = [row for row in rows if (row.ranks, row.batch) == case]
-        resident_s = next(row.measured_s for row in own if row.policy == "all on device")
-        for row in own:
-            index = names.index(row.policy)
-            at = column - 0.4 + (index + 0.5) * width
-            label = row.policy if column == 0 else None
-            height = row.measured_s / resident_s
-            axes.bar(at, height, 0.9 * width, color=colours[index], label=label)
-            axes.plot(at, row.predicted_s / resident_s, marker="_", color=canvas.VERMILION)
-    axes.axhline(1.0, color=canvas.BLACK, linewidth=0.6)
-    axes.set_xticks(range(len(cases)), [f"{ranks} ranks, batch {batch}" for ranks, batch in cases])
-    axes.set_ylabel("step, to all on device")
-    canvas.add_title(
-        axes,
-        "Where optimizer state lives, and what it costs",
-        "bars are measured on emulated ranks in virtual time, red dashes are predicted; no schedule"
-        " beats the line",
-    )
-    drawn.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-    canvas.save(drawn, path)
+    with figures.drawing(path, 3.6) as (axes,):
+        for column, case in enumerate(cases):
+            own = [row for row in rows if (row.ranks, row.batch) == case]
+            resident_s = next(row.measured_s for row in own if row.policy == "all on device")
+            for row in own:
+                index = names.index(row.policy)
+                at = column - 0.4 + (index + 0.5) * width
+                label = row.policy if column == 0 else None
+                height = row.measured_s / resident_s
+                axes.bar(at, height, 0.9 * width, color=colours[index], label=label)
+                axes.plot(at, row.predicted_s / resident_s, marker="_", color=figures.VERMILION)
+        axes.axhline(1.0, color=figures.INK, linewidth=0.6)
+        axes.set_xticks(
+            range(len(cases)), [f"{ranks} ranks, batch {batch}" for ranks, batch in cases]
+        )
+        axes.set_ylabel("step, to all on device")
+        figures.add_title(
+            axes,
+            "Where optimizer state lives, and what it costs",
+            "bars are measured on emulated ranks in virtual time, red dashes are predicted; no"
+            " schedule beats the line",
+        )
+        axes.figure.legend(loc="outside lower center", ncols=4)
 
 
 def main() -> None:

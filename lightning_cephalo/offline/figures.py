@@ -1,60 +1,82 @@
-"""Figures of simulations and comparisons; needs matplotlib (the extra ``plot``)."""
+"""Figures of steps, memory and comparisons, for files and for pages; needs matplotlib.
+
+Each kind of figure has one function that draws it on axes. Colours are those of Okabe and Ito (and
+a dark yellow), which colour-blind readers can distinguish. A page has its own colours in place of
+``INK``, ``PALE`` and ``PAPER``.
+"""
 
 from __future__ import annotations
 
+import io
 import math
+import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from markupsafe import Markup
+
+from lightning_cephalo.common import files
 from lightning_cephalo.common.errors import PlanError
-from lightning_cephalo.common.quantities import GIB, format_rate, format_seconds
-from lightning_cephalo.offline.canvas import (
-    BLACK,
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PALE,
-    PURPLE,
-    SKY,
-    VERMILION,
-    add_legend,
-    add_title,
-    colours_of,
-    empty_figure,
-    end_of_labels,
-    save,
+from lightning_cephalo.common.quantities import (
+    byte_unit,
+    format_bytes,
+    format_rate,
+    format_seconds,
 )
 from lightning_cephalo.plan import Plan, Problem, cost
 from lightning_cephalo.plan.program import OPERATIONS, Operation
-from lightning_cephalo.plan.timeline import Event, Simulation, Stream, Timeline
+from lightning_cephalo.plan.timeline import Event, Kind, Simulation, Stream, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-_ROWS = 16
-_LINES = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, BLACK, GREY)
-_MEMORY_PARTS = (
-    ("state", BLUE),
-    ("gathered buffers", ORANGE),
-    ("boundaries and kept activations", SKY),
-    ("peak of a microbatch", PURPLE),
+INK, GREY, PALE, PAPER = "#010203", "#999999", "#e8e8e8", "#fefefe"
+ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
+BLUE, VERMILION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
+SIMULATED = "simulated"
+LAYERS: dict[str, str] = {
+    Kind.OTHER.value: GREY,
+    Kind.PARAMETER_ROWS.value: BLUE,
+    Kind.OPTIMIZER_STATE.value: GREEN,
+    Kind.GRADIENT_ROWS.value: PURPLE,
+    Kind.GATHERED.value: ORANGE,
+    Kind.FULL_GRADIENTS.value: VERMILION,
+    Kind.ACTIVATIONS.value: SKY,
+    Kind.INSIDE.value: YELLOW,
+    SIMULATED: SKY,
+}
+MOST_ROWS = 16
+MOST_MEMORIES = 8
+
+_SUFFIXES = (".png", ".svg")
+_STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+    "font.family": "sans-serif",
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor"), INK),
+    **dict.fromkeys(("xtick.color", "ytick.color"), INK),
+}
+# streams that share a track, from the top of a row
+_TRACKS = (
+    (Stream.COMPUTE,),
+    (Stream.COMMUNICATION, Stream.REDUCTION),
+    (Stream.COPY,),
+    (Stream.TO_DEVICE,),
+    (Stream.TO_HOST,),
+    (Stream.HOST,),
 )
-# Top and height of each stream's bar in a row of height 1, measured from the row's top.
-_PLACES = {
-    Stream.COMPUTE: (0.08, 0.44),
-    Stream.COMMUNICATION: (0.54, 0.2),
-    Stream.REDUCTION: (0.54, 0.2),
-}
-_COPY_PLACE = (0.76, 0.16)
-_STATE_PLACES = {
-    Stream.TO_DEVICE: (0.76, 0.05),
-    Stream.TO_HOST: (0.82, 0.05),
-    Stream.HOST: (0.88, 0.05),
-}
 
 
 @dataclass(frozen=True)
@@ -66,228 +88,109 @@ class ComparisonRow:
     reason: str = ""
 
 
-def timeline_figure(simulation: Simulation, problem: Problem, path: str | PathLike[str]) -> None:
-    """Draw the streams of every rank over one step; beyond 16 rows only the busiest are drawn."""
-    _check_ranks(simulation, len(problem.ranks), "the problem")
-    rows, left_out = _rows(simulation, problem)
-    figure, (axes,) = empty_figure(path, 13, 1.6 + 0.62 * len(rows))
-    scale, unit = time_scale(simulation.step_s)
-    seen: set[Operation] = set()
-    for row, (_, timeline) in enumerate(rows):
-        seen |= draw_streams(axes, row, timeline.events, simulation.step_s, scale)
-    axes.set_ylim(len(rows), 0)
-    axes.set_xlim(0, simulation.step_s * scale)
-    axes.set_yticks(
-        [row + 0.5 for row in range(len(rows))],
-        [
-            f"{label}\n{timeline.compute_s / simulation.step_s:.0%} busy"
-            if simulation.step_s
-            else label
-            for label, timeline in rows
-        ],
-    )
-    axes.tick_params(axis="y", length=0)
-    axes.set_xlabel(f"time in the step ({unit})")
-    add_title(
-        axes,
-        f"One step of {simulation.world_size} ranks, {format_seconds(simulation.step_s)}",
-        f"upper bar: compute, below: communication{_copies(seen)}{left_out}",
-    )
-    add_legend(figure, colours_of(seen))
-    save(figure, path)
+@dataclass(frozen=True)
+class Memory:
+    """What a rank holds in a step: bytes of each layer, from each of the times on."""
+
+    label: str
+    times_s: Sequence[float]
+    layers: Mapping[str, Sequence[float]]
+    planned_bytes: float | None = None
+    capacity_bytes: float | None = None
+    planned_parts: str = ""
+
+    @property
+    def peak_bytes(self) -> float:
+        return max(sum(sizes) for sizes in zip(*self.layers.values(), strict=True))
 
 
-def memory_figure(
-    simulation: Simulation, problem: Problem, plan: Plan, path: str | PathLike[str]
-) -> None:
-    """Draw every rank's memory: bars are predicted by ``plan/cost.py``, lines are simulated."""
-    _check_ranks(simulation, len(problem.ranks), "the problem")
-    _check_ranks(simulation, len(plan.ranks), "the plan")
-    rows, left_out = _rows(simulation, problem)
-    figure, (bars, lines) = empty_figure(path, 13, 2.2 + 0.42 * len(rows), columns=2)
-    scale, unit = _byte_scale(cost.predict(problem, plan))
-    _draw_memory_bars(bars, rows, problem, plan, scale)
-    bars.set_xlabel(f"predicted memory ({unit})")
-    add_title(bars, "What fills the memory", f"black mark: capacity, red name: over it{left_out}")
-    _draw_memory_lines(lines, rows, problem, simulation.step_s, scale)
-    lines.set_ylabel(f"simulated memory ({unit})")
-    add_title(lines, "Memory over one step", "kept in the forward, released in the backward")
-    add_legend(figure, _MEMORY_PARTS)
-    save(figure, path)
+# -- files and pages ----------------------------------------------------------------------------
 
 
-def comparison_figure(rows: Sequence[ComparisonRow], path: str | PathLike[str]) -> None:
-    """Draw the throughput of allocations as bars; allocations that cannot run are marked."""
-    if not rows:
-        raise PlanError("comparison_figure: expected at least one row to compare, but got none.")
-    figure, (axes,) = empty_figure(path, 9, 1.4 + 0.6 * len(rows))
-    most = max(row.samples_per_s or 0.0 for row in rows) or 1.0
-    labels = []
-    for index, row in enumerate(rows):
-        colour = BLUE if index == len(rows) - 1 else SKY
-        if row.samples_per_s is None:
-            axes.barh(index, most, height=0.62, color="none", edgecolor=PALE, hatch="////")
-            # more lines would run into the next row; the table has the whole reason
-            text = textwrap.fill(
-                f"cannot run: {row.reason}".rstrip(": "), 70, max_lines=3, placeholder=" …"
-            )
-            colour, at = VERMILION, 0.0
-        else:
-            axes.barh(index, row.samples_per_s, height=0.62, color=colour, linewidth=0)
-            text, colour, at = _throughput(row), BLACK, row.samples_per_s
-        label = axes.annotate(
-            text,
-            (at, index),
-            xytext=(6, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=9,
-            color=colour,
-            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
-        )
-        labels.append((at, label))
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_yticks(range(len(rows)), [row.name for row in rows])
-    axes.tick_params(axis="y", length=0)
-    axes.set_xlabel("predicted throughput (samples/s)")
-    add_title(axes, "Allocations compared", "longer is better")
-    # wide at first, as the layout narrows axes if labels extend beyond them
-    axes.set_xlim(0, 3 * most)
-    axes.set_xlim(0, max(1.05 * most, end_of_labels(figure, axes, labels)))
-    save(figure, path)
+@contextmanager
+def drawing(
+    path: str | PathLike[str], height: float, width: float = 10.0, grid: tuple[int, int] = (1, 1)
+) -> Iterator[list[Axes]]:
+    """Let axes be drawn on, then write the file completely or not at all.
 
-
-def _rows(simulation: Simulation, problem: Problem) -> tuple[list[tuple[str, Timeline]], str]:
-    """Return labels and timelines to draw, and a note on the rows that are left out."""
-    if simulation.world_size <= _ROWS:
-        ranks = range(simulation.world_size)
-        return [
-            (f"rank {rank}  {problem.ranks[rank].name}", simulation.timeline(rank))
-            for rank in ranks
-        ], ""
-    kinds = list(simulation.timelines)
-    left_out = ""
-    if len(kinds) > _ROWS:
-        left_out = f"; the busiest {_ROWS} of {len(kinds)} kinds of ranks"
-        kinds = sorted(kinds, key=lambda timeline: -timeline.compute_s)[:_ROWS]
-        kinds.sort(key=lambda timeline: timeline.ranks)
-    return [(_kind_label(timeline, problem), timeline) for timeline in kinds], left_out
-
-
-def _kind_label(timeline: Timeline, problem: Problem) -> str:
-    return f"{len(timeline.ranks)} × {problem.ranks[timeline.ranks[0]].name}"
-
-
-def draw_streams(
-    axes: Axes, row: int, events: Sequence[Event], step_s: float, scale: float
-) -> set[Operation]:
-    """Draw the streams of a rank in one row, and return the operations in it."""
-    places, used = dict(_PLACES), {event.stream for event in events}
-    if Stream.COPY in used:
-        places[Stream.COPY] = _COPY_PLACE
-    if used & _STATE_PLACES.keys():
-        places |= _STATE_PLACES
-    spans: dict[tuple[Stream, Operation], list[tuple[float, float]]] = {}
-    for event in events:
-        span = (event.start_s * scale, (event.end_s - event.start_s) * scale)
-        spans.setdefault((event.stream, event.operation), []).append(span)
-    for top, height in dict.fromkeys(places.values()):
-        axes.broken_barh([(0, step_s * scale)], (row + top, height), facecolors=PALE)
-    for (stream, name), found in spans.items():
-        top, height = places[stream]
-        # a white seam between neighbours, but only where the bars are wider than the seam
-        wide = sum(width for _, width in found) / len(found) > 0.004 * step_s * scale
-        axes.broken_barh(
-            found,
-            (row + top, height),
-            facecolors=OPERATIONS[name].colour,
-            edgecolors="white" if wide else "none",
-            linewidth=0.4 if wide else 0,
-        )
-    return {name for _, name in spans}
-
-
-def _draw_memory_bars(
-    axes: Axes, rows: Sequence[tuple[str, Timeline]], problem: Problem, plan: Plan, scale: float
-) -> None:
-    longest = 0.0
-    axes.set_yticks(range(len(rows)), [label for label, _ in rows])
-    axes.tick_params(axis="y", length=0)
-    for row, (_, timeline) in enumerate(rows):
-        rank, left = timeline.ranks[0], 0.0
-        for size, (_, colour) in zip(
-            _memory_parts(problem, plan, rank), _MEMORY_PARTS, strict=True
-        ):
-            axes.barh(row, size * scale, left=left, height=0.62, color=colour, linewidth=0)
-            left += size * scale
-        longest = max(longest, left)
-        limit = problem.ranks[rank].capacity_bytes * scale
-        if math.isfinite(limit):
-            axes.plot([limit, limit], [row - 0.42, row + 0.42], color=BLACK, linewidth=2)
-            longest = max(longest, limit)
-        if left > limit * (1 + 1e-9):
-            axes.get_yticklabels()[row].set_color(VERMILION)
-    axes.set_xlim(0, 1.06 * longest or 1)
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-
-
-def _draw_memory_lines(
-    axes: Axes,
-    rows: Sequence[tuple[str, Timeline]],
-    problem: Problem,
-    step_s: float,
-    scale: float,
-) -> None:
-    """Draw one line for all equal ranks, as their lines would hide each other."""
-    seconds, unit = time_scale(step_s)
-    kinds = {timeline.ranks: timeline for _, timeline in rows}
-    styles = ((colour, style) for style in ("solid", "dashed") for colour in _LINES)
-    for timeline, (colour, style) in zip(kinds.values(), styles, strict=False):
-        points = [*timeline.memory, (step_s, timeline.memory[-1][1])]
-        axes.step(
-            [time_s * seconds for time_s, _ in points],
-            [size * scale for _, size in points],
-            where="post",
-            color=colour,
-            linestyle=style,
-            linewidth=1,
-            label=_kind_label(timeline, problem),
-        )
-    axes.set_xlim(0, step_s * seconds or 1)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel(f"time in the step ({unit})")
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=8)
-
-
-def _memory_parts(problem: Problem, plan: Plan, rank: int) -> tuple[float, float, float, float]:
-    """Return the bytes of each part at the moment of the step at which the rank holds the most."""
-    problem = cost.as_planned(problem, plan)
-    part, profile = plan.ranks[rank], problem.ranks[rank]
-    mode, sizes = cost.Mode.of(part), part.microbatch_sizes
-    need = max(
-        (needed(problem, profile, mode) for needed in cost.DEVICE_NEEDS),
-        key=lambda need: part.state_fraction * need.state + need.of(sizes),
-    )
-    held = need.kept(part.batch_size, len(part.microbatch_sizes))
-    working = need.of(part.microbatch_sizes)
-    return part.state_fraction * need.state, need.fixed, held, working - need.fixed - held
-
-
-def _throughput(row: ComparisonRow) -> str:
-    assert row.samples_per_s is not None
-    text = f"{format_rate(row.samples_per_s)} samples/s"
-    if row.step_s is not None:
-        text += f"\nstep {format_seconds(row.step_s)}"
-    fill = [size / capacity for size, capacity in row.memory or () if math.isfinite(capacity)]
-    return f"{text}, fullest rank {max(fill):.0%}" if fill else text
-
-
-def _check_ranks(simulation: Simulation, ranks: int, what: str) -> None:
-    if ranks != simulation.world_size:
+    Raises PlanError naming the file if it cannot be written.
+    """
+    if Path(path).suffix.lower() not in _SUFFIXES:
         raise PlanError(
-            f"Expected {what} that was simulated, with {simulation.world_size} ranks, but got one "
-            f"with {ranks}. Give the same as to simulate()."
+            f"{path}: expected a file name that ends in {', '.join(_SUFFIXES)}, "
+            f"but got the suffix {Path(path).suffix!r}. Rename the file."
         )
+    with _canvas(height, width, grid) as (figure, axes):
+        yield axes
+        save(figure, path)
+
+
+def save(figure: Figure, path: str | PathLike[str]) -> None:
+    with files.replacing(Path(path)) as beside:
+        figure.savefig(beside, dpi=150, facecolor="white")
+
+
+def svg(title: str, height: float, draw: Callable[[list[Axes]], None], rows: int = 1) -> Markup:
+    """Return a figure as SVG inside a page, to be seen on light and dark."""
+    file = io.StringIO()
+    with _canvas(height, 10.0, (rows, 1)) as (figure, axes):
+        draw(axes)
+        figure.savefig(file, format="svg", transparent=True, metadata={"Title": title})
+    whole = file.getvalue()
+    inner = re.sub(r"<metadata>.*?</metadata>", "", whole[whole.index("<svg") :], flags=re.DOTALL)
+    inner = re.sub(r' xmlns(:\w+)?="[^"]*"', "", inner)
+    for colour, of_page in ((INK, "currentColor"), (PALE, "var(--pale)"), (PAPER, "var(--page)")):
+        inner = inner.replace(colour, of_page)
+    return Markup(inner)
+
+
+@contextmanager
+def _canvas(
+    height: float, width: float, grid: tuple[int, int]
+) -> Iterator[tuple[Figure, list[Axes]]]:
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "Figures need matplotlib, which is not installed. "
+            "Install it with: pip install 'lightning-cephalo[plot]'"
+        ) from error
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        yield figure, list(figure.subplots(*grid, squeeze=False).flatten())
+
+
+def add_title(axes: Axes, title: str, below: str) -> None:
+    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", pad=20)
+    axes.text(0, 1, below, transform=axes.transAxes, va="bottom", color="#555555")
+
+
+def add_legend(figure: Any, entries: Mapping[str, str]) -> None:
+    """Put labels and their colours below everything else, in as many rows as their width takes."""
+    from matplotlib.patches import Patch
+
+    handles: list[Any] = [Patch(color=colour, label=label) for label, colour in entries.items()]
+    for columns in range(min(len(handles), 9), 0, -1):
+        legend = figure.legend(handles=handles, loc="outside lower center", ncols=columns)
+        figure.draw_without_rendering()  # the fonts set the width of the legend
+        if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            return
+        legend.remove()
+
+
+def name_rows(axes: Axes, names: Sequence[str]) -> None:
+    """Name rows of height 1, whose middles are 0, 1, …, from the top."""
+    axes.set_yticks(range(len(names)), names)
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+
+
+def time_axis(axes: Axes, end_s: float) -> float:
+    """Let the axes show a step's time; return their units per second."""
+    scale, unit = time_scale(end_s)
+    axes.set(xlim=(0, end_s * scale or 1), xlabel=f"time in the step ({unit})")
+    return scale
 
 
 def time_scale(seconds: float) -> tuple[float, str]:
@@ -295,10 +198,178 @@ def time_scale(seconds: float) -> tuple[float, str]:
     return (1.0, "s") if seconds >= 1 else (1e3, "ms")
 
 
-def _byte_scale(prediction: cost.StepPrediction) -> tuple[float, str]:
-    most = max(rank.memory_bytes for rank in prediction.ranks)
-    return (1 / GIB, "GiB") if most >= GIB / 8 else (1.0, "bytes")
+# -- kinds of figures ---------------------------------------------------------------------------
 
 
-def _copies(seen: set[Operation]) -> str:
-    return ", copies" if Operation.OFFLOAD in seen else ""
+def timeline(axes: Axes, rows: Sequence[tuple[str, Sequence[Event]]], end_s: float) -> None:
+    """Draw what the streams of ranks or stages do, a row each."""
+    used = {event.stream for _, events in rows for event in events}
+    tracks = [track for track in _TRACKS if used & set(track)]
+    scale = time_axis(axes, end_s)
+    seen: set[Operation] = set()
+    for row, (_, events) in enumerate(rows):
+        top, each = row - 0.44, 0.88 / (len(tracks) + 1)
+        for track in tracks:
+            height = each * 2 if Stream.COMPUTE in track else each
+            spans: dict[Operation, list[tuple[float, float]]] = {}
+            axes.broken_barh([(0, end_s * scale)], (top, 0.9 * height), facecolors=PALE)
+            for event in events:
+                if event.stream in track:
+                    span = (event.start_s * scale, (event.end_s - event.start_s) * scale)
+                    spans.setdefault(event.operation, []).append(span)
+            for operation, found in spans.items():
+                # a seam between neighbours, but only where the bars are wider than the seam
+                wide = sum(width for _, width in found) / len(found) > 0.004 * end_s * scale
+                axes.broken_barh(
+                    found,
+                    (top, 0.9 * height),
+                    facecolors=OPERATIONS[operation].colour,
+                    edgecolors=PAPER if wide else "none",
+                    linewidth=0.4 if wide else 0,
+                )
+            seen |= spans.keys()
+            top += height
+    name_rows(axes, [name for name, _ in rows])
+    colours = {each.value: info.colour for each, info in OPERATIONS.items() if each in seen}
+    add_legend(axes.figure, colours)
+
+
+def memory(panels: Sequence[Axes], shown: Sequence[Memory], end_s: float) -> None:
+    """Draw what ranks hold over a step, a panel each, with the plan's peak and the capacity."""
+    unit, bytes_each = byte_unit(max(one.peak_bytes for one in shown))
+    used: set[str] = set()
+    for axes, one in zip(panels, shown, strict=True):
+        layers = {name: sizes for name, sizes in one.layers.items() if any(sizes)}
+        used |= layers.keys()
+        scale = time_axis(axes, end_s)
+        axes.stackplot(
+            [time_s * scale for time_s in (*one.times_s, end_s)],
+            *([size / bytes_each for size in (*sizes, sizes[-1])] for sizes in layers.values()),
+            step="post",
+            colors=[LAYERS[name] for name in layers],
+            linewidth=0,
+        )
+        title = f"{one.label}: {format_bytes(one.peak_bytes)} at its peak"
+        if one.planned_bytes is not None:
+            title += f", {format_bytes(one.planned_bytes)} predicted{one.planned_parts}"
+        is_over = one.capacity_bytes is not None and one.peak_bytes > one.capacity_bytes
+        axes.set_title(title, loc="left", color=VERMILION if is_over else INK)
+        # the two lines may be as high as each other
+        for text, size, style, at, side in (
+            ("predicted peak", one.planned_bytes, "dashed", 1, "right"),
+            ("may use", one.capacity_bytes, "solid", 0.005, "left"),
+        ):
+            if size is not None and size < 3 * max(one.peak_bytes, 1.0):
+                height, place = size / bytes_each, ("axes fraction", "data")
+                axes.axhline(height, color=INK, linewidth=1, linestyle=style)
+                said = f"{text} {format_bytes(size)}"
+                axes.annotate(said, (at, height), xycoords=place, ha=side, va="bottom")
+        axes.set(ylim=(0, 1.1 * axes.get_ylim()[1]), ylabel=unit)
+        axes.label_outer()
+    add_legend(panels[0].figure, {name: LAYERS[name] for name in LAYERS if name in used})
+
+
+# -- files of the command line ------------------------------------------------------------------
+
+
+def timeline_figure(simulation: Simulation, problem: Problem, path: str | PathLike[str]) -> None:
+    """Draw the streams of each kind of ranks over one step; beyond 16 kinds, of the busiest."""
+    kinds, left_out = _most(simulation, problem, MOST_ROWS, lambda kind: kind.compute_s, "busiest")
+    step_s, rows = simulation.step_s, []
+    for label, kind in kinds:
+        busy = f"\n{kind.compute_s / step_s:.0%} busy" if step_s else ""
+        rows.append((f"{label}{busy}", kind.events))
+    with drawing(path, 1.6 + 0.62 * len(rows), width=13) as (axes,):
+        timeline(axes, rows, step_s)
+        title = f"One step of {simulation.world_size} ranks, {format_seconds(step_s)}"
+        add_title(axes, title, f"upper bar: compute, below: communication and copies{left_out}")
+
+
+def memory_figure(
+    simulation: Simulation, problem: Problem, plan: Plan, path: str | PathLike[str]
+) -> None:
+    """Draw the simulated memory of each kind of ranks, and what ``plan/cost.py`` predicts."""
+    kinds, left_out = _most(simulation, problem, MOST_MEMORIES, _peak_bytes, "fullest")
+    predicted = cost.predict(problem, plan).ranks
+    shown = []
+    for label, kind in kinds:
+        rank, (times_s, sizes) = kind.ranks[0], zip(*kind.memory, strict=True)
+        limits = predicted[rank].memory_bytes, problem.ranks[rank].capacity_bytes
+        parts = _parts(problem, plan, rank)
+        shown.append(Memory(label, times_s, {SIMULATED: sizes}, *limits, parts))
+    with drawing(path, 0.8 + 1.7 * len(shown), width=13, grid=(len(shown), 1)) as panels:
+        memory(panels, shown, simulation.step_s)
+        panels[-1].set_xlabel(f"{panels[-1].get_xlabel()}{left_out}")
+
+
+def comparison_figure(rows: Sequence[ComparisonRow], path: str | PathLike[str]) -> None:
+    """Draw the throughput of allocations as bars; allocations that cannot run are marked."""
+    most = max(row.samples_per_s or 0.0 for row in rows) or 1.0
+    with drawing(path, 1.4 + 0.6 * len(rows)) as (axes,):
+        for index, row in enumerate(rows):
+            if row.samples_per_s is None:
+                axes.barh(index, most, height=0.62, color="none", edgecolor=PALE, hatch="////")
+                # more lines would run into the next row; the table has the whole reason
+                reason = f"cannot run: {row.reason}".rstrip(": ")
+                text = textwrap.fill(reason, 70, max_lines=3, placeholder=" …")
+                white: Any = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
+                axes.text(0.01 * most, index, text, va="center", color=VERMILION, bbox=white)
+            else:
+                colour = BLUE if index == len(rows) - 1 else SKY
+                axes.barh(index, row.samples_per_s, height=0.62, color=colour, linewidth=0)
+        name_rows(axes, [row.name for row in rows])
+        beside = axes.secondary_yaxis("right")
+        beside.set_yticks(range(len(rows)), [_throughput(row) for row in rows])
+        beside.tick_params(length=0)
+        beside.spines["right"].set_visible(False)
+        axes.set_xlim(0, 1.05 * most)
+        axes.set_xlabel("predicted throughput (samples/s)")
+        add_title(axes, "Allocations compared", "longer is better")
+
+
+def _most(
+    simulation: Simulation,
+    problem: Problem,
+    most: int,
+    key: Callable[[Timeline], float],
+    which: str,
+) -> tuple[list[tuple[str, Timeline]], str]:
+    """Return kinds of equal ranks with their labels, and a note on those that are left out."""
+    kinds = sorted(simulation.timelines, key=key, reverse=True)[:most]
+    kinds.sort(key=lambda kind: kind.ranks)
+    count = len(simulation.timelines)
+    left_out = f"; the {which} {most} of {count} kinds of ranks" if count > most else ""
+    labels = [f"{len(kind.ranks)} × {problem.ranks[kind.ranks[0]].name}" for kind in kinds]
+    return list(zip(labels, kinds, strict=True)), left_out
+
+
+def _peak_bytes(kind: Timeline) -> float:
+    return max(size for _, size in kind.memory)
+
+
+def _parts(problem: Problem, plan: Plan, rank: int) -> str:
+    """Return what fills a rank at the moment of the step at which it holds the most."""
+    problem = cost.as_planned(problem, plan)
+    part, profile = plan.ranks[rank], problem.ranks[rank]
+    mode, sizes = cost.Mode.of(part), part.microbatch_sizes
+    need = max(
+        (needed(problem, profile, mode) for needed in cost.DEVICE_NEEDS),
+        key=lambda need: part.state_fraction * need.state + need.of(sizes),
+    )
+    held = need.kept(part.batch_size, len(sizes))
+    peak = need.of(sizes) - need.fixed - held
+    return (
+        f": state {format_bytes(part.state_fraction * need.state)}, gathered buffers"
+        f" {format_bytes(need.fixed)}, boundaries and kept activations {format_bytes(held)},"
+        f" peak of a microbatch {format_bytes(peak)}"
+    )
+
+
+def _throughput(row: ComparisonRow) -> str:
+    if row.samples_per_s is None:
+        return ""
+    text = f"{format_rate(row.samples_per_s)} samples/s"
+    if row.step_s is not None:
+        text += f"\nstep {format_seconds(row.step_s)}"
+    fill = [size / capacity for size, capacity in row.memory or () if math.isfinite(capacity)]
+    return f"{text}, fullest rank {max(fill):.0%}" if fill else text

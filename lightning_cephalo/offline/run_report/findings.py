@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
 from lightning_cephalo.common.quantities import format_bytes, format_seconds
-from lightning_cephalo.observe.run_record import RankRecord, RunRecord
+from lightning_cephalo.observe.run_record import RunRecord
 from lightning_cephalo.offline.run_report.lost_time import LostTime
 
 # Less than this share of a step is not worth a sentence.
 _SHARE = 0.05
 _UNLIKE = 0.1
 _NEARLY_FULL = 0.97
-_SLOWER = 1.1
 _CLEARLY_LESS = 0.5
 
 
@@ -29,143 +28,100 @@ class Finding:
 
 def findings(record: RunRecord, lost: Sequence[LostTime]) -> list[Finding]:
     """Return what stands out, the largest share of time first."""
-    found = [*_between_steps(record), *_unlike_the_plan(record), *_memory(record)]
-    if lost:
-        found += [*_waiting_for_others(record, lost), *_network(record, lost)]
-        found += [*_update(lost), *_rest(lost)]
+    found = [*_of_steps(record), *_of_memory(record), *(_of_recorded(record, lost) if lost else ())]
     return sorted(found, key=lambda finding: -finding.share)
 
 
-def _between_steps(record: RunRecord) -> list[Finding]:
-    steps = [
-        (rank.between_s, rank.step_s)
-        for rank in record.ranks
-        if rank.between_s is not None and rank.step_s is not None
-    ]
+def _of_steps(record: RunRecord) -> Iterator[Finding]:
+    between = [rank.between_s for rank in record.ranks if rank.between_s is not None]
+    steps = [rank.step_s for rank in record.ranks if rank.step_s is not None]
     if not steps:
-        return []
-    between_s, step_s = (median(values) for values in zip(*steps, strict=True))
-    share = between_s / (between_s + step_s) if between_s + step_s else 0.0
-    if share < _SHARE:
-        return []
-    text = (
-        f"{format_seconds(between_s)} pass between two steps ({share:.0%} of all time): data"
-        " loading, hooks and logging, which no plan shortens. More workers of the data loader, or"
-        " less work in hooks, would."
-    )
-    return [Finding(share, text)]
+        return
+    between_s, predicted_s = median(between or [0.0]), record.plan.step_s
+    share = between_s / (between_s + median(steps)) if between_s else 0.0
+    if share >= _SHARE:
+        yield Finding(
+            share,
+            f"{format_seconds(between_s)} pass between two steps ({share:.0%} of all time): data"
+            " loading, hooks and logging, which no plan shortens. More workers of the data loader,"
+            " or less work in hooks, would.",
+        )
+    excess = max(steps) / predicted_s - 1 if predicted_s else 0.0
+    if excess >= _UNLIKE:
+        yield Finding(
+            excess / (1 + excess),
+            f"A step takes {format_seconds(max(steps))}, {excess:.0%} longer than the"
+            f" {format_seconds(predicted_s)} that the plan predicts.",
+        )
 
 
-def _waiting_for_others(record: RunRecord, lost: Sequence[LostTime]) -> list[Finding]:
-    share = _mean_share(lost, [one.others_s for one in lost])
-    if share < _SHARE:
-        return []
-    awaited = min(lost, key=lambda one: one.others_s / one.step_s if one.step_s else math.inf)
-    text = f"In the recorded step ranks wait {share:.0%} of the time for ranks that come later."
-    if awaited.others_s < _CLEARLY_LESS * share * awaited.step_s:
-        text += f" {_named(awaited.rank, awaited.name)} waits least of all: it is waited for."
-        text += _pace(record.ranks[awaited.rank], record)
-    else:
-        text += " They wait for each other in turn: no single rank is the slowest all the time."
-    return [Finding(share, text)]
+def _of_memory(record: RunRecord) -> Iterator[Finding]:
+    for rank, part in zip(record.ranks, record.plan.ranks, strict=True):
+        peak = None if rank.measured_memory is None else rank.measured_memory.peak_bytes
+        holds = f"{_named(rank.rank, rank.name)} holds {format_bytes(peak)}"
+        if peak is None:
+            continue
+        if peak > _NEARLY_FULL * (part.capacity_bytes or math.inf):
+            may = f"the {format_bytes(part.capacity_bytes)} that it may use"
+            yield Finding(0.0, f"{holds} of {may}: a little more ends the run.")
+        elif part.memory_bytes and peak > (1 + _UNLIKE) * part.memory_bytes:
+            planned = f"the {format_bytes(part.memory_bytes)} that the plan predicts"
+            yield Finding(0.0, f"{holds}, more than {planned}.")
 
 
-def _mean_share(lost: Sequence[LostTime], parts_s: Sequence[float]) -> float:
-    """Return which part of a step these seconds of every rank are, on average."""
-    pairs = zip(lost, parts_s, strict=True)
-    return fmean(part_s / one.step_s if one.step_s else 0.0 for one, part_s in pairs)
+def _of_recorded(record: RunRecord, lost: Sequence[LostTime]) -> Iterator[Finding]:
+    fields = ("others_s", "network_s", "update_s", "rest_s")
+    others, network, update, rest = (fmean(one.share(field) for one in lost) for field in fields)
+    if others >= _SHARE:
+        text = (
+            f"In the recorded step ranks wait {others:.0%} of the time for ranks that come later."
+        )
+        yield Finding(others, f"{text} {_who_is_late(record, lost, others)}")
+    if network >= _SHARE:
+        text = (
+            f"In the recorded step ranks wait {network:.0%} of the time for transfers that no"
+            " compute hides. A larger global batch hides more of them"
+        )
+        if record.plan.reshard_after_forward is not False:
+            text += ", and units that stay gathered need a third less, where memory allows it"
+        yield Finding(network, f"{text}.")
+    if update >= _UNLIKE:
+        yield Finding(
+            update,
+            f"The optimizer takes {update:.0%} of the recorded step. A larger batch has fewer"
+            " updates; fused=True is faster where the optimizer has it.",
+        )
+    if rest >= _UNLIKE:
+        yield Finding(
+            rest,
+            f"{rest:.0%} of the recorded step is neither work of a device nor waiting for ranks:"
+            " code of the host between instructions (hooks, clipping, Python), copies, or a machine"
+            " that does something else. Smaller units and microbatches make it more, larger ones"
+            " less.",
+        )
 
 
-def _rest(lost: Sequence[LostTime]) -> list[Finding]:
-    share = _mean_share(lost, [one.rest_s for one in lost])
-    if share < _UNLIKE:
-        return []
-    text = (
-        f"{share:.0%} of the recorded step is neither work of a device nor waiting for ranks: code"
-        " of the host between instructions (hooks, clipping, Python), copies, or a machine that"
-        " does something else. Smaller units and microbatches make it more, larger ones less."
-    )
-    return [Finding(share, text)]
-
-
-def _pace(rank: RankRecord, record: RunRecord) -> str:
+def _who_is_late(record: RunRecord, lost: Sequence[LostTime], share: float) -> str:
+    """Say which rank the others wait for, and what would help."""
+    awaited = min(lost, key=lambda one: one.share("others_s"))
+    if awaited.share("others_s") >= _CLEARLY_LESS * share:
+        return "They wait for each other in turn: no single rank is the slowest all the time."
+    text = f"{_named(awaited.rank, awaited.name)} waits least of all: it is waited for."
+    rank = record.ranks[awaited.rank]
     if rank.busy_s is None or not rank.predicted_busy_s:
-        return " Its share of the work is too large for its speed."
+        return f"{text} Its share of the work is too large for its speed."
     factor = rank.busy_s / rank.predicted_busy_s
-    if factor < _SLOWER:
-        return " Its work takes as long as predicted: the batch divides no better, or steps differ."
+    if factor < 1 + _UNLIKE:
+        return (
+            f"{text} Its work takes as long as predicted: the batch divides no better, or steps"
+            " differ."
+        )
     way_out = (
         "Leave plan= out, to measure and plan anew."
         if record.is_given
         else "Start again, to measure and plan anew; replan=True changes the plan while training."
     )
-    return f" Its work takes {factor:.2f} times what the plan predicts. {way_out}"
-
-
-def _network(record: RunRecord, lost: Sequence[LostTime]) -> list[Finding]:
-    share = _mean_share(lost, [one.network_s for one in lost])
-    if share < _SHARE:
-        return []
-    text = (
-        f"In the recorded step ranks wait {share:.0%} of the time for transfers that no compute"
-        " hides. A larger global batch hides more of them"
-    )
-    if record.plan.reshard_after_forward is not False:
-        text += ", and units that stay gathered need a third less, where memory allows it"
-    return [Finding(share, text + ".")]
-
-
-def _update(lost: Sequence[LostTime]) -> list[Finding]:
-    share = _mean_share(lost, [one.update_s for one in lost])
-    if share < _UNLIKE:
-        return []
-    text = (
-        f"The optimizer takes {share:.0%} of the recorded step. A larger batch has fewer updates;"
-        " fused=True is faster where the optimizer has it."
-    )
-    return [Finding(share, text)]
-
-
-def _unlike_the_plan(record: RunRecord) -> list[Finding]:
-    steps = [rank.step_s for rank in record.ranks if rank.step_s is not None]
-    predicted_s = record.plan.step_s
-    if not steps or not predicted_s:
-        return []
-    excess = max(steps) / predicted_s - 1
-    if excess < _UNLIKE:
-        return []
-    text = (
-        f"A step takes {format_seconds(max(steps))}, {excess:.0%} longer than the"
-        f" {format_seconds(predicted_s)} that the plan predicts."
-    )
-    return [Finding(excess / (1 + excess), text)]
-
-
-def _memory(record: RunRecord) -> list[Finding]:
-    found = []
-    for rank, part in zip(record.ranks, record.plan.ranks, strict=True):
-        measured = rank.measured_memory
-        peak = None if measured is None else measured.peak_bytes
-        if peak is None:
-            continue
-        named, capacity = _named(rank.rank, rank.name), part.capacity_bytes or math.inf
-        if peak > _NEARLY_FULL * capacity:
-            found.append(
-                Finding(
-                    0.0,
-                    f"{named} holds {format_bytes(peak)} of the"
-                    f" {format_bytes(capacity)} that it may use: a little more ends the run.",
-                )
-            )
-        elif part.memory_bytes and peak > (1 + _UNLIKE) * part.memory_bytes:
-            found.append(
-                Finding(
-                    0.0,
-                    f"{named} holds {format_bytes(peak)}, more than the"
-                    f" {format_bytes(part.memory_bytes)} that the plan predicts.",
-                )
-            )
-    return found
+    return f"{text} Its work takes {factor:.2f} times what the plan predicts. {way_out}"
 
 
 def _named(rank: int, name: str) -> str:

@@ -6,8 +6,8 @@ exchange of a few bytes only waits for others.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lightning_cephalo.plan.program import NONE, Operation
@@ -15,8 +15,7 @@ from lightning_cephalo.plan.timeline import Event, Recording, Stream
 
 # Collectives report their end in another thread, which may be late by as much.
 _LATE_S = 1e-3
-_COLLECTIVES = (Operation.GATHER, Operation.REDUCE)
-_Name = tuple[Operation, int, int]
+_Begun = Sequence[tuple[Event, float]]
 
 
 @dataclass(frozen=True)
@@ -32,85 +31,64 @@ class LostTime:
     network_s: float
     rest_s: float
 
-
-@dataclass(frozen=True)
-class _Collective:
-    event: Event
-    name: _Name
+    def share(self, field: str) -> float:
+        """Return the part of the step that went there, 0 to 1."""
+        return float(getattr(self, field)) / self.step_s if self.step_s else 0.0
 
 
 def lost_time(recordings: Sequence[Recording]) -> tuple[LostTime, ...]:
     """Return how each rank spent its recorded step; ranks without one are left out."""
-    collectives = [_collectives(recording.events) for recording in recordings]
-    begun_s: dict[_Name, float] = {}
-    for found in collectives:
-        for one in found:
-            begun_s[one.name] = max(begun_s.get(one.name, one.event.start_s), one.event.start_s)
+    # gathers and reduces have the same name on all ranks: operation, unit, and how often before
+    named: list[dict[tuple[Operation, int, int], Event]] = []
+    begun_s: dict[tuple[Operation, int, int], float] = {}
+    for recording in recordings:
+        seen: Counter[tuple[Operation, int]] = Counter()
+        named.append({})
+        for event in sorted(recording.events, key=lambda event: event.start_s):
+            if event.operation in (Operation.GATHER, Operation.REDUCE):
+                key = event.operation, event.unit
+                name = (*key, seen[key])
+                seen[key] += 1
+                named[-1][name] = event
+                begun_s[name] = max(begun_s.get(name, event.start_s), event.start_s)
     return tuple(
-        _of_rank(recording, own, begun_s)
-        for recording, own in zip(recordings, collectives, strict=True)
+        _of_rank(recording, [(event, begun_s[name]) for name, event in own.items()])
+        for recording, own in zip(recordings, named, strict=True)
         if recording.phases
     )
 
 
-def _collectives(events: Iterable[Event]) -> list[_Collective]:
-    """Return gathers and reduces, named alike on all ranks: by unit, and how often before."""
-    seen: dict[tuple[Operation, int], int] = defaultdict(int)
-    found = []
-    for event in sorted(events, key=lambda event: event.start_s):
-        if event.operation in _COLLECTIVES:
-            key = event.operation, event.unit
-            found.append(_Collective(event, (*key, seen[key])))
-            seen[key] += 1
-    return found
-
-
-def _of_rank(
-    recording: Recording, collectives: Sequence[_Collective], begun_s: dict[_Name, float]
-) -> LostTime:
+def _of_rank(recording: Recording, collectives: _Begun) -> LostTime:
     step_s = recording.phases[-1].end_s - recording.phases[0].start_s
     compute_s = update_s = others_s = network_s = 0.0
     for event in recording.events:
         seconds = event.end_s - event.start_s
         if event.operation is Operation.WAIT:
-            waited_s = _for_others_s(event, collectives, begun_s)
+            waited_s = _for_others_s(event, collectives)
             others_s += waited_s
             network_s += seconds - waited_s
         elif event.operation is Operation.UPDATE:
             update_s += seconds
         elif event.stream is Stream.COMPUTE:
             compute_s += seconds
-    known_s = compute_s + update_s + others_s + network_s
-    return LostTime(
-        rank=recording.rank,
-        name=recording.name,
-        step_s=step_s,
-        compute_s=compute_s,
-        update_s=update_s,
-        others_s=others_s,
-        network_s=network_s,
-        rest_s=max(step_s - known_s, 0.0),
-    )
+    rest_s = max(step_s - (compute_s + update_s + others_s + network_s), 0.0)
+    known_s = (compute_s, update_s, others_s, network_s)
+    return LostTime(recording.rank, recording.name, step_s, *known_s, rest_s)
 
 
-def _for_others_s(
-    wait: Event, collectives: Sequence[_Collective], begun_s: dict[_Name, float]
-) -> float:
+def _for_others_s(wait: Event, collectives: _Begun) -> float:
     """Return the seconds of a wait in which not all ranks had come."""
-    awaited = min(
-        (
-            one
-            for one in collectives
-            if one.event.start_s < wait.end_s
-            and wait.start_s - _LATE_S < one.event.end_s < wait.end_s + _LATE_S
-        ),
-        key=lambda one: abs(one.event.end_s - wait.end_s),
-        default=None,
-    )
+    near = [
+        (abs(event.end_s - wait.end_s), event.end_s, begun_s)
+        for event, begun_s in collectives
+        if event.start_s < wait.end_s
+        and wait.start_s - _LATE_S < event.end_s < wait.end_s + _LATE_S
+    ]
     seconds = wait.end_s - wait.start_s
-    if awaited is None:
+    if not near:
         return seconds
-    for_others_s = min(max(begun_s[awaited.name] - wait.start_s, 0.0), seconds)
+    _, end_s, begun_s = min(near, key=lambda one: one[0])
+    for_others_s = min(max(begun_s - wait.start_s, 0.0), seconds)
     if wait.unit == NONE:  # an exchange, behind the collective
-        for_others_s += max(wait.end_s - max(awaited.event.end_s, wait.start_s + for_others_s), 0.0)
+        for_others_s += max(wait.end_s - max(end_s, wait.start_s + for_others_s), 0.0)
     return for_others_s
