@@ -21,8 +21,6 @@ from lightning_cephalo.adapters.checkpoint import replace_tensors, rows_like
 from lightning_cephalo.sharding.collectives import broadcast
 from lightning_cephalo.sharding.placement import full_parameter, like_parameter
 
-_COPY = "_average_model"
-
 
 def lightnings_classes(callback: Any) -> set[str]:
     """Return the names of the classes of Lightning, in either package, that a callback is of."""
@@ -43,7 +41,7 @@ class AveragedWeights:
     def __init__(self, module: nn.Module, callbacks: Sequence[Any]) -> None:
         self._module = module
         sharded = dict(module.named_parameters(remove_duplicate=False))
-        copies = (getattr(callback, _COPY) for callback in averaging_callbacks(callbacks))
+        copies = (callback._average_model for callback in averaging_callbacks(callbacks))
         # an AveragedModel holds the copy as its `module`
         self._copies = [getattr(copy, "module", copy) for copy in copies if copy is not None]
         for copy in self._copies:

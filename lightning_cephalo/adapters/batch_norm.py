@@ -39,15 +39,12 @@ def warn_of_microbatches(module: nn.Module, plan: Plan, rank: int) -> None:
     """Warn on rank 0 if batch normalisation sees parts of the global batch."""
     names = batch_norms(module)
     sizes = [size for each in plan.ranks for size in each.microbatch_sizes]
-    if rank or not names or len(sizes) < 2:
-        return
-    warnings.warn(
-        f"The layers {names[:3]} ({len(names)} in all) are batch normalisation. Each normalises by"
-        f" the mean and variance of a microbatch, which has {min(sizes)} to {max(sizes)} samples."
-        f" One device takes those of all {sum(sizes)} samples. The running mean is that of one"
-        " device. The running variance is the mean of those of microbatches."
-        " Trainer(sync_batchnorm=True) takes the statistics of all samples, at the cost of two"
-        " exchanges for each layer and step. GroupNorm, LayerNorm and layers in eval() do not"
-        " depend on the division.",
-        stacklevel=2,
-    )
+    if rank == 0 and names and len(sizes) > 1:
+        warnings.warn(
+            f"The layers {names[:3]} ({len(names)} in all) are batch normalisation. Each normalises"
+            f" by the statistics of a microbatch of {min(sizes)} to {max(sizes)} samples, one"
+            f" device by those of all {sum(sizes)}. The running variance is the mean of those of"
+            " microbatches. Trainer(sync_batchnorm=True) takes the statistics of all samples, by"
+            " two exchanges for each layer and step. GroupNorm and LayerNorm need none.",
+            stacklevel=2,
+        )

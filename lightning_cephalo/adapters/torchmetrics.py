@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils import _pytree as pytree
 from torchmetrics import Metric
 from torchmetrics.utilities.distributed import gather_all_tensors
@@ -30,8 +29,8 @@ def metrics_within(module: torch.nn.Module, callbacks: Sequence[Any]) -> list[Me
     """Return the torchmetrics of a module and of callbacks, in their attributes and containers."""
     held = [dict(vars(owner)) for owner in (*module.modules(), *callbacks)]
     modules = [leaf for leaf in pytree.tree_leaves(held) if isinstance(leaf, torch.nn.Module)]
-    found = {id(each): each for leaf in (module, *modules) for each in leaf.modules()}
-    return [each for each in found.values() if isinstance(each, Metric)]
+    found = {id(each): each for leaf in (module, *modules) for _, each in metrics_of(leaf)}
+    return [*found.values()]
 
 
 def synchronise_lists(
@@ -39,11 +38,8 @@ def synchronise_lists(
 ) -> Callable[[], None]:
     """Let metrics synchronise lists of different lengths; return a function that ends it.
 
-    Private: ``_sync_dist`` of these objects is replaced; ``dist_sync_fn`` gets single tensors.
-
-    Args:
-        control: Messages between ranks.
-        inside_step: Returns whether a step runs, in which not all ranks may come.
+    ``inside_step`` returns whether a step runs, in which not all ranks may come. Private:
+    ``_sync_dist`` of these objects is replaced; ``dist_sync_fn`` gets single tensors.
     """
     for metric in metrics:
         vars(metric)["_sync_dist"] = partial(_synchronise, metric, control, inside_step)
@@ -69,8 +65,14 @@ def _synchronise(
         return by_torchmetrics()
     known = metric._reductions
     states = {name: getattr(metric, name) for name in known}
-    everyone = control.gather({name: _sent(state) for name, state in states.items()})
     lists = [name for name, state in states.items() if isinstance(state, list)]
+    # the elements of lists in host memory, and the shapes of tensors
+    everyone = control.gather(
+        {
+            name: [each.detach().cpu() for each in state] if name in lists else tuple(state.shape)
+            for name, state in states.items()
+        }
+    )
     for name, state in states.items():
         if name not in lists and state.numel() == 1:
             # a number that was never updated gets the shape that updates give it on other ranks
@@ -87,10 +89,3 @@ def _synchronise(
         how = known[name]
         setattr(metric, name, how(found) if found and callable(how) else found)
     return None
-
-
-def _sent(state: Any) -> Any:
-    """Return the shape of a tensor, or the tensors of a list in host memory."""
-    if isinstance(state, Tensor):
-        return tuple(state.shape)
-    return [element.detach().cpu() for element in state]

@@ -26,23 +26,26 @@ class UserCollectives:
     """Checks the collectives of steps, of which ranks may run different numbers of microbatches.
 
     ``counts`` are those of every rank while ranks are measured; None: the numbers differ.
+    ``planned`` are those of the plan.
     """
 
     def __init__(self, control: ControlGroup, counts: Sequence[int] | None) -> None:
-        self._control = control
-        self._counts = counts  # of the step that runs, by rank; empty: it runs nowhere
-        self._planned: Sequence[int] = ()
+        self.planned: Sequence[int] = ()
+        self._control, self._counts = control, counts
         self._own, self._trains = [0.0, 0.0], False
         self._name = ""  # of a collective that training_step has called
 
-    def expect(self, planned: Sequence[int]) -> None:
-        """Set how many microbatches the plan gives every rank."""
-        self._planned = planned
-
-    def check(self, planned: Sequence[int]) -> None:
-        """Reject other numbers of microbatches if steps would hang with them."""
-        if self._name:
-            _refuse_unequal(planned, self._name)
+    def check(self, counts: Sequence[int] | None, name: str = "") -> None:
+        """Reject other numbers of microbatches, with which a collective in steps would hang."""
+        name = name or self._name
+        if name and (counts is None or len(set(counts)) > 1):
+            spelled = "different numbers of" if counts is None else str([*counts])
+            raise UnsupportedError(
+                f"{name}() inside a step, of which ranks run {spelled} microbatches: it would hang."
+                " For a loss over all ranks use lightning_cephalo.loss_over_batch(). Or let every"
+                " rank run one microbatch: CephaloStrategy(planner=Planner(single_microbatch=True))"
+                ", and DataLoader(drop_last=True). Or gather after the step, in a hook."
+            )
 
     def before_step(self, microbatches: int, *, trains: bool, failed: bool = False) -> None:
         """Check that all ranks would join, if steps have called one; collective.
@@ -50,11 +53,11 @@ class UserCollectives:
         A rank without samples comes to no collective of an evaluation, and is asked here.
         """
         self._own, self._trains = [float(microbatches), float(failed)], trains
-        self._counts = self._planned
+        self._counts = self.planned
         if self._name or not trains:
             self._exchange()
-        if self._name and trains:
-            _refuse_unequal(self._counts, self._name)
+        if trains:
+            self.check(self._counts)
 
     def called(self, name: str, takes_all: bool = True) -> None:
         """Reject a collective in a microbatch that some rank would not join; collective.
@@ -64,32 +67,19 @@ class UserCollectives:
         """
         if not takes_all and (self._trains or len(set(self._counts or ())) < 2):
             return
-        _refuse_unequal(self._counts, name)
+        self.check(self._counts, name)
         if self._trains and not self._name:
             # All ranks are in their first microbatch, so they can still communicate. From now on
             # they compare before each step, since a smaller last step may differ.
             self._name = name
             self._exchange()
-            _refuse_unequal(self._counts, name)
+            self.check(self._counts)
 
     def _exchange(self) -> None:
         rows = self._control.gather(self._own)
         # where a batch cannot be cut the step itself raises on all ranks
         is_known = not any(failed for _, failed in rows)
         self._counts = [int(count) for count, _ in rows] if is_known else ()
-
-
-def _refuse_unequal(counts: Sequence[int] | None, name: str) -> None:
-    if counts is None or len(set(counts)) > 1:
-        spelled = "different numbers of" if counts is None else str([*counts])
-        raise UnsupportedError(
-            f"{name}() inside a step, of which ranks run {spelled} microbatches: it would hang. For"
-            " a loss over the samples of all ranks use lightning_cephalo.loss_over_batch(). Or let"
-            " every rank run one microbatch:"
-            " CephaloStrategy(planner=Planner(single_microbatch=True)), with"
-            " DataLoader(drop_last=True) if it is a smaller last step. Or gather after the step, in"
-            " a hook."
-        )
 
 
 def require_equal_shapes(tensor: Tensor, control: ControlGroup) -> None:
@@ -101,10 +91,9 @@ def require_equal_shapes(tensor: Tensor, control: ControlGroup) -> None:
     if len(set(control.gather(float(crc32(own.encode()))))) > 1:
         shapes = "; ".join(f"rank {rank}: {each}" for rank, each in enumerate(control.gather(own)))
         raise UnsupportedError(
-            f"all_gather() of tensors that differ between ranks ({shapes}). Ranks have different"
-            " numbers of samples. Gather sums and counts, or, for one row per sample, call"
-            " torch.distributed.all_gather_object(rows, tensor.cpu()) with rows = [None] *"
-            " torch.distributed.get_world_size() in a hook, then torch.cat(rows)."
+            f"all_gather() of tensors that differ between ranks ({shapes}), which have different"
+            " numbers of samples. Gather sums and counts, or rows by"
+            " torch.distributed.all_gather_object(rows, tensor.cpu()) in a hook."
         )
 
 
@@ -151,15 +140,14 @@ class CollectiveWatch:
 
 
 @cache
-def _collectives() -> tuple[tuple[Any, int], ...]:
+def _collectives() -> list[tuple[Any, int]]:
     """Return the operators of torch.distributed, and which argument of each is the group."""
     found = [name.split("::") for name in torch._C._dispatch_get_all_op_names()]
-    names = {name.split(".")[0] for space, name in found if space == "c10d"}
-    packets = [getattr(torch.ops.c10d, name) for name in names]
-    operators = [getattr(packet, name) for packet in packets for name in packet.overloads()]
-    return tuple(
-        (operator, place)
-        for operator in operators
-        for place, argument in enumerate(operator._schema.arguments)
+    packets = {name.split(".")[0] for space, name in found if space == "c10d"}
+    return [
+        (getattr(packet, overload), place)
+        for packet in (getattr(torch.ops.c10d, name) for name in packets)
+        for overload in packet.overloads()
+        for place, argument in enumerate(getattr(packet, overload)._schema.arguments)
         if "ProcessGroup" in str(argument.type)
-    )
+    ]

@@ -1,4 +1,4 @@
-"""Calls the user's step, and switches caches of the module off during training."""
+"""Calls the user's step, and changes the module while it is sharded: no caches, no deep copies."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
+
+from lightning_cephalo.common.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -34,3 +36,25 @@ def switch_off_caches(module: nn.Module) -> Callable[[], None]:
             config.use_cache = True
 
     return restore
+
+
+def refuse_copies(module: nn.Module) -> Callable[[], None]:
+    """Refuse ``copy.deepcopy`` of what is sharded, which would copy shards; return what ends it."""
+    # on the instances; metrics without parameters copy themselves
+    modules = [each for each in module.modules() if next(each.parameters(), None) is not None]
+    for each in modules:
+        vars(each)["__deepcopy__"] = _refuse_copy
+
+    def end() -> None:
+        for each in modules:
+            vars(each).pop("__deepcopy__", None)
+
+    return end
+
+
+def _refuse_copy(memo: dict[int, Any]) -> Any:
+    raise UnsupportedError(
+        "copy.deepcopy() of a module whose parameters are sharded. Copy it before, in __init__() or"
+        " in setup(), and update the copy in hooks; its values are those of one device. Or use"
+        " Lightning's WeightAveraging. To keep weights, copy module.state_dict()."
+    )

@@ -37,10 +37,6 @@ class ReplacedForward(ABC):
     """Stands on a module in place of its ``forward``."""
 
     @abstractmethod
-    def leave(self, copied: nn.Module) -> None:
-        """Give a deep copy of the module its own forward."""
-
-    @abstractmethod
     def remove(self) -> None:
         """Give the module its own forward."""
 
@@ -80,23 +76,6 @@ class UnitHooks:
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._forwards, self._inside = [], [], []
-
-    @property
-    def objects(self) -> list[object]:
-        """The objects that the modules refer to; a copy of a module must not copy them."""
-        return [self, *self._forwards, *self._inside]
-
-    def remove_from_copy(self, copied: nn.Module) -> None:
-        """Undo :meth:`install` in a deep copy of a module, which refers to :attr:`objects`."""
-        forward = copied.__dict__.get("forward")
-        if isinstance(forward, ReplacedForward):
-            forward.leave(copied)
-        before, after = copied._forward_pre_hooks, copied._forward_hooks
-        for hooks, flags in ((before, None), (after, copied._forward_hooks_always_called)):
-            for key in [k for k, hook in hooks.items() if getattr(hook, "__self__", None) is self]:
-                del hooks[key]
-                if flags is not None:
-                    flags.pop(key, None)
 
     @property
     def compiled_units(self) -> list[str]:
@@ -244,12 +223,6 @@ class UnitForward(ReplacedForward):
             del self._module.forward
         else:
             self._module.forward = self._replaced
-
-    def leave(self, copied: nn.Module) -> None:
-        if self._replaced is None:
-            del copied.forward
-        else:
-            copied.forward = copy.deepcopy(self._replaced, {id(self._module): copied})
 
     def remove(self) -> None:
         self._restore_forward()

@@ -52,9 +52,6 @@ class NormForward(ReplacedForward):
             " not all ranks meet. Call it in training_step, or after eval()."
         )
 
-    def leave(self, copied: nn.Module) -> None:
-        del copied.__dict__["forward"]
-
     def remove(self) -> None:
         vars(self._layer).pop("forward", None)
 

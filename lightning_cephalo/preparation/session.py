@@ -23,12 +23,11 @@ from lightning_cephalo.adapters.checkpoint import (
 from lightning_cephalo.adapters.early_update import EarlyUpdater
 from lightning_cephalo.adapters.held_state import OptimizerFacts, RowsOfState
 from lightning_cephalo.adapters.logging import StepLogs
-from lightning_cephalo.adapters.module_copies import ModuleCopies
 from lightning_cephalo.adapters.precision import compute_dtype, loss_scaler
 from lightning_cephalo.adapters.torchmetrics import metrics_within, synchronise_lists
 from lightning_cephalo.adapters.updates import OptimizerUpdates
 from lightning_cephalo.adapters.user_collectives import CollectiveWatch, UserCollectives
-from lightning_cephalo.adapters.user_module import switch_off_caches
+from lightning_cephalo.adapters.user_module import refuse_copies, switch_off_caches
 from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.common.errors import TooLittleMemoryError
 from lightning_cephalo.common.lasting_objects import LastingObjects
@@ -104,7 +103,7 @@ class Session:
         install(executor)
         executor.recompute = bool(options.recompute)
         executor.overlay.buffers.sum_up(options.summed_buffers)
-        self._at_end.callback(ModuleCopies(self.model).remove)
+        self._at_end.callback(refuse_copies(module))
         if job.trains:
             self._at_end.callback(switch_off_caches(module))
         self.logs = StepLogs(view, groups, accelerator.device, lambda: self.batches.are_lacking)
@@ -226,7 +225,7 @@ class Session:
         if self._updater is not None:  # else the optimizers hold no rows yet
             self._host_state.follow(plan, self.optimizers)
         self._predicted = adoption.memory
-        self.user_collectives.expect([len(rank.microbatch_sizes) for rank in plan.ranks])
+        self.user_collectives.planned = [len(rank.microbatch_sizes) for rank in plan.ranks]
         self.batches.follow(own)
         options, executor = self.job.options, self.model.executor
         executor.reshard_after_forward = chosen(

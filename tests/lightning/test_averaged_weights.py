@@ -215,13 +215,11 @@ class _EmaOfTimm(nn.Module):
 
 
 class _Models(Callback):
-    """Averages that are models, made before sharding or after it."""
+    """Averages that are models, made before sharding."""
 
     def setup(self, trainer, module, stage) -> None:
-        self.models = [AveragedModel(module, use_buffers=True), _EmaOfTimm(module)]
-
-    def on_fit_start(self, trainer, module) -> None:
-        self.models += [
+        self.models = [
+            AveragedModel(module, use_buffers=True),
             AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.7)),
             AveragedModel(module, avg_fn=get_ema_avg_fn(0.7), use_buffers=True),
             _EmaOfTimm(module),

@@ -1,4 +1,4 @@
-"""``copy.deepcopy`` of the module in hooks, and what users do with the copy."""
+"""Copies of the module that are made before it is sharded, and what users do with them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from common import (
     dataset,
     in_ranks,
     loader,
-    look_soon,
     trainer,
     values_of,
 )
-from launch import RankFailure
 from lightning.pytorch import Callback
 from torch.optim.swa_utils import AveragedModel
 
@@ -54,13 +52,13 @@ AVERAGES = (by_parameters, by_data, by_state_dicts, by_foreach)
 
 
 class Averages(Callback):
-    """An average as users write it: copied at the start, updated after steps, used to validate."""
+    """An average as users write it: copied in setup(), updated after steps, used to validate."""
 
     def __init__(self, average) -> None:
         self.average = average
         self.outputs = []
 
-    def on_train_start(self, trainer, pl_module):
+    def setup(self, trainer, pl_module, stage):
         self.averaged = copy.deepcopy(pl_module).eval().requires_grad_(False)
 
     @torch.no_grad()
@@ -85,15 +83,9 @@ def fit_averaging(plan, average, folder):
     run.fit(model, loader(14), loader(8))
     run.save_checkpoint(folder / f"{plan}.ckpt")
     assert not any("__deepcopy__" in vars(module) for module in model.modules())
-    copied = callback.averaged
-    assert type(copied.blocks[0]).forward == copied.blocks[0].forward.__func__
-    assert not copied._forward_pre_hooks and not copied.head._forward_hooks
-    return (
-        callback.outputs,
-        values_of(copied),
-        values_of(model),
-        copy.deepcopy(copied)(dataset(3).tensors[0]),
-    )
+    averaged = callback.averaged
+    after = copy.deepcopy(averaged)(dataset(3).tensors[0])
+    return callback.outputs, values_of(averaged), values_of(model), after
 
 
 def test_an_average_written_by_hand_is_that_of_one_device(tmp_path):
@@ -128,7 +120,7 @@ def test_every_way_to_write_the_average_gives_the_same():
 
 
 class AveragesByTorch(Callback):
-    def on_fit_start(self, trainer, pl_module):
+    def setup(self, trainer, pl_module, stage):
         self.averaged = AveragedModel(pl_module, use_buffers=False)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
@@ -141,120 +133,34 @@ def fit_with_torchs_average(plan):
     return values_of(callback.averaged.module)
 
 
-def test_torchs_averaged_model_works_in_hooks():
+def test_torchs_averaged_model_works():
     wanted = on_one_device(fit_with_torchs_average)
     assert_same_tensors(FITS["torch's average"][0], wanted, TOLERANCE)
 
 
-class Teaches(Net):
-    """Trains against a slowly moving copy of a part of itself, which is a part of itself, too."""
+class Copies(Net):
+    """Copies itself, or a part, in a hook or in the step."""
 
-    def on_fit_start(self) -> None:
-        self.target = copy.deepcopy(self.blocks[0]).requires_grad_(False)
-
-    def loss(self, batch):
-        x = self.inputs(batch[0])
-        with torch.no_grad():
-            target = self.target(x)
-        return super().loss(batch) + (self.blocks[0](x) - target).square().mean()
-
-    def on_train_batch_end(self, *args) -> None:
-        super().on_train_batch_end(*args)
-        with torch.no_grad():
-            for own, parameter in zip(
-                self.target.parameters(), self.blocks[0].parameters(), strict=True
-            ):
-                own.mul_(0.5).add_(parameter, alpha=0.5)
+    def __init__(self, hook, part) -> None:
+        super().__init__()
+        setattr(self, hook, lambda *_: copy.deepcopy(self if part is None else self.blocks[0]))
 
 
-def fit_with_target(plan):
-    model = Teaches()
-    trainer(plan).fit(model, loader(), loader(8))
-    return model.losses, values_of(model)
-
-
-def test_a_copied_part_of_the_model_teaches_it():
-    losses, values = FITS["a part"][0]
-    wanted_losses, wanted = on_one_device(fit_with_target)
-    assert losses == pytest.approx(wanted_losses, rel=1e-4)
-    assert_same_tensors(values, wanted, TOLERANCE)
-
-
-class CopiesEverywhere(Callback):
-    """Copies in every hook in which all ranks are at the same place."""
-
-    def __init__(self) -> None:
-        self.kept = []
-
-    def on_validation_end(self, trainer, pl_module):
-        self.kept.append(values_of(copy.deepcopy(pl_module)))
-
-    def on_before_backward(self, trainer, pl_module, loss):
-        self.on_validation_end(trainer, pl_module)
-
-    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        self.on_validation_end(trainer, pl_module)
-
-    def on_train_end(self, trainer, pl_module):
-        self.on_validation_end(trainer, pl_module)
-
-
-def fit_copying(plan, dtype="32-true"):
-    callback, model = CopiesEverywhere(), Net()
-    trainer(plan, {"reshard_after_forward": False}, callbacks=[callback], precision=dtype).fit(
-        model, loader(14), loader(8)
-    )
-    return callback.kept, values_of(model)
-
-
-def test_a_copy_has_writable_parameters_wherever_it_is_made():
-    kept, values = FITS["everywhere"][0]
-    wanted_kept, wanted = on_one_device(fit_copying)
-    assert len(kept) == len(wanted_kept) == 6
-    for found, expected in zip(kept, wanted_kept, strict=True):
-        assert_same_tensors(found, expected, TOLERANCE)
-    assert_same_tensors(values, wanted, TOLERANCE)
-
-
-def test_a_copy_on_one_rank_alone_is_refused_by_name_and_all_ranks_end():
-    class CopiesOnRankZero(Callback):
-        def on_train_batch_end(self, trainer, pl_module, *_):
-            if trainer.is_global_zero:
-                copy.deepcopy(pl_module)
-
+@pytest.mark.parametrize(
+    ("hook", "part"), [("on_train_start", None), ("on_train_batch_end", 0), ("training_step", 0)]
+)
+def test_a_copy_of_what_is_sharded_is_refused_by_name(hook, part):
     def fit():
-        look_soon()
-        with pytest.raises((UnsupportedError, RuntimeError)) as refused:
-            trainer("3:1", callbacks=[CopiesOnRankZero()]).fit(Net(), loader(), loader(8))
+        with pytest.raises(UnsupportedError) as refused:
+            trainer("3:1").fit(Copies(hook, part), loader(), loader(8))
         return str(refused.value)
 
-    alone, other = in_ranks(2, fit)
-    assert "copy.deepcopy()" in alone and "every rank must make it" in alone
-    assert other.startswith("Rank 0 (process") and ") failed: UnsupportedError" in other
-
-
-def test_a_copy_inside_a_step_is_refused_by_name():
-    class CopiesInside(Net):
-        def training_step(self, batch, batch_idx):
-            copy.deepcopy(self)
-
-    def fit():
-        trainer("3:1").fit(CopiesInside(), loader(), loader(8))
-
-    with pytest.raises(RankFailure, match=r"inside a step.*on_train_batch_start"):
-        in_ranks(2, fit)
+    for message in in_ranks(2, fit):
+        assert "copy.deepcopy()" in message and "in setup()" in message
 
 
 class KeepsTheBest(Callback):
     """Keeps a state dict, as users do who have no checkpoints, and goes back to it."""
-
-    def on_fit_start(self, trainer, pl_module):
-        self.trainer = trainer
-        (copied,) = copy.deepcopy(trainer.callbacks)  # with trainer, strategy and module
-        pairs = zip(
-            copied.trainer.lightning_module.parameters(), pl_module.parameters(), strict=True
-        )
-        assert all(torch.equal(found, parameter) for found, parameter in pairs)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if batch_idx == 0:
@@ -275,7 +181,7 @@ def fit_keeping(plan):
     return values_of(model)
 
 
-def test_callbacks_are_copied_and_a_copied_state_dict_keeps_its_values_and_is_loaded_again():
+def test_a_copied_state_dict_keeps_its_values_and_is_loaded_again():
     assert_same_tensors(FITS["state dict"][0], on_one_device(fit_keeping), TOLERANCE)
 
 
@@ -283,8 +189,6 @@ FITS = Cases(
     {
         "every average": ("3:1", fit_with_every_average),
         "torch's average": ("3:1", fit_with_torchs_average),
-        "a part": ("3:1", fit_with_target),
-        "everywhere": ("3:1", fit_copying),
         "state dict": ("3:1", fit_keeping),
     }
 )
