@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_cephalo.adapters.stepping import parameters_of
 from lightning_cephalo.common.errors import UnsupportedError
-from lightning_cephalo.execution.sharded_model import ShardedModel, to_full
+from lightning_cephalo.execution.sharded_model import to_full
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.materialise import on_cpu
 from lightning_cephalo.sharding.placement import as_dtensor, local_part, own_part
@@ -61,8 +61,7 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bo
     Tensors on the meta device that ``state`` lacks stay there, to be initialised when the model is
     sharded; others get memory, without which torch would load nothing.
     """
-    is_late = lambda name, value: value.is_meta and name in state  # noqa: E731
-    replace_tensors(module, lambda name, v: on_cpu(v) if is_late(name, v) else v)
+    replace_tensors(module, lambda name, v: on_cpu(v) if v.is_meta and name in state else v)
     parameters = dict(module.named_parameters(remove_duplicate=False))
     sharded = {
         name: rows_like(parameters[name], value)
@@ -121,19 +120,17 @@ def load_full_optimizer_state(
     parameters = dict(zip(numbers, parameters_of(optimizer), strict=False))
     held: dict[Any, dict[str, Any]] = {}
     for number, entries in state["state"].items():
-        held[number] = dict(entries.items())  # once: all ranks read a kept step together
+        own = held[number] = dict(entries.items())  # once: all ranks read a kept step together
         parameter = parameters.get(number)
         if isinstance(parameter, DTensor):
             place = partial(placed, parameter)
             # a step count has the shape of a 0-d parameter, but is a plain number on every rank
-            held[number] = {
-                name: value if name == "step" else pytree.tree_map_only(Tensor, place, value)
-                for name, value in held[number].items()
-            }
+            for name in filter("step".__ne__, own):
+                own[name] = pytree.tree_map_only(Tensor, place, own[name])
     # torch would copy rows to the device; numbers it places as the optimizer needs them
     rest = {
-        number: {name: value for name, value in entries.items() if not _is_cut(value)}
-        for number, entries in held.items()
+        number: {name: value for name, value in own.items() if not _is_cut(value)}
+        for number, own in held.items()
     }
     optimizer.load_state_dict({**state, "state": rest})
     for number, parameter in parameters.items():
@@ -161,49 +158,8 @@ def whole_checkpoint(
     if any(row != shapes[0] for row in shapes):
         raise UnsupportedError(
             f"The ranks put different sharded tensors into the checkpoint: {list(map(len, shapes))}"
-            " of them on rank 0 and up. Each rank holds some rows, so every rank must put them in:"
-            " on_save_checkpoint() and state_dict() of a callback run on every rank, and must not"
-            " depend on the rank."
+            " of them on rank 0 and up. Each rank holds some rows: put them in on every rank, in"
+            " on_save_checkpoint() and state_dict() of callbacks."
         )
     whole = pytree.tree_map_only(DTensor, _full_once(wanted), dict(checkpoint))
     return whole if wanted or not sharded else {}
-
-
-def shard_optimizer(optimizer: Optimizer, model: ShardedModel, placed: Placed) -> None:
-    """Let an optimizer that was made before the model was sharded hold the sharded parameters."""
-    found = {id(p): model.sharded_in_place_of(p) for p in parameters_of(optimizer)}
-    sharded = {key: parameter for key, parameter in found.items() if parameter is not None}
-    if not sharded:
-        return
-    state = optimizer.state_dict() if optimizer.state else None
-    _replace_parameters(optimizer, sharded)
-    if state is not None:
-        load_full_optimizer_state(optimizer, state, placed)
-
-
-def release_optimizer(optimizer: Optimizer, plain: Mapping[int, Tensor], *, alone: bool) -> None:
-    """Let an optimizer hold the plain parameters, by ids of the sharded ones, behind a run.
-
-    Its state stays in rows, with which no run begins. If a rank is ``alone``, its rows are the
-    whole state.
-    """
-    state = dict(optimizer.state)
-    _replace_parameters(optimizer, plain)
-    for key, entries in state.items():
-        if alone:
-            entries = pytree.tree_map_only(DTensor, partial(to_full, wanted=True), entries)
-        optimizer.state[plain.get(id(key), key)] = entries
-
-
-def holds_earlier_rows(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer has state in the rows of an earlier run."""
-    plain = [own for key, own in optimizer.state.items() if not isinstance(key, DTensor)]
-    return any(map(_is_cut, plain))
-
-
-def _replace_parameters(optimizer: Optimizer, others: Mapping[int, Tensor]) -> None:
-    """Give an optimizer other parameters, by the ids of its own; its state is forgotten."""
-    optimizer.state.clear()
-    for group in optimizer.param_groups:
-        # in place: an optimizer may hold the list itself
-        group["params"][:] = [others.get(id(p), p) for p in group["params"]]

@@ -9,23 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Adagrad, Adam, AdamW, Optimizer
+from torch.utils import _pytree as pytree
 
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.host_room import HostRoom
 from lightning_cephalo.accelerator.transfers import Leaving, Told, ToldWorker
-from lightning_cephalo.adapters.optimizer import as_state, norms_of, part_of
-from lightning_cephalo.adapters.stepping import Shown, step_without_hooks
+from lightning_cephalo.adapters.optimizer import as_state, part_of
+from lightning_cephalo.adapters.stepping import shown, step_without_hooks
 from lightning_cephalo.sharding.placement import local_part
-from lightning_cephalo.sharding.spent_gradients import SentGradient, mark_sent, sent_gradient
 
 # Optimizers with a fused kernel for CPUs. That of SGD takes no mixture of new and old state.
 _FUSED = (Adagrad, Adam, AdamW)
@@ -40,12 +41,11 @@ class _OnHost:
     version: int | None = None  # that of the device's rows; None: they differ
 
 
-@dataclass(frozen=True)
-class _Job:
-    """An update that has begun: of a copy of the optimizer, which shows rows in host memory."""
+class _Job(NamedTuple):
+    """An update that has begun: of a copy of the optimizer, which finds rows in host memory."""
 
     part: Optimizer
-    shown: Shown
+    showing: ExitStack
     parameters: list[tuple[Tensor, _OnHost]]
     future: Future[list[Any]]
 
@@ -60,63 +60,45 @@ class HostUpdates:
         self._held: dict[int, _OnHost] = {}
         self.jobs: dict[int, _Job] = {}
         """By unit, updates that have begun and are not finished."""
-        self._sent: list[Tensor] = []  # parameters whose gradients have left
         self._worker = ToldWorker(accelerator)
-
-    def send(self, unit: int, parameters: Sequence[Tensor]) -> list[SentGradient]:
-        """Start to copy gradients to the host, which waits for more before it updates."""
-        self._leaving.let_go()
-        gradients = [local_part(cast(Tensor, parameter.grad)) for parameter in parameters]
-        norms = norms_of(gradients)
-        targets = [self._on_host(unit, parameter).gradient for parameter in parameters]
-        self._leaving.start(list(zip(targets, gradients, strict=True)))
-        self._sent += parameters
-        return [SentGradient(norm) for norm in norms]
 
     def begin(self, unit: int, optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]]) -> None:
         """Begin to update parameters of a unit, whose state is in host memory or does not exist."""
         self._leaving.let_go()
         part = part_of(optimizer, chosen, on_host=True)
-        for group in part.param_groups:
-            if isinstance(part, _FUSED):
-                group.update(fused=True, foreach=False)
-        for parameter, entries in part.state.items():
-            part.state[parameter] = {name: _number_here(value) for name, value in entries.items()}
+        for group in part.param_groups if isinstance(part, _FUSED) else ():
+            group.update(fused=True, foreach=False)
+        for parameter, entries in part.state.items():  # other dicts than those of the optimizer
+            part.state[parameter] = pytree.tree_map_only(Tensor, _number_here, dict(entries))
         pairs = [
-            [(p, self._on_host(unit, p)) for p in each["params"]] for each in part.param_groups
+            [(p, self._on_host(unit, p)) for p in group["params"]] for group in part.param_groups
         ]
         parameters = list(chain.from_iterable(pairs))
         copies: list[tuple[Tensor, Tensor]] = []
-        factors: list[tuple[Tensor, float]] = []
         for parameter, own in parameters:
             rows = local_part(parameter).detach()
             if own.version != rows._version:
                 copies.append((own.rows, rows))
             own.version = None  # until the device has the new rows
             own.rows.grad = own.gradient
-            sent = sent_gradient(parameter.grad)
-            if sent is None:
-                copies.append((own.gradient, local_part(cast(Tensor, parameter.grad))))
-            else:
-                factors.append((own.gradient, sent.factor))
+            copies.append((own.gradient, local_part(cast(Tensor, parameter.grad))))
         self._leaving.start(copies)
         on_host = [[(p, own.rows) for p, own in each] for each in pairs]
-        shown = Shown(part, on_host, lambda _, __, value: local_part(value), as_state)
+        showing = ExitStack()
+        showing.enter_context(shown(part, on_host, as_state))
+
+        def return_rows(after: Sequence[Any]) -> list[Any]:
+            rows = [(local_part(parameter).detach(), own.rows) for parameter, own in parameters]
+            with torch.no_grad():
+                return [self._in.start_all(rows, after)]
+
         future = self._worker.submit(
-            partial(_step, part, factors),
+            partial(step_without_hooks, part),
             sum(own.rows.numel() for _, own in parameters),
             [self._leaving.last],  # what has left before, such as state, is there by then
-            partial(self._return, parameters),
+            return_rows,
         )
-        self.jobs[unit] = _Job(part, shown, parameters, future)
-
-    def _return(
-        self, parameters: Sequence[tuple[Tensor, _OnHost]], after: Sequence[Any]
-    ) -> list[Any]:
-        """Start to copy new rows to the device."""
-        rows = [(local_part(parameter).detach(), own.rows) for parameter, own in parameters]
-        with torch.no_grad():
-            return [self._in.start_all(rows, after)]
+        self.jobs[unit] = _Job(part, showing, parameters, future)
 
     def finish(self, unit: int, optimizer: Optimizer) -> None:
         """Wait for a unit's update, if one has begun; the device's next work waits for its rows."""
@@ -125,19 +107,18 @@ class HostUpdates:
             return
         for arrival in job.future.result():
             self._in.wait(arrival)
-        job.shown.end()
+        job.showing.close()
         optimizer.state.update(job.part.state)
         for parameter, own in job.parameters:
             own.rows.grad = None
             own.version = local_part(parameter)._version
 
     def drop(self) -> None:
-        """Forget updates that a failed step has begun, when they are done, and what has left."""
+        """Forget updates that a failed step has begun, when they are done."""
         for job in self.jobs.values():
             job.future.exception()
-        for parameter in self._sent:
-            mark_sent(parameter.grad, None)
-        self.jobs, self._sent = {}, []
+            job.showing.close()
+        self.jobs = {}
         self._leaving.let_go()
 
     def close(self) -> None:
@@ -154,13 +135,6 @@ class HostUpdates:
         return self._held[id(parameter)]
 
 
-def _step(optimizer: Optimizer, factors: Sequence[tuple[Tensor, float]]) -> None:
-    for gradient, factor in factors:
-        gradient.mul_(factor)
-    step_without_hooks(optimizer)
-
-
-def _number_here(value: Any) -> Any:
-    """Return an entry of state, which lies in host memory if it is a number."""
-    is_number = isinstance(value, Tensor) and not isinstance(value, DTensor)
-    return value.cpu() if is_number else value
+def _number_here(value: Tensor) -> Tensor:
+    """Return a tensor of state, which lies in host memory if it is no rows but a number."""
+    return value if isinstance(value, DTensor) else value.cpu()

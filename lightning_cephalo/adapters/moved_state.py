@@ -20,17 +20,12 @@ from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.host_room import HostRoom, aligned_bytes
 from lightning_cephalo.accelerator.transfers import Leaving, Told
 from lightning_cephalo.adapters.host_update import HostUpdates
-from lightning_cephalo.adapters.optimizer import (
-    as_state,
-    clip_by_value,
-    has_rows,
-    put_in_order,
-    update_rows,
-)
+from lightning_cephalo.adapters.optimizer import as_state, has_rows, update_rows
 from lightning_cephalo.adapters.scope import state_bytes_per_element
+from lightning_cephalo.adapters.stepping import parameters_of
 from lightning_cephalo.plan.state_homes import STAGED_UNITS, StateHome
 from lightning_cephalo.sharding.placement import local_part
-from lightning_cephalo.sharding.spent_gradients import SentGradient, is_spent, sent_gradient
+from lightning_cephalo.sharding.spent_gradients import is_spent
 from lightning_cephalo.sharding.unit import Unit
 
 Key = tuple[int, str]
@@ -39,19 +34,12 @@ Key = tuple[int, str]
 
 @dataclass
 class _Staging:
-    """A buffer on the device for the state of one unit, free behind a copy."""
+    """A buffer on the device, with the state of a unit on its way there; free behind a copy."""
 
     memory: Tensor
+    pairs: Sequence[tuple[Tensor, Tensor]] = ()  # on the device, on the host
+    arrival: Any = None
     free_after: Any = None
-
-
-@dataclass(frozen=True)
-class _Fetched:
-    """State of a unit on its way to the device, or there."""
-
-    staging: _Staging
-    pairs: list[tuple[Tensor, Tensor]]  # on the device, on the host
-    arrival: Any
 
 
 class MovedState:
@@ -62,7 +50,7 @@ class MovedState:
         self._accelerator = accelerator
         self._in, self._out = Told(accelerator, to_host=False), Told(accelerator, to_host=True)
         self._leaving = Leaving(self._out)
-        self._unit_of = units_of(units)
+        self.unit_of = {id(p): unit for unit, own in enumerate(self._parameters) for p in own}
         self._optimizer: Optimizer  # of the step; the first step or plan sets it
         self._take_room((), 0.0)
 
@@ -77,11 +65,9 @@ class MovedState:
         self._forget_step()
 
     def _forget_step(self) -> None:
-        self._fetched: dict[int, _Fetched] = {}
+        self._fetched: dict[int, _Staging] = {}
         self._staged: dict[Key, Tensor] = {}  # what stands for rows of state on the device
         self.updated: set[int] = set()  # ids of parameters
-
-    # -- sizes --------------------------------------------------------------------------------
 
     @property
     def host_bytes(self) -> int:
@@ -94,8 +80,6 @@ class MovedState:
     def is_on_host(self, tensor: Tensor) -> bool:
         """Return whether a plain tensor is state in host memory that is apart from the device."""
         return self._accelerator.host_is_apart and self._room.holds(tensor)
-
-    # -- a step -------------------------------------------------------------------------------
 
     def begin(self, optimizer: Optimizer) -> None:
         """Begin a step of an optimizer; what a failed step has left is dropped."""
@@ -123,19 +107,16 @@ class MovedState:
             self._staged[key] = piece[: own.nbytes].view(own.dtype).view(own.shape)
             pairs.append((self._staged[key], own))
         after = [staging.free_after, self._leaving.last]
-        self._fetched[unit] = _Fetched(staging, pairs, self._in.start_all(pairs, after))
+        staging.pairs, staging.arrival = pairs, self._in.start_all(pairs, after)
+        self._fetched[unit] = staging
 
-    def update(
-        self, parameters: Sequence[nn.Parameter], on_host: bool = False, clip: Any = None
-    ) -> list[bool]:
+    def update(self, parameters: Sequence[nn.Parameter], on_host: bool) -> list[bool]:
         """Update parameters of a unit by their gradients, and return for each whether it was."""
         chosen = self._with_gradients(parameters)
         held = list(chain.from_iterable(chosen))
         if not held:
             return [False] * len(parameters)
-        ids, unit = set(map(id, held)), self._unit_of[id(held[0])]
-        if clip is not None:
-            clip_by_value(held, clip)
+        ids, unit = set(map(id, held)), self.unit_of[id(held[0])]
         if on_host:
             self._settle(unit)
             self._host.begin(unit, self._optimizer, chosen)
@@ -146,21 +127,6 @@ class MovedState:
         self.updated |= ids
         return [id(parameter) in ids for parameter in parameters]
 
-    def update_late(self, unit: int, on_host: bool) -> None:
-        """Update what a unit holds gradients of behind the backward."""
-        self.update(self._parameters[unit], on_host)
-
-    def send_gradients(self, parameters: Sequence[nn.Parameter]) -> list[SentGradient | None]:
-        """Start to copy gradients to the host, which will use them; None: there is none."""
-        chosen = list(chain.from_iterable(self._with_gradients(parameters)))
-        sent = self._host.send(self._unit_of[id(chosen[0])], chosen) if chosen else []
-        found = dict(zip(map(id, chosen), sent, strict=True))
-        return [found.get(id(parameter)) for parameter in parameters]
-
-    def forget_sent(self) -> None:
-        """Forget gradients that have left, in a step that is repeated."""
-        self._host.drop()
-
     def store(self, unit: int) -> None:
         """Start to copy a unit's state back, or take what the host has updated."""
         self._leaving.let_go(but=1)  # else the device waits for a copy that has only just begun
@@ -168,7 +134,7 @@ class MovedState:
         fetched = self._fetched.pop(unit, None)
         if fetched is not None:
             back = [(own, piece) for piece, own in fetched.pairs]
-            fetched.staging.free_after = self._out.start_all(back)
+            fetched.free_after = self._out.start_all(back)
         for key in self._rows[unit]:
             self._staged.pop(key, None)
         self._settle(unit)
@@ -188,13 +154,14 @@ class MovedState:
             staging.free_after = None
         self._leaving.finish()
         self._host.drop()
-        put_in_order(self._optimizer, self._states)
+        state = self._optimizer.state
+        if len(state) != self._states:  # in one order on all ranks, in which checkpoints gather it
+            for parameter in filter(state.__contains__, parameters_of(self._optimizer)):
+                state[parameter] = state.pop(parameter)
         self._forget_step()
 
-    # -- changes of plan, and loading -----------------------------------------------------------
-
     def follow(
-        self, homes: Sequence[StateHome], capacity_bytes: float, optimizers: Sequence[Optimizer]
+        self, homes: Sequence[StateHome], capacity_bytes: float, optimizer: Optimizer
     ) -> None:
         """Let state live elsewhere from now on, or where rows have moved."""
         if not self.homes and all(home is StateHome.RESIDENT for home in homes):
@@ -203,28 +170,23 @@ class MovedState:
         self.close()
         before = self._room
         self._take_room(homes, capacity_bytes)
-        self._room.reserve(self._needed_bytes(optimizers))
-        for optimizer in optimizers:
-            self.settle(optimizer)
-            for unit, home in enumerate(homes):
-                if home is not StateHome.HOST:
-                    self._bring_back(unit, before)
-            self.finish()
+        self._room.reserve(self._needed_bytes(optimizer))
+        self.settle(optimizer)
+        for unit, home in enumerate(homes):
+            if home is not StateHome.HOST:
+                self._bring_back(unit, before)
+        self.finish()
 
-    def _needed_bytes(self, optimizers: Sequence[Optimizer]) -> list[int]:
+    def _needed_bytes(self, optimizer: Optimizer) -> list[int]:
         """Return the bytes of host memory that each unit needs."""
-        needed = [0] * len(self.homes)
-        for optimizer in optimizers:
-            each = zip(optimizer.param_groups, state_bytes_per_element(optimizer), strict=True)
-            for parameter, nbytes in ((p, n) for group, n in each for p in group["params"]):
-                unit = self._unit_of.get(id(parameter))
-                if unit is None or self.homes[unit] is StateHome.RESIDENT:
-                    continue
-                if parameter.requires_grad:
+        needed, each = [0] * len(self.homes), state_bytes_per_element(optimizer)
+        for unit in self._away():
+            # a piece for each entry of state; the host updates a copy of the rows
+            copies = 2 * (self.homes[unit] is StateHome.HOST)
+            for parameter in self._parameters[unit]:
+                if parameter.requires_grad and id(parameter) in each:
                     rows = local_part(parameter)
-                    # a piece for each entry of state; the host updates a copy of the rows
-                    copies = 2 * (self.homes[unit] is StateHome.HOST)
-                    pieces = -(-nbytes // rows.element_size()) + copies
+                    pieces = -(-each[id(parameter)] // rows.element_size()) + copies
                     needed[unit] += pieces * aligned_bytes(rows.nbytes)
         return needed
 
@@ -234,7 +196,7 @@ class MovedState:
         for parameter, entries, name, rows in self._tensors(unit):
             if not has_rows(name, parameter, rows):
                 group = self._optimizer.param_groups[self._groups[id(parameter)]]
-                if group.get("fused") or group.get("capturable"):
+                if group.get("fused"):
                     entries[name] = entries[name].to(device)
             elif is_resident and (before.holds(rows) or not self._accelerator.holds(rows)):
                 on_device = torch.empty_like(rows, device=device).copy_(rows)
@@ -251,8 +213,6 @@ class MovedState:
         """End the thread that updates on the host."""
         self._host.close()
 
-    # -- inside -------------------------------------------------------------------------------
-
     def _away(self) -> list[int]:
         homes = enumerate(self.homes)
         return [unit for unit, home in homes if home is not StateHome.RESIDENT][::-1]
@@ -262,9 +222,8 @@ class MovedState:
         chosen: list[list[Tensor]] = [[] for _ in self._optimizer.param_groups]
         for parameter in parameters:
             group, gradient = self._groups.get(id(parameter)), parameter.grad
-            if group is None or gradient is None or id(parameter) in self.updated:
-                continue
-            if not is_spent(gradient) or sent_gradient(gradient) is not None:
+            updated = id(parameter) in self.updated or is_spent(gradient)
+            if group is not None and gradient is not None and not updated:
                 chosen[group].append(parameter)
         return chosen
 
@@ -301,9 +260,3 @@ class MovedState:
             staging.memory = staging.memory.new_empty(0)  # before the new one takes its own
             staging.memory = staging.memory.new_empty(nbytes)
         return staging
-
-
-def units_of(units: Sequence[Unit]) -> dict[int, int]:
-    """Return the index of each parameter's unit, by the parameter's id."""
-    pairs = enumerate(units)
-    return {id(parameter): i for i, unit in pairs for _, parameter in unit.named_sharded()}

@@ -22,17 +22,18 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_cephalo.adapters.owned_update import OwnedUpdate
-from lightning_cephalo.adapters.stepping import Shown, copy_of, step_without_hooks
+from lightning_cephalo.adapters.stepping import (
+    copy_of,
+    shown,
+    step_without_hooks,
+    without_torch_functions,
+)
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.execution.executor import Executor
 from lightning_cephalo.sharding.collectives import all_reduce
 from lightning_cephalo.sharding.placement import agreed, in_rows, local_part, rows_of
 from lightning_cephalo.sharding.same_values import cut_gradients
-from lightning_cephalo.sharding.spent_gradients import is_spent, sent_gradient
-
-# No TorchFunctionMode sees a call inside. Private: torch has no public way to suspend a mode that
-# is not the innermost one.
-_without_torch_functions = torch._C.DisableTorchFunction
+from lightning_cephalo.sharding.spent_gradients import is_spent
 
 
 @contextmanager
@@ -43,8 +44,8 @@ def local_update(
 ) -> Iterator[None]:
     """While active, ``optimizer.step`` updates plain tensors; hooks and closures find DTensors."""
     # rows are right for element-wise updates, and for all on a single rank
-    show = partial(_rows_updated, optimizer, elsewhere) if owned is None else owned.shown
-    shown, evaluations = ExitStack(), 0
+    show = partial(_rows_shown, optimizer, elsewhere) if owned is None else owned.shown
+    at_end, evaluations = ExitStack(), 0
     depth = 0  # torch runs hooks again where a step calls that of its base class
 
     def before(_: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -55,7 +56,7 @@ def local_update(
         evaluations, options = 0, dict(kwargs)
         closure = args[1] if len(args) > 1 else options.pop("closure", None)
         if closure is None:  # a gradient scaler has run it already
-            shown.enter_context(show())
+            at_end.enter_context(show())
             return None
 
         def closure_and_exchange() -> Any:
@@ -66,9 +67,9 @@ def local_update(
                     f"{type(optimizer).__name__} evaluates its closure several times a step, which"
                     " ranks may do differently often. Use a form of it that evaluates it once."
                 )
-            shown.close()  # of an evaluation before
+            at_end.close()  # of an evaluation before
             outcome = closure()  # gradients exist, and are clipped, only after it has run
-            shown.enter_context(show())
+            at_end.enter_context(show())
             return outcome
 
         return (args[0], closure_and_exchange, *args[2:]), options
@@ -77,14 +78,14 @@ def local_update(
         nonlocal depth
         depth -= 1
         if depth == 0:
-            shown.close()
+            at_end.close()
 
     handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
     # Private: there is no public way to run before the user's own hooks, which must find DTensors.
     hooks = cast("OrderedDict[int, Any]", optimizer._optimizer_step_post_hooks)
     hooks.move_to_end(handles[1].id, last=False)
     try:
-        with shown:
+        with at_end:
             yield
     finally:
         for handle in handles:
@@ -92,50 +93,37 @@ def local_update(
 
 
 @contextmanager
-def _rows_updated(optimizer: Optimizer, elsewhere: Executor | None) -> Iterator[None]:
+def _rows_shown(
+    optimizer: Optimizer,
+    elsewhere: Executor | None = None,
+    staged: Mapping[tuple[int, str], Tensor] = MappingProxyType({}),
+) -> Iterator[None]:
+    """Put this rank's rows in place of DTensors, and what is ``staged`` in place of their state.
+
+    ``elsewhere`` updates what the optimizer's own step leaves out.
+    """
     updated = () if elsewhere is None else elsewhere.before_step()
-    with _rows_shown(optimizer, updated=updated):
+    groups = [list(group["params"]) for group in optimizer.param_groups]
+    pairs = [[(parameter, local_part(parameter)) for parameter in group] for group in groups]
+    rows = _rows_of(list(chain.from_iterable(groups)), updated)
+    with without_torch_functions(), rows, shown(optimizer, pairs, as_state, staged):
         yield
     if elsewhere is not None:
         elsewhere.after_step()
 
 
-@contextmanager
-def _rows_shown(
-    optimizer: Optimizer,
-    staged: Mapping[tuple[int, str], Tensor] = MappingProxyType({}),
-    updated: Container[int] = (),
-) -> Iterator[None]:
-    """Put this rank's rows in place of DTensors, and what is ``staged`` in place of their state."""
-
-    def inside(name: str, parameter: Tensor, value: Tensor) -> Tensor:
-        held = staged.get((id(parameter), name))
-        return local_part(value) if held is None else held
-
-    groups = [list(group["params"]) for group in optimizer.param_groups]
-    with _without_torch_functions(), _rows_of(list(chain.from_iterable(groups)), updated):
-        pairs = [[(parameter, local_part(parameter)) for parameter in group] for group in groups]
-        shown = Shown(optimizer, pairs, inside, as_state)
-        try:
-            yield
-        finally:
-            shown.end()
-
-
 def update_rows(
     optimizer: Optimizer,
     chosen: Sequence[Sequence[Tensor]],
-    staged: Mapping[tuple[int, str], Tensor] = MappingProxyType({}),
+    staged: Mapping[tuple[int, str], Tensor],
 ) -> None:
     """Update this rank's rows of some parameters of each group, as ``step`` updates them.
 
     Hooks, schedulers and profilers do not see it: they see the one ``step`` that updates the rest.
     ``staged`` has what stands for rows of state that lie in host memory.
     """
-    if not any(chosen):
-        return
     update = part_of(optimizer, chosen)
-    with _rows_shown(update, staged):
+    with _rows_shown(update, staged=staged):
         step_without_hooks(update)
     optimizer.state.update(update.state)
 
@@ -144,21 +132,10 @@ def part_of(
     optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], *, on_host: bool = False
 ) -> Optimizer:
     """Return a copy of an optimizer that holds some parameters of each group, and their state."""
-    parameters = list(chain.from_iterable(chosen))
-    state = {p: optimizer.state[p] for p in parameters if p in optimizer.state}
+    state = {p: optimizer.state[p] for p in chain.from_iterable(chosen) if p in optimizer.state}
     part = copy_of(optimizer, chosen, state, on_host=on_host)
     part.param_groups = [group for group in part.param_groups if group["params"]]
     return part
-
-
-def put_in_order(optimizer: Optimizer, before: int) -> None:
-    """Put states that a step has made into the order of the groups, which checkpoints keep."""
-    state = cast("dict[Any, Any]", optimizer.state)
-    made = set(list(state)[before:])
-    for group in optimizer.param_groups if made else ():
-        for parameter in group["params"]:
-            if parameter in made:
-                state[parameter] = state.pop(parameter)
 
 
 def has_rows(name: str, parameter: Tensor, value: Any) -> bool:
@@ -171,71 +148,41 @@ def has_rows(name: str, parameter: Tensor, value: Any) -> bool:
 
 def as_state(name: str, parameter: Tensor, value: Tensor) -> Tensor:
     """Return rows of state as a DTensor; a number for the whole parameter as it is."""
-    if not isinstance(parameter, DTensor) or not has_rows(name, parameter, value):
-        return value
-    return in_rows(value, parameter)
+    return in_rows(value, cast(DTensor, parameter)) if has_rows(name, parameter, value) else value
 
 
 def clip_by_norm(parameters: Iterable[Tensor], largest: float) -> Tensor:
     """Scale gradients down to a norm over all ranks, and return the norm before; collective.
 
-    Sends one message for all gradients; otherwise like ``torch.nn.utils.clip_grad_norm_``. Of those
-    that have left for the host the norms are known. The host gets the factor.
+    Sends one message for all gradients; otherwise like ``torch.nn.utils.clip_grad_norm_``.
     """
-    with _without_torch_functions(), torch.no_grad():
+    with without_torch_functions(), torch.no_grad():
         held = [parameter for parameter in parameters if parameter.grad is not None]
-        sent = {id(p): own for p in held if (own := sent_gradient(p.grad)) is not None}
-        for parameter in held:
-            if id(parameter) not in sent and is_spent(parameter.grad):
-                cast(Tensor, parameter.grad).abs()  # raises by name
+        for gradient in (parameter.grad for parameter in held):
+            if gradient is not None and is_spent(gradient):
+                gradient.abs()  # raises by name
         if not held:
             return torch.tensor(0.0)
         with _rows_of(held) as rows:
-            pairs = zip(held, rows, strict=True)
-            graded = {id(p): own.grad for p, own in pairs if own.grad is not None}
-            norms = {key: own.norm for key, own in sent.items()}
-            norms.update(zip(graded, norms_of(list(graded.values())), strict=True))
-            cut, copied = ([p for p in held if (rows_of(p) is None) is c] for c in (False, True))
-            square, of_copies = (
-                _square_of_norm([norms[id(p)] for p in each], rows[0].device)
-                for each in (cut, copied)
-            )
+            cut = [p for p in held if rows_of(p) is not None]
+            by_kind: tuple[list[Tensor], list[Tensor]] = [], []
+            for parameter, own in zip(held, rows, strict=True):
+                by_kind[rows_of(parameter) is None].append(cast(Tensor, own.grad))
+            square, of_copies = (_square_of_norm(each, rows[0].device) for each in by_kind)
             if cut:
                 mesh = cast(DTensor, cut[0]).device_mesh
                 all_reduce(square, mesh.get_group()).wait()
                 agreed(square, mesh)
             norm = (square + of_copies).sqrt().to(rows[0].dtype)
             torch.nn.utils.clip_grads_with_norm_(rows, largest, norm)
-        if sent:
-            factor = float(torch.clamp(float(largest) / (norm + 1e-6), max=1.0))
-            for own_sent in sent.values():
-                own_sent.factor *= factor  # a second clipping finds what the first has left
-                own_sent.norm = own_sent.norm * factor
     return norm
 
 
-def norms_of(gradients: list[Tensor]) -> list[Tensor]:
-    """Return the norm of each gradient, as ``torch.nn.utils.get_total_norm`` computes it."""
-    # private: torch has no public form of it
-    return list(torch._foreach_norm(gradients)) if gradients else []
-
-
-def _square_of_norm(norms: Sequence[Tensor], device: torch.device) -> Tensor:
-    if not norms:  # torch's norm of no tensors is on the CPU: copying it waits for the device
+def _square_of_norm(gradients: list[Tensor], device: torch.device) -> Tensor:
+    if not gradients:  # torch's norm of no tensors is on the CPU: copying it waits for the device
         return torch.zeros((), dtype=torch.float64, device=device)
-    whole = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]))
     # in double precision, the square of a finite single-precision number is finite
-    return whole.to(torch.float64).square()
-
-
-def clip_by_value(parameters: Iterable[Tensor], largest: float) -> None:
-    """Clamp the gradients' elements to ``largest``; UnsupportedError if some are on the host."""
-    held = list(parameters)
-    for parameter in held:
-        if sent_gradient(parameter.grad) is not None:  # by a step that began with another clipping
-            cast(Tensor, parameter.grad).abs()  # raises by name
-    with _without_torch_functions(), _rows_of(held) as rows:
-        torch.nn.utils.clip_grad_value_(rows, largest)
+    return torch.nn.utils.get_total_norm(gradients).to(torch.float64).square()
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_cephalo.adapters.stepping import Shown, parameters_of
+from lightning_cephalo.adapters.stepping import parameters_of, shown, without_torch_functions
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.owners import Owners, on_owner
@@ -40,8 +40,6 @@ class OwnedUpdate:
 
     def _parameters(self) -> list[DTensor]:
         return cast("list[DTensor]", parameters_of(self._optimizer))
-
-    # -- a step -------------------------------------------------------------------------------
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -63,9 +61,13 @@ class OwnedUpdate:
                 [local_part(cast(Tensor, parameters[i].grad)) for i in graded],
                 [None if whole[i] is None else whole[i].grad for i in graded],
             )
+        pairs = [
+            [(p, self._whole[p]) for p in group["params"] if owners.owns(p)]
+            for group in self._optimizer.param_groups
+        ]
         doing, failure, message = f"updating by {name}", None, None
         try:
-            with self._whole_shown():
+            with without_torch_functions(), shown(self._optimizer, pairs, self._as_state):
                 yield
             doing = "reading the optimizer's state"
             message = self._message()
@@ -95,41 +97,23 @@ class OwnedUpdate:
         whole.grad = None if parameter.grad is None else torch.empty_like(whole)
         return cast(Tensor, whole)
 
-    @contextmanager
-    def _whole_shown(self) -> Iterator[None]:
-        pairs = [
-            [(p, self._whole[p]) for p in group["params"] if self._owners.owns(p)]
-            for group in self._optimizer.param_groups
-        ]
-        # private, as in adapters/optimizer.py: no mode of the user sees the exchange
-        with torch._C.DisableTorchFunction():
-            shown = Shown(self._optimizer, pairs, lambda _, __, v: local_part(v), self._as_state)
-            try:
-                yield
-            finally:
-                shown.end()
-
     def _as_state(self, name: str, parameter: Tensor, value: Tensor) -> Tensor:
         if not value.ndim or type(value) not in (Tensor, nn.Parameter) or value.is_sparse:
             return value
         return on_owner(value, self._owners.rank, cast(DTensor, parameter), value)
 
-    # -- what all ranks see -------------------------------------------------------------------
-
     def _message(self) -> tuple[dict[int, Any], dict[int, Any]]:
         """Return the state of what this rank owns, without values, and numbers among options."""
-        state, options, start = {}, {}, 0
+        state, options, owns = {}, {}, self._owners.owns
         # which ends with the step
         memory = {p.untyped_storage().data_ptr() for p in self._whole.values() if p.numel()}
         without_values = partial(self._without_values, memory)
+        for index, parameter in enumerate(self._parameters()):
+            if owns(parameter) and parameter in self._optimizer.state:
+                entries = dict(self._optimizer.state[parameter])
+                state[index] = pytree.tree_map(without_values, entries)
         for number, group in enumerate(self._optimizer.param_groups):
-            held = {i: p for i, p in enumerate(group["params"], start) if self._owners.owns(p)}
-            start += len(group["params"])
-            for index, parameter in held.items():
-                if parameter in self._optimizer.state:
-                    entries = dict(self._optimizer.state[parameter])
-                    state[index] = pytree.tree_map(without_values, entries)
-            if held:
+            if any(map(owns, group["params"])):
                 options[number] = {n: v for n, v in group.items() if type(v) in _PLAIN}
         return state, options
 
@@ -157,19 +141,18 @@ class OwnedUpdate:
             entries = messages[owner][0].get(index)
             if parameter in state:  # in one order on all ranks, in which checkpoints gather it
                 state[parameter] = state.pop(parameter)
-            if owner == rank or entries is None:
-                continue
-
-            def place(value: Tensor, owner: int = owner, like: DTensor = parameter) -> Tensor:
-                return on_owner(None, owner, like, value) if value.ndim else value
-
-            # the same dict, which hooks may hold
-            state[parameter].clear()
-            state[parameter].update(pytree.tree_map_only(Tensor, place, entries))
+            if owner != rank and entries is not None:
+                place = partial(self._elsewhere, parameter)
+                state[parameter].clear()  # the same dict, which hooks may hold
+                state[parameter].update(pytree.tree_map_only(Tensor, place, entries))
         for number, group in enumerate(self._optimizer.param_groups):
             owned = [options[number] for _, options in messages if number in options]
             if owned and number not in messages[rank][1]:
                 group.update(owned[0])
+
+    def _elsewhere(self, parameter: DTensor, value: Tensor) -> Tensor:
+        owner = self._owners.of(parameter)
+        return on_owner(None, owner, parameter, value) if value.ndim else value
 
     def placed(self, parameter: Tensor, value: Tensor) -> Tensor:
         """Return a tensor of a whole parameter's saved state as this rank shows it."""

@@ -17,7 +17,7 @@ from lightning.pytorch.plugins import DoublePrecision, HalfPrecision, MixedPreci
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_cephalo.adapters.optimizer import clip_by_norm, clip_by_value
+from lightning_cephalo.adapters.optimizer import clip_by_norm
 from lightning_cephalo.adapters.stepping import parameters_of
 from lightning_cephalo.sharding.collectives import all_reduce
 from lightning_cephalo.sharding.placement import local_part
@@ -61,7 +61,6 @@ def adapt(
     kind, own = type(plugin), vars(plugin)  # methods of this instance, which can be pickled
     own["convert_input"] = partial(_convert, kind.convert_input, plugin, shown)
     if is_known(plugin):
-        own["clip_grad_by_value"] = partial(_clip_by_value, plugin)
         own["clip_grad_by_norm"] = partial(_clip_by_norm, plugin, before_norm)
     scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
     if scaler is not None and not isinstance(scaler, RanksGradScaler):
@@ -74,10 +73,6 @@ def _convert(
     convert: Callable[..., Any], plugin: Precision, shown: Callable[[Any], Any], data: Any
 ) -> Any:
     return convert(plugin, shown(data))  # the first that Lightning does with a batch
-
-
-def _clip_by_value(plugin: Precision, optimizer: Optimizer, clip_val: float) -> None:
-    clip_by_value(plugin.main_params(optimizer), clip_val)
 
 
 def _clip_by_norm(

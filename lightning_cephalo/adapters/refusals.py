@@ -22,7 +22,6 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_cephalo.adapters.averaged_weights import lightnings_classes
-from lightning_cephalo.adapters.checkpoint import holds_earlier_rows
 from lightning_cephalo.adapters.stepping import parameters_of
 from lightning_cephalo.adapters.torchmetrics import metrics_of
 from lightning_cephalo.adapters.view import TrainerView
@@ -251,21 +250,16 @@ def callbacks_that_change_the_training(situation: Situation) -> str | None:
     When.OPTIMIZERS,
 )
 def optimizers_of_others(situation: Situation) -> str | None:
-    model = situation.model
+    units = () if situation.model is None else situation.model.units
+    known = {id(parameter) for unit in units for _, parameter in unit.named_sharded()}
     for optimizer in situation.optimizers:
-        name = type(optimizer).__name__
-        if holds_earlier_rows(optimizer):
-            return f"{name} has state in the rows of an earlier run, which are others."
-        if model is None:
-            continue
-        # one that was made before the model was sharded holds what the module held before
-        known, in_place_of = model.sharded_parameters(), model.sharded_in_place_of
-        others = [each for each in parameters_of(optimizer) if id(each) not in known]
-        shapes = [tuple(each.shape) for each in others if in_place_of(each) is None]
+        others = (each for each in parameters_of(optimizer) if id(each) not in known)
+        shapes = [tuple(each.shape) for each in others]
         if shapes:
             return (
-                f"{name} holds {len(shapes)} parameters that are not the model's, of shapes"
-                f" {shapes[:3]}: they are copies, or belong to an earlier fit."
+                f"{type(optimizer).__name__} holds {len(shapes)} parameters that are not the"
+                f" model's, of shapes {shapes[:3]}: they are copies, or it was made before fit()"
+                " sharded the model, such as in __init__() or for an earlier fit."
             )
     return None
 

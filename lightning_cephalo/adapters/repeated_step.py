@@ -113,8 +113,6 @@ class RepeatedStep:
             raise error  # on every rank
         if self.repeats == MOST_REPEATS:
             refused = f"The step was repeated {MOST_REPEATS} times already."
-        if not refused:
-            executor.updates.forget_sent()
         try:
             self._relief(error, refused)
         except Exception as failure:

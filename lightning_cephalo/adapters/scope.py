@@ -1,10 +1,9 @@
 """Finds out what an optimizer's update of one element depends on.
 
 Torch's own optimizers are known. A copy of another one updates a few small random parameters: all
-together, and in two parts. If the results differ, an update depends on other parameters, too. A
-trial never finds by itself that an update is element-wise, as many optimizers factor or quantise
-only tensors above some size. Users say so with ``Planner(elementwise=[...])``; a trial contradicts
-what is plainly wrong.
+together, and in two parts. If the results differ, an update depends on other parameters, too. No
+trial proves that an update is element-wise, as many optimizers factor or quantise only large
+tensors. Users say so with ``Planner(elementwise=[...])``; a trial contradicts plain errors.
 """
 
 from __future__ import annotations
@@ -69,33 +68,33 @@ def not_by_units(optimizer: Optimizer) -> str:
         return f"{name} is none of torch's element-wise optimizers"
     if step_is_replaced(optimizer):
         return f"{name}.step is replaced"
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        return f"{name}(differentiable=True)"
-    return ""
+    options = ("differentiable", "capturable")
+    found = (o for o in options for group in optimizer.param_groups if group.get(o))
+    return next((f"{name}({option}=True)" for option in found), "")
 
 
-def state_bytes_per_element(optimizer: Optimizer) -> list[int]:
-    """Return the bytes of state per element of a parameter, by parameter group.
+def state_bytes_per_element(optimizer: Optimizer) -> dict[int, int]:
+    """Return the bytes of state per element of each parameter, by the parameter's id.
 
     A copy of the optimizer updates one small parameter of each group. 8 for Adam in fp32, and as
     with Adam if no copy can tell: updates are not element-wise, or options are for devices only.
     """
-    members = [
-        [nn.Parameter(torch.ones(2, 2, dtype=p.dtype)) for p in group["params"][:1]]
-        for group in optimizer.param_groups
-    ]
-    if known_scope(optimizer) is Scope.ELEMENT:
-        with suppress(Exception):
-            own = copy_of(optimizer, members, on_host=True)
+    groups = [group["params"] for group in optimizer.param_groups]
+    likes = [[nn.Parameter(torch.ones(2, 2, dtype=p.dtype)) for p in own[:1]] for own in groups]
+    found = [sum(MOMENTS * p.element_size() for p in like) for like in likes]
+    with suppress(Exception):
+        if known_scope(optimizer) is Scope.ELEMENT:
+            own = copy_of(optimizer, likes, on_host=True)
             for parameter in parameters_of(own):
                 parameter.grad = torch.ones_like(parameter)
             step_without_hooks(own)
-            entries = [[v for p in each for v in own.state[p].values()] for each in members]
-            return [
-                sum(v.element_size() for v in each if isinstance(v, Tensor) and v.shape == (2, 2))
-                for each in entries
+            made = [[v for p in like for v in own.state[p].values()] for like in likes]
+            found = [
+                sum(v.element_size() for v in each if isinstance(v, Tensor) and v.ndim)
+                for each in made
             ]
-    return [sum(MOMENTS * p.element_size() for p in each) for each in members]
+    pairs = zip(groups, found, strict=True)
+    return {id(parameter): nbytes for group, nbytes in pairs for parameter in group}
 
 
 # -- trials ---------------------------------------------------------------------------------------

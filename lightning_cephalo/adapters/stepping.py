@@ -1,6 +1,6 @@
 """Lets an optimizer's own step update other tensors than its parameters.
 
-:class:`Shown` puts them in place of the parameters, and state that belongs to them in place of the
+:func:`shown` puts them in place of the parameters, and state that belongs to them in place of the
 parameters' state. It serves rows of DTensors (``optimizer.py``), whole parameters of one owner
 (``owned_update.py``) and rows in host memory (``host_update.py``). Where no hook may see a step, a
 copy of the optimizer runs it (:func:`copy_of`).
@@ -10,16 +10,24 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from lightning_cephalo.accelerator.torch_versions import state_of_constructor
+from lightning_cephalo.sharding.placement import local_part
+
+# No TorchFunctionMode sees a call inside. Private: torch has no public way to suspend a mode that
+# is not the innermost one.
+without_torch_functions = torch._C.DisableTorchFunction
 
 Pairs = Sequence[Sequence[tuple[Tensor, Tensor]]]
 """By parameter group, parameters and what stands for each; others are not updated."""
@@ -27,60 +35,64 @@ Translation = Callable[[str, Tensor, Tensor], Tensor]
 """Translates a tensor of state, by its name and its parameter."""
 
 
-class Shown:
-    """While it lasts, an optimizer finds other tensors in ``param_groups`` and ``state``."""
+@contextmanager
+def shown(
+    optimizer: Optimizer,
+    pairs: Pairs,
+    outside: Translation,
+    staged: Mapping[tuple[int, str], Tensor] = MappingProxyType({}),
+) -> Iterator[None]:
+    """Let an optimizer find other tensors in ``param_groups`` and ``state``.
 
-    def __init__(
-        self, optimizer: Optimizer, pairs: Pairs, inside: Translation, outside: Translation
-    ) -> None:
-        """``inside`` translates state that is there, ``outside`` what the step has made."""
-        self._optimizer, self._pairs, self._outside = optimizer, pairs, outside
-        self._parameters = [list(group["params"]) for group in optimizer.param_groups]
-        self._state, optimizer.state = optimizer.state, defaultdict(dict)
-        optimizer.state.update(_common(self._state))
-        self._before: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of what stands for a tensor
+    State that is there shows its rows, or what is ``staged`` for them by the parameter's id and the
+    entry's name. ``outside`` translates what the step has made.
+    """
+    held = [list(group["params"]) for group in optimizer.param_groups]
+    state, inner = optimizer.state, defaultdict[Any, Any](dict)
+    optimizer.state = inner
+    inner.update(_common(state))
+    before: dict[int, tuple[Tensor, Tensor]] = {}  # by the id of what stands for a tensor
 
-        def shown(name: str, parameter: Tensor, value: Tensor) -> Tensor:
-            found = inside(name, parameter, value)
-            self._before[id(found)] = found, value
-            return found
+    def enter(name: str, parameter: Tensor, value: Tensor) -> Tensor:
+        rows = staged.get((id(parameter), name))
+        found = local_part(value) if rows is None else rows
+        before[id(found)] = found, value
+        return found
 
-        for group, own in zip(optimizer.param_groups, pairs, strict=True):
-            # in place: an optimizer may hold the list itself
-            group["params"][:] = [tensor for _, tensor in own]
-            for parameter, tensor in own:
-                if parameter in self._state:
-                    # the same dict: a step may have looked it up before its closure
-                    entries = optimizer.state[tensor] = self._state[parameter]
-                    _translate(entries, parameter, shown)
-        # torch's own optimizers write in place; one view per tensor would cost them time
-        tensors = () if is_torchs(optimizer) else chain.from_iterable(pairs)
-        self._memory = [(tensor, tensor.detach()) for _, tensor in tensors]
+    def leave(name: str, parameter: Tensor, value: Tensor) -> Tensor:
+        _, there = before.get(id(value), (None, None))
+        return outside(name, parameter, value) if there is None else there
 
-    def end(self) -> None:
-        """Put the parameters back, with what the step has added to their state."""
-        optimizer, inner = self._optimizer, self._optimizer.state
-        optimizer.state = self._state
-        optimizer.state.update(_common(inner))
-        for group, parameters in zip(optimizer.param_groups, self._parameters, strict=True):
+    for group, own in zip(optimizer.param_groups, pairs, strict=True):
+        # in place: an optimizer may hold the list itself
+        group["params"][:] = [tensor for _, tensor in own]
+        for parameter, tensor in own:
+            if parameter in state:
+                # the same dict: a step may have looked it up before its closure
+                inner[tensor] = _translated(state[parameter], parameter, enter)
+    # torch's own optimizers write in place; one view per tensor would cost them time
+    tensors = () if is_torchs(optimizer) else chain.from_iterable(pairs)
+    memory = [(tensor, tensor.detach()) for _, tensor in tensors]
+    try:
+        yield
+    finally:
+        optimizer.state = state
+        state.update(_common(inner))
+        for group, parameters in zip(optimizer.param_groups, held, strict=True):
             group["params"][:] = parameters
-        for parameter, tensor in chain.from_iterable(self._pairs):
+        for parameter, tensor in chain.from_iterable(pairs):
             if tensor in inner:
-                optimizer.state[parameter] = inner[tensor]
-                _translate(inner[tensor], parameter, self._face)
-        for tensor, own in self._memory:
-            if tensor.data_ptr() != own.data_ptr():  # after `p.data = p.data - update`
-                own.copy_(tensor.detach())
-                tensor.data = own
-
-    def _face(self, name: str, parameter: Tensor, value: Tensor) -> Tensor:
-        _, before = self._before.get(id(value), (None, None))
-        return self._outside(name, parameter, value) if before is None else before
+                state[parameter] = _translated(inner[tensor], parameter, leave)
+        for tensor, own_memory in memory:
+            if tensor.data_ptr() != own_memory.data_ptr():  # after `p.data = p.data - update`
+                own_memory.copy_(tensor.detach())
+                tensor.data = own_memory
 
 
-def _translate(entries: Any, parameter: Tensor, translation: Translation) -> None:
+def _translated(entries: Any, parameter: Tensor, translation: Translation) -> Any:
     for name, value in entries.items():
         entries[name] = pytree.tree_map_only(Tensor, partial(translation, name, parameter), value)
+    return entries
 
 
 def _common(state: Any) -> dict[Any, Any]:
@@ -112,10 +124,6 @@ def copy_of(
         options = {name: own(value) for name, value in group.items() if name != "params"}
         if on_host:
             options = pytree.tree_map_only(Tensor, lambda value: value.cpu(), options)
-            if options.get("capturable"):  # of graphs, which a host lacks
-                options["capturable"] = False
-                if options.get("foreach"):  # with a rate that is a tensor, it needs graphs
-                    options["foreach"] = False
         made.param_groups.append({"params": list(parameters), **options})
     made.state = defaultdict(dict, state or {})
     for tensor in chain.from_iterable(members) if state is None else ():

@@ -39,19 +39,14 @@ class OptimizerUpdates:
             return Scope.ELEMENT  # the only rank's rows are whole
         if optimizer not in self._scopes:
             own = control.together("trying out the optimizer", lambda: self._scope(optimizer))
-            # devices may differ in what they compute
-            is_wide = control.any(own is Scope.PARAMETER)
-            self._scopes[optimizer] = Scope.PARAMETER if is_wide else Scope.ELEMENT
+            # processors may differ in what they compute
+            is_whole = control.any(own is Scope.PARAMETER)
+            self._scopes[optimizer] = Scope.PARAMETER if is_whole else own
         found: Scope = self._scopes[optimizer]
         return found
 
     def _scope(self, optimizer: Optimizer) -> Scope:
         name, found = type(optimizer).__name__, known_scope(optimizer) or self._tried(optimizer)
-        if found is Scope.PARAMETER and optimizer.state:
-            raise UnsupportedError(
-                f"{name} updates whole parameters, and has state of an earlier run. Make a new one"
-                " in configure_optimizers(), and continue its state by fit(ckpt_path=...)."
-            )
         if found is Scope.PARAMETER and self._model.state_groups:
             raise UnsupportedError(
                 f"{name} updates whole parameters, which hybrid sharding does not support so far."

@@ -81,10 +81,6 @@ class TrainerView:
     def is_interrupted(self) -> bool:
         return self.of.state.status == TrainerStatus.INTERRUPTED
 
-    @property
-    def detects_anomalies(self) -> bool:
-        return bool(self.of._detect_anomaly)
-
     # -- clipping and accumulation ------------------------------------------------------------
 
     @property

@@ -587,10 +587,6 @@ def _update(executor: Executor, instruction: Instruction) -> None:
     executor.updates.update(executor, instruction)
 
 
-def _send_gradient(executor: Executor, instruction: Instruction) -> None:
-    executor.updates.send_gradient(executor, instruction)
-
-
 def _move_state(executor: Executor, instruction: Instruction) -> None:
     executor.updates.move(executor, instruction)
 
@@ -610,7 +606,6 @@ _HANDLERS: dict[Operation, Handler] = {
     Operation.AGREE: _agree,
     Operation.UPDATE: _update,
     Operation.HOST_UPDATE: _update,
-    Operation.SEND_GRADIENT: _send_gradient,
     Operation.FETCH_STATE: _move_state,
     Operation.STORE_STATE: _move_state,
 }

@@ -116,7 +116,7 @@ class ShardedModel:
         members_of_units = find_units(module, units, with_ends=with_ends)
         self.fractions = tuple(fractions(members_of_units) if callable(fractions) else fractions)
         divider = self._divider(self.fractions)
-        # weak: only what holds them already, such as an optimizer, keeps the originals alive
+        # weak: only what holds them already keeps the originals alive
         self._originals: WeakIdKeyDictionary = WeakIdKeyDictionary()
         for members in members_of_units:
             for parameter, owners in members.parameters:
@@ -350,18 +350,6 @@ class ShardedModel:
             pool.release()
         if self.stage is not None:
             self.stage.release()
-
-    def sharded_parameters(self) -> dict[int, str]:
-        """Return the name of every parameter that an optimizer may hold, by the parameter's id."""
-        return {id(p): name for unit in self.units for name, p in unit.named_sharded()}
-
-    def sharded_in_place_of(self, original: Tensor) -> Tensor | None:
-        """Return the sharded parameter of one that the module held before; None if it held none."""
-        name = self._originals.get(original)
-        if name is None:
-            return None
-        named = (pair for unit in self.units for pair in unit.named_sharded())
-        return next((parameter for other, parameter in named if other == name), None)
 
     def restore_full(self) -> None:
         """Remove the hooks and restore plain full parameters on the CPU; collective."""

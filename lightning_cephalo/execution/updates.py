@@ -14,9 +14,7 @@ Streamed state is copied to a staging buffer on the device, which updates, and i
 the host updates, gradients are copied to it, and the new rows to the device.
 
 Updates follow a unit's reduce where early updates are exact. The others come with the optimizer's
-own ``step``, when gradients are final and clipped. Gradients that the host will use leave the
-device behind their unit's reduce all the same: their part of the norm is computed before, and the
-host multiplies them by the factor.
+own ``step``, when gradients are final and clipped.
 """
 
 from __future__ import annotations
@@ -31,21 +29,10 @@ from torch import nn
 from lightning_cephalo.common.errors import CephaloError
 from lightning_cephalo.plan.program import Instruction, Operation, late_updates
 from lightning_cephalo.plan.state_homes import StateHome
-from lightning_cephalo.sharding.spent_gradients import SentGradient, mark_sent
 from lightning_cephalo.sharding.unit import Unit
 
 if TYPE_CHECKING:
     from lightning_cephalo.execution.executor import Executor
-
-
-class Updater(Protocol):
-    """Updates units in the backward; ``adapters/early_update.py`` has one."""
-
-    def is_exact(self) -> bool:
-        """Return whether updates in this step's backward give what the optimizer's step gives."""
-
-    def update(self, parameters: Sequence[nn.Parameter], on_host: bool) -> list[bool]:
-        """Update parameters of a unit by their gradients, and return for each whether it was."""
 
 
 class UnitUpdates(Protocol):
@@ -65,14 +52,8 @@ class UnitUpdates(Protocol):
     def fetch(self, unit: int) -> None:
         """Start to copy a unit's state to the device."""
 
-    def update_late(self, unit: int, on_host: bool) -> None:
-        """Update what a unit holds gradients of behind the backward."""
-
-    def send_gradients(self, parameters: Sequence[nn.Parameter]) -> list[SentGradient | None]:
-        """Start to copy gradients to the host, which will use them; None: there is none."""
-
-    def forget_sent(self) -> None:
-        """Forget gradients that have left, in a step that is repeated."""
+    def update(self, parameters: Sequence[nn.Parameter], on_host: bool) -> list[bool]:
+        """Update parameters of a unit by their gradients, and return for each whether it was."""
 
     def store(self, unit: int) -> None:
         """Start to copy a unit's state back, or take what the host has updated."""
@@ -91,38 +72,32 @@ class Updates:
     """The updates of one model.
 
     Attributes:
-        updater: Updates units inside the backward; None: none is.
         mover: Updates units one by one, wherever their state is; None: no training has begun.
+        are_exact: Whether updates in the next step's backward give what the optimizer's step gives.
         is_on: Whether units are updated inside the backward of the step that runs.
         drops: Whether steps hold no gradients of units, and update nothing.
-        sends_gradients: Whether gradients of the next step may leave for the host.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = list(units)
-        self.updater: Updater | None = None
         self.mover: UnitUpdates | None = None
-        self.is_on = self.drops = self.sends_gradients = False
+        self.is_on = self.drops = self.are_exact = False
         self._updated: set[int] = set()
-        self._may = self._may_again = self._sends = self._is_late = False
+        self._may = self._may_again = self._is_late = False
 
     # -- a step -------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """Find out how the step that begins may update."""
-        self._may = self._may_again or (self.updater is not None and self.updater.is_exact())
-        self.is_on, self._may_again = self._may, False
-        self._sends, self.sends_gradients = self.sends_gradients, False
+        self.is_on = self._may = self._may_again or self.are_exact
+        # a step that nobody has announced updates nothing: it is one of several that add up
+        self._may_again = self.are_exact = False
         self._is_late = False
 
     def passes(self) -> dict[str, Any]:
         """Return the options of ``compile_step`` that the step has."""
         homes = () if self.drops or self.mover is None else self.mover.homes
-        return {
-            "updates_early": self.is_on or self.drops,
-            "homes": homes,
-            "sends_gradients": self._sends and not self.is_on,
-        }
+        return {"updates_early": self.is_on or self.drops, "homes": homes}
 
     def agree(self, everyone: bool) -> bool:
         """Learn whether all ranks may update early; return whether that changes this step."""
@@ -147,16 +122,6 @@ class Updates:
         """Let the step that begins next be the one of before, which has failed."""
         self._may_again = self._may
 
-    def forget_sent(self) -> None:
-        """Forget all that the step has reduced, on the device and the host."""
-        self.sends_gradients = self._sends
-        if not self._sends or self.mover is None:
-            return
-        self.mover.forget_sent()
-        for unit in self._units:
-            for flat in unit.flats:
-                flat.gradient.forget()
-
     def finish(self) -> None:
         """Give all gradients back that the optimizer's step has used."""
         self._updated, self._is_late = set(), False
@@ -175,7 +140,7 @@ class Updates:
         index, on_host = instruction.unit, instruction.operation is Operation.HOST_UPDATE
         if self._is_late and self.mover is not None:
             self._updated.add(index)
-            self.mover.update_late(index, on_host)
+            self.mover.update([p for _, p in self._units[index].named_sharded()], on_host)
             return
         unit = self._units[index]
         executor.await_reduce_of(unit)
@@ -187,27 +152,10 @@ class Updates:
 
     def _update_early(self, executor: Executor, index: int, on_host: bool) -> None:
         """Update what is known to have a gradient, and give the gradient's memory back."""
-        unit = self._publish(executor, index)
-        if self.updater is not None:
-            unit.give_back(self.updater.update(unit.reduced_parameters(), on_host))
-
-    def send_gradient(self, executor: Executor, instruction: Instruction) -> None:
-        """Let the gradients of a unit leave for the host, where they are known to exist."""
-        executor.await_reduce_of(self._units[instruction.unit])
-        executor.failure.guarded(self._send, executor, instruction.unit)
-
-    def _send(self, executor: Executor, index: int) -> None:
-        unit, mover = self._publish(executor, index), self.mover
-        parameters = unit.reduced_parameters()
-        sent = [] if mover is None else mover.send_gradients(parameters)
-        unit.give_back([each is not None for each in sent])
-        for parameter, each in zip(parameters, sent, strict=True):
-            mark_sent(parameter.grad, each)
-
-    def _publish(self, executor: Executor, index: int) -> Unit:
         step, unit = executor.step, self._units[index]
         unit.publish(unit.surely_used(step.used[index], bool(step.calls)))
-        return unit
+        if self.mover is not None:
+            unit.give_back(self.mover.update(unit.reduced_parameters(), on_host))
 
     def move(self, executor: Executor, instruction: Instruction) -> None:
         """Start to copy a unit's state, there or back."""

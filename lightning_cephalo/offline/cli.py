@@ -68,7 +68,6 @@ _OPTIONS: dict[tuple[str, str], tuple[tuple[str, str, Any, str], ...]] = {
             " cluster file: what has no room on devices, all of it, or none (default: off)"),
         ("--early-update", "", False, "update units inside the backward, as training does unless it"
             " clips by norm or the like: less memory, and moves of optimizer state hide"),
-        ("--clip-by-norm", "", False, "gradients are clipped by norm: updates follow the backward"),
         ("--table", "FILE", [], "measured curves of devices (.yaml or .json), before any estimate;"
             " may be repeated"),
     ),

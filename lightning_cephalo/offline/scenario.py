@@ -101,7 +101,6 @@ def read(options: Namespace) -> Scenario:
         allow_offload=options.offload,
         optimizer_offload=_MOVES.get(options.optimizer_offload, False),
         early_update=options.early_update,
-        clip_by_norm=options.clip_by_norm,
     )
 
     def estimate(where: Cluster, hybrid: bool = False) -> Estimate:
@@ -158,11 +157,6 @@ def _check(options: Namespace, cluster: Cluster) -> None:
         raise PlanError(
             "--offload: expected --recompute on or choose, but got off. Activations that are kept "
             "inside units hold what enters them: there is nothing to move."
-        )
-    if options.clip_by_norm and options.early_update:
-        raise PlanError(
-            "--clip-by-norm: expected updates behind the backward, which know the norm of all "
-            "gradients, but got --early-update. Leave one of the two out."
         )
 
 

@@ -46,7 +46,6 @@ from lightning_cephalo.plan.timeline import (
 # indices of Problem.states_bytes
 _FORWARD, _REDUCING, _UPDATING = range(3)
 _LINKED = frozenset({Operation.GATHER, Operation.REDUCE})
-_NEEDS_GRADIENT = frozenset({Operation.HOST_UPDATE, Operation.SEND_GRADIENT})
 # in the order of the curves of a profile
 _COMPUTE = (Operation.FORWARD, Operation.BACKWARD, Operation.LOSS)
 
@@ -92,7 +91,6 @@ def programs_of(problem: Problem, plan: Plan) -> list[Program]:
             updates_early=problem.early_update,
             # the root unit's state has that of heads
             homes=(*homes_of(problem, part), *(homes_of(problem, part)[:1] if heads else ())),
-            sends_gradients=problem.sends_gradients and not problem.early_update,
             ends=Ends(heads=heads),
         )
         for part in plan.ranks
@@ -275,7 +273,7 @@ class _Lane:
     def _move(self, instruction: Instruction) -> None:
         if instruction.unit in self._heads:
             return  # the time of its update is the root unit's
-        needs_gradient = instruction.operation in _NEEDS_GRADIENT
+        needs_gradient = instruction.operation is Operation.HOST_UPDATE
         ready_s = self._reduced_s[instruction.unit] if needs_gradient else 0.0
         self._state.run(instruction, max(self._free_s, ready_s))
 

@@ -51,7 +51,6 @@ class StateLanes:
         self._buffers_s = [0.0] * STAGED_UNITS
         self._next = 0
         self._fetched: dict[int, tuple[float, int]] = {}
-        self._sent_s: dict[int, float] = {}
 
     def run(self, instruction: Instruction, now_s: float) -> None:
         """Do an instruction, whose unit is ready at ``now_s``."""
@@ -65,14 +64,8 @@ class StateLanes:
             case Operation.STORE_STATE if unit in self._fetched:
                 _, buffer = self._fetched.pop(unit)
                 self._buffers_s[buffer] = self._copy(instruction, Stream.TO_HOST, now_s)
-            case Operation.SEND_GRADIENT:
-                self._sent_s[unit] = self._copy(instruction, Stream.TO_HOST, now_s)
             case Operation.HOST_UPDATE:
-                sent_s = self._sent_s.pop(unit, None)
-                if sent_s is None:
-                    arrived_s = self._copy(instruction, Stream.TO_HOST, now_s)
-                else:
-                    arrived_s = max(now_s, sent_s)
+                arrived_s = self._copy(instruction, Stream.TO_HOST, now_s)
                 back = Instruction(Operation.STORE_STATE, unit)
                 self._copy(back, Stream.TO_DEVICE, self._update(instruction, arrived_s))
 

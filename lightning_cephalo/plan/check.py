@@ -25,7 +25,6 @@ _WRONG = {
     "passed": ("", "a backward has passed the unit already"),
     "reduced": ("the unit is not reduced yet", "the unit is reduced already"),
     "updated": ("the unit is not updated yet", "the unit is updated already"),
-    "sent": ("", "its gradient is on the host"),
     "fetched": ("", "its state is on the device"),
     "with the host": ("", ""),
     "without a loss": ("its microbatch did not go forward", ""),
@@ -64,8 +63,7 @@ _RULES = {
     Operation.MEET: _Rule(("gathered",)),
     Operation.AGREE: _Rule(),
     Operation.FETCH_STATE: _Rule((), ("fetched",), ("fetched",)),
-    Operation.SEND_GRADIENT: _Rule(("reduced",), ("sent",), ("sent",)),
-    Operation.UPDATE: _Rule(("reduced",), ("sent", "gathered"), ("updated",)),
+    Operation.UPDATE: _Rule(("reduced",), ("gathered",), ("updated",)),
     Operation.HOST_UPDATE: _Rule(
         ("reduced",), ("fetched", "gathered"), ("updated", "with the host")
     ),
@@ -84,7 +82,6 @@ def check(programs: Sequence[Program]) -> None:
       updated once, and none is left out.
     - Optimizer state that is fetched is used for one update and stored, and no more of it is on the
       device than two buffers hold. What the host updates comes back.
-    - A gradient that has left for the host was reduced before, and the host updates its unit.
     - Nothing stays gathered, armed or offloaded at the end of the step.
     - All ranks issue the same collectives in the same order. Otherwise they would wait for each
       other forever.
@@ -195,8 +192,6 @@ class _State:
         are = self.are
         if are["fetched"]:
             yield f"units {sorted(are['fetched'])} hold state"
-        if away := sorted(are["sent"] - are["updated"]):
-            yield f"the host has not updated units {away}"
         left = sorted(are["reduced"] - are["updated"] - {ROOT})
         if self._updates_early and left:
             yield f"units {left} have missed their early update"

@@ -46,8 +46,8 @@ from lightning_cephalo.plan.windows import backward_collectives_s
 
 # A planned share lies between two whole units, so that rows that are cut elsewhere change nothing.
 _BETWEEN = 0.25
-# Units whose gradients are on the device while they leave for the host: late, and early.
-_LEAVING_UNITS, _COPIED_UNITS = 3, 2
+# Units whose gradients are on the device while they leave for the host inside the backward.
+_COPIED_UNITS = 2
 # Numbers of units and of parts for the host that a plan chooses among.
 _LEVELS, _PARTS = 32, 4
 
@@ -90,14 +90,11 @@ class MovedState:
         """Return what a rank with all of the state holds more on its device; negative for less.
 
         Streamed state passes through two buffers. Early updates add gradients that the host needs:
-        one is being reduced, one is copied. Late ones hold all, but where these leave only three.
+        one is being reduced, one is copied. Late ones hold all.
         """
         away = self.count(StateHome.STREAMED) + self.count(StateHome.HOST)
         staged = STAGED_UNITS * self.largest(StateHome.STREAMED)
         gradients = _COPIED_UNITS * self.largest(StateHome.HOST) if problem.early_update else 0
-        if problem.sends_gradients and not problem.early_update:
-            sent = self.count(StateHome.HOST) - self.root_on_host
-            gradients = min(0, _LEAVING_UNITS * self.largest(StateHome.HOST) - sent)
         return problem.moment_bytes * (staged - away) + problem.element_bytes * gradients
 
     def host_bytes(self, problem: Problem) -> float:

@@ -52,7 +52,7 @@ _REMOVED = {
     **dict.fromkeys(("turn_s", "turn_state_bytes"), _IN_TURNS),
     "by_node": (False, _MEASURE_AGAIN),
     "one_microbatch_reason": ("", ""),
-    "may_speculate": (False, ""),
+    **dict.fromkeys(("may_speculate", "sends_gradients"), (False, "")),
     "equal_microbatches": (False, ""),
     **dict.fromkeys(
         (
@@ -235,8 +235,6 @@ class Problem(FileRecord):
             that of ``units``: a step may visit a unit several times.
         moment_bytes: bytes of optimizer state for each, a part of ``state_bytes``.
         element_bytes: bytes of a parameter, and of its gradient.
-        sends_gradients: whether, with late updates, gradients of units that the host updates leave
-            the device as soon as they are reduced.
         offloads_boundaries: whether boundaries may live in host memory, too.
         pins_host_memory: whether host memory comes in powers of two, as pinned memory does. Each
             unit's state lies in one piece, so that it takes more than it needs.
@@ -298,7 +296,6 @@ class Problem(FileRecord):
     unit_parameters: Annotated[tuple[int, ...], wholes] = ()
     moment_bytes: Amount = 0.0
     element_bytes: Amount = 4.0
-    sends_gradients: Annotated[bool, OneOf((True, False), "True or False")] = False
     offloads_boundaries: Annotated[bool, OneOf((True, False), "True or False")] = True
     pins_host_memory: Annotated[bool, OneOf((True, False), "True or False")] = False
     hybrid_sharding: Annotated[bool, OneOf((True, False), "True or False")] = False
@@ -526,22 +523,13 @@ class Problem(FileRecord):
     def with_moments(self, moment_bytes: float, planned_bytes: float, parameters: int) -> Problem:
         """Return this problem for an optimizer with other bytes of state per trained parameter."""
         more_bytes = (moment_bytes - planned_bytes) * parameters
-        return self._with_more_state(
-            more_bytes, moment_bytes if self.unit_parameters else self.moment_bytes
-        )
-
-    def with_gradients_that_stay(self, nbytes: float) -> Problem:
-        """Return this problem with gradients that ranks hold by their shares at all times."""
-        return self._with_more_state(nbytes, self.moment_bytes)
-
-    def _with_more_state(self, nbytes: float, moment_bytes: float) -> Problem:
         early = self.early_state_bytes
         # in one step, as moments are checked to be a part of the state
         return replace(
             self,
-            moment_bytes=moment_bytes,
-            state_bytes=max(0.0, self.state_bytes + nbytes),
-            early_state_bytes=None if early is None else max(0.0, early + nbytes),
+            moment_bytes=moment_bytes if self.unit_parameters else self.moment_bytes,
+            state_bytes=max(0.0, self.state_bytes + more_bytes),
+            early_state_bytes=None if early is None else max(0.0, early + more_bytes),
         )
 
     def resharding(self, reshard_after_forward: bool) -> Problem:

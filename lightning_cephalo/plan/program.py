@@ -70,7 +70,6 @@ class Operation(str, enum.Enum):
     AGREE = "agree"  # exchange weights, failures and uses between all ranks
     UPDATE = "update"  # run the optimizer's step, for one unit or for all that is left
     FETCH_STATE = "fetch state"  # start to copy the unit's optimizer state to the device
-    SEND_GRADIENT = "send gradient"  # start to copy its gradient to the host, and give it back
     HOST_UPDATE = "host update"  # start to copy its gradients to the host, which updates it
     STORE_STATE = "store state"  # start to copy state back, or take what the host has updated
     WAIT = "wait"
@@ -104,7 +103,6 @@ OPERATIONS = {
     Operation.AGREE: OperationInfo("A", "#999999"),
     Operation.UPDATE: OperationInfo("U", "#009E73", "optimizer's step"),
     Operation.FETCH_STATE: OperationInfo("I", "#8A7A00"),
-    Operation.SEND_GRADIENT: OperationInfo("N", "#F0E442", "gradient on its way to the host"),
     Operation.HOST_UPDATE: OperationInfo("C", "#009E73", "optimizer's step on the host"),
     Operation.STORE_STATE: OperationInfo("S", "#F0E442"),
     Operation.WAIT: OperationInfo("W", "#999999"),
@@ -238,7 +236,6 @@ def compile_step(
     offload_boundaries: bool = False,
     updates_early: bool = False,
     homes: Sequence[StateHome] = (),
-    sends_gradients: bool = False,
     ends: Ends = NO_ENDS,
 ) -> Program:
     """Return the program of a rank's step; each option is a pass of this file.
@@ -260,8 +257,6 @@ def compile_step(
         program = update_early(program)
     if homes:
         program = move_state(program, homes)
-        if sends_gradients:
-            program = send_gradients(program, homes)
     return program
 
 
@@ -643,23 +638,6 @@ def late_updates(units: Sequence[int], homes: Sequence[StateHome]) -> list[Instr
             update.append(Instruction(Operation.UPDATE, unit))
             update.append(Instruction(Operation.STORE_STATE, unit))
     return update
-
-
-def send_gradients(program: Program, homes: Sequence[StateHome]) -> Program:
-    """Let gradients of units that the host updates late leave behind the reduce of the next one.
-
-    The root unit's reduce is the last one: its gradient stays.
-    """
-    late = {i.unit for i in program.update if i.operation is Operation.HOST_UPDATE}
-    backward: list[Instruction] = []
-    reduced = NONE
-    for instruction in program.backward:
-        backward.append(instruction)
-        if instruction.operation is Operation.REDUCE:
-            if reduced in late and homes[reduced] is StateHome.HOST:
-                backward.append(Instruction(Operation.SEND_GRADIENT, reduced))
-            reduced = instruction.unit
-    return replace(program, backward=tuple(backward))
 
 
 def offloading(

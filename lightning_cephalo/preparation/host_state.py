@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from lightning_cephalo.accelerator.host_room import taken_bytes
 from lightning_cephalo.adapters.checkpoint import Placed, rows_like
-from lightning_cephalo.adapters.held_state import UnitState, held_by_unit
-from lightning_cephalo.adapters.moved_state import MovedState, units_of
+from lightning_cephalo.adapters.held_state import held_by_unit
+from lightning_cephalo.adapters.moved_state import MovedState
 from lightning_cephalo.common.errors import HostMemoryError
 from lightning_cephalo.common.quantities import format_mib
 from lightning_cephalo.execution.sharded_model import ShardedModel
@@ -48,12 +48,8 @@ class HostState:
 
     def check_room(self, own: RankPlan, optimizers: Sequence[Optimizer]) -> None:
         """Raise if this rank's state does not fit into its host's memory."""
-        if not own.moves_state or not optimizers:
-            return
-        held = held_by_unit(optimizers, self._model)
-        rows = [own.state_fraction * unit.elements for unit in held]
-        needed = self._taken_bytes(rows, self._planned_homes(own), held) + (own.host_bytes or 0.0)
-        if needed > self._host.capacity_bytes:
+        needed = self._taken_bytes(own, optimizers)
+        if own.moves_state and optimizers and needed > self._host.capacity_bytes:
             by = self._host.limited_by
             limit = f" The host's memory is limited by {by}." if by else ""
             raise HostMemoryError(
@@ -65,8 +61,10 @@ class HostState:
 
     def follow(self, plan: Plan, optimizers: Sequence[Optimizer]) -> None:
         """Move this rank's state to where a plan says; its rows are already the plan's."""
-        room_bytes = self._host.capacity_bytes - (plan.ranks[self._rank].host_bytes or 0.0)
-        self.moved.follow(self._homes(plan, self._rank), room_bytes, optimizers)
+        own = plan.ranks[self._rank]
+        for optimizer in optimizers[:1]:  # state of several stays: they optimize manually
+            room_bytes = self._host.capacity_bytes - (own.host_bytes or 0.0)
+            self.moved.follow(self._homes(own), room_bytes, optimizer)
 
     def predicted(
         self, plan: Plan, memory: Sequence[RankMemory], optimizers: Sequence[Optimizer]
@@ -74,19 +72,17 @@ class HostState:
         """Return the predicted memory of every rank, with that of its host."""
         if not plan.moves_state or not optimizers:
             return tuple(memory)
-        found, held = [], held_by_unit(optimizers, self._model)
-        for index, (rank, kinds) in enumerate(zip(plan.ranks, memory, strict=True)):
-            homes = self._homes(plan, index)
-            taken = self._taken_bytes(self._sizes(index), homes, held)
-            found.append(replace(kinds, host_bytes=taken + (rank.host_bytes or 0.0)))
-        return tuple(found)
+        return tuple(
+            replace(kinds, host_bytes=self._taken_bytes(rank, optimizers))
+            for rank, kinds in zip(plan.ranks, memory, strict=True)
+        )
 
     def placing(self, plan: Plan) -> Placed:
         """Return what puts this rank's rows of full state where a plan has them."""
-        units, homes = units_of(self._model.units), self._homes(plan, self._rank)
+        homes = self._homes(plan.ranks[self._rank])
 
         def placed(parameter: Tensor, value: Tensor) -> Tensor:
-            unit = units.get(id(parameter))
+            unit = self.moved.unit_of.get(id(parameter))
             if unit is None or homes[unit] is StateHome.RESIDENT:
                 return rows_like(parameter, value)
             with self._model.accelerator.on_host():
@@ -94,38 +90,22 @@ class HostState:
 
         return placed
 
-    def _homes(self, plan: Plan, rank: int) -> tuple[StateHome, ...]:
+    def _homes(self, part: RankPlan) -> tuple[StateHome, ...]:
         """Return where the state of each unit lives on a rank."""
-        part = plan.ranks[rank]
-        if not part.moves_state:
+        if not (part.moves_state and part.state_fraction):
             return (StateHome.RESIDENT,) * len(self._model.units)
-        homes = self._planned_homes(part)
-        # nothing moves of a unit of which the rank holds no rows
-        return tuple(
-            home if held else StateHome.RESIDENT
-            for home, held in zip(homes, self._sizes(rank), strict=True)
-        )
-
-    def _planned_homes(self, part: RankPlan) -> tuple[StateHome, ...]:
-        """Return them as the planner has them, which is equal on all ranks."""
         # rows are cut differently in each unit: shares of them would make other homes
         sizes = trained_sizes(self._model)
         homes = state_homes(sizes, part.resident_fraction, part.host_update_fraction)
         return homes_of_units(self._model, homes)
 
-    def _taken_bytes(
-        self, rows: Sequence[float], homes: Sequence[StateHome], held: Sequence[UnitState]
-    ) -> float:
-        """Return the bytes of the host that rows of each unit take."""
+    def _taken_bytes(self, part: RankPlan, optimizers: Sequence[Optimizer]) -> float:
+        """Return the bytes of the host that a rank's share of the state and boundaries take."""
         needed = [
-            home_bytes([size], [home], own.each_state_bytes, own.each_parameter_bytes).host
-            for size, home, own in zip(rows, homes, held, strict=True)
+            home_bytes([part.state_fraction * own.elements], [home], *own[1:]).host
+            for home, own in zip(
+                self._homes(part), held_by_unit(optimizers, self._model), strict=True
+            )
         ]
-        return taken_bytes(needed, self._model.accelerator.pins_host_memory)
-
-    def _sizes(self, rank: int) -> list[int]:
-        """Return, by unit, the elements that a rank trains."""
-        return [
-            sum(flat.cut.sizes[rank] for flat in unit.flats if flat.trainable and flat.cut.layout)
-            for unit in self._model.units
-        ]
+        pins = self._model.accelerator.pins_host_memory
+        return taken_bytes(needed, pins) + (part.host_bytes or 0.0)

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Literal
 
 from lightning_cephalo.adapters.batch_norm import smallest_microbatch
-from lightning_cephalo.adapters.early_update import gradients_leave
 from lightning_cephalo.adapters.held_state import OptimizerFacts
 from lightning_cephalo.adapters.precision import loss_scaler
 from lightning_cephalo.adapters.user_module import step_on
@@ -88,9 +87,8 @@ def measure_or_load(
         problem,
         reshard_after_forward=options.reshard_after_forward,
         optimizer_offload=offload,
-        sends_gradients=gradients_leave(job.late, view) and not job.optimizers.late,
     )
-    problem = with_optimizers(problem, model, job.optimizers, offload is not False)
+    problem = with_optimizers(problem, model, job.optimizers)
     if not options.recompute and offload is False:
         return problem
     # retained activations hold the boundaries: there is only state to offload
@@ -111,20 +109,14 @@ def _optimizer_offload(job: Job) -> bool | Literal["auto"]:
     return False if why else option
 
 
-def with_optimizers(
-    problem: Problem, model: ShardedModel, facts: OptimizerFacts, moves_state: bool
-) -> Problem:
+def with_optimizers(problem: Problem, model: ShardedModel, facts: OptimizerFacts) -> Problem:
     """Return a problem that counts what the user's optimizers hold, in place of Adam's moments."""
-    planned = problem.moment_bytes
-    each = facts.most_bytes if moves_state else facts.each_bytes
+    planned, each = problem.moment_bytes, facts.each_bytes
     if each is not None and not math.isclose(each, planned, rel_tol=_ROUNDING):
         problem = problem.with_moments(each, planned, problem.parameters)
         # a rank may hold a row more than its share
         row_bytes = max(0.0, each - planned) * largest_row(model)[0]
         problem = replace(problem, gathered_bytes=problem.gathered_bytes + row_bytes)
-    # only where a plan counts on gradients that go as soon as they are used
-    if moves_state and (problem.early_update or problem.sends_gradients):
-        problem = problem.with_gradients_that_stay(facts.untrained_bytes)
     return problem
 
 

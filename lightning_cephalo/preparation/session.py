@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -15,12 +16,8 @@ from torch.optim import Optimizer
 from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.adapters.averaged_weights import AveragedWeights
 from lightning_cephalo.adapters.batch_norm import warn_of_microbatches
-from lightning_cephalo.adapters.checkpoint import (
-    load_full_optimizer_state,
-    release_optimizer,
-    shard_optimizer,
-)
-from lightning_cephalo.adapters.early_update import EarlyUpdater
+from lightning_cephalo.adapters.checkpoint import load_full_optimizer_state
+from lightning_cephalo.adapters.early_update import late_by_optimizer, late_by_options
 from lightning_cephalo.adapters.held_state import OptimizerFacts, RowsOfState
 from lightning_cephalo.adapters.logging import StepLogs
 from lightning_cephalo.adapters.precision import compute_dtype, loss_scaler
@@ -125,7 +122,7 @@ class Session:
         self.updates = OptimizerUpdates(self.model, options.planner.elementwise)
         self._predicted: tuple[RankMemory, ...] = ()
         self._averages = AveragedWeights(module, ())
-        self._updater: EarlyUpdater | None = None
+        self._late = ""  # why steps update behind the backward, of what may change between them
         self._host_state = HostState(self.model, job.limits[control.rank].host, control.rank)
         self.moved = self._host_state.moved
         self._at_end.callback(self.moved.close)
@@ -144,28 +141,18 @@ class Session:
         self.job = replace(self.job, late=self.job.late or facts.late, optimizers=facts)
 
     def use_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let the optimizers hold their rows, and update them by the plan; collective."""
-        placed = self._host_state.placing(self.plan)
-
-        def shard() -> None:
-            for optimizer in optimizers:
-                shard_optimizer(optimizer, self.model, placed)
+        """Let the optimizers update their rows by the plan; collective."""
 
         def place() -> None:
             self._host_state.check_room(self.plan.ranks[self.control.rank], optimizers)
             self._host_state.follow(self.plan, optimizers)
 
-        self.control.together("sharding the optimizers", shard)
         self.hold(optimizers)
         for optimizer in optimizers:
             self.updates.of(optimizer)
         self.control.together("allocating host memory", place)
-        if not optimizers:
-            return
-        more = " The plan counts on early ones: memory may run out." * bool(self.plan.early_update)
-        self._updater = EarlyUpdater(optimizers[0], self.view, self.moved, self.job.late, more)
-        updates = self.model.executor.updates
-        updates.updater, updates.mover = self._updater, self.moved
+        if optimizers:
+            self.model.executor.updates.mover = self.moved
 
     def load_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load an optimizer state of full tensors, to where the plan has it; collective."""
@@ -181,8 +168,17 @@ class Session:
 
     def look_for_early_update(self, optimizer: Optimizer) -> None:
         """Look whether the next step may update units early; called on every rank before it."""
-        if self._updater is not None:
-            self.model.executor.updates.sends_gradients = self._updater.look(optimizer)
+        before = self.job.late or self._late
+        late = before or late_by_optimizer(optimizer) or late_by_options(self.view)
+        if late != before:
+            self._late = late
+            warnings.warn(
+                f"Updates of this step and later ones follow the backward: {late}. So ranks hold"
+                " all gradients, which the plan may not count.",
+                stacklevel=2,
+            )
+        self.moved.begin(optimizer)
+        self.model.executor.updates.are_exact = not late
 
     def enforce_limits(self) -> None:
         """Enforce every rank's limits; if any is too small, raise TooLittleMemoryError on all."""
@@ -222,7 +218,7 @@ class Session:
             state = self._rows_of_state(keeps_gradients)
             self.model.change_fractions(_shares(plan), state.of)
         self.plan = plan
-        if self._updater is not None:  # else the optimizers hold no rows yet
+        if self.model.executor.updates.mover is not None:  # else the optimizers are not in use yet
             self._host_state.follow(plan, self.optimizers)
         self._predicted = adoption.memory
         self.user_collectives.planned = [len(rank.microbatch_sizes) for rank in plan.ranks]
@@ -346,14 +342,9 @@ class Session:
 
     def close(self) -> None:
         """Restore the full module on the CPU, and leave nothing behind; collective."""
-        names = self.model.sharded_parameters()
         with self._at_end, self.model.accelerator.on_host():
             self._averages.restore_full()
             self.model.restore_full()
-        restored = dict(self.model.module.named_parameters(remove_duplicate=False))
-        plain = {key: restored[name] for key, name in names.items() if name in restored}
-        for optimizer in self.optimizers:
-            release_optimizer(optimizer, plain, alone=self.control.world_size == 1)
 
     def close_after_failure(self) -> None:
         """Restore the full module if every rank can, where all have raised; collective."""

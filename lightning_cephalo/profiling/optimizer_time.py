@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_cephalo.adapters.optimizer import clip_by_norm, clip_by_value
+from lightning_cephalo.adapters.optimizer import clip_by_norm
 from lightning_cephalo.adapters.scope import Scope, known_scope
 from lightning_cephalo.adapters.stepping import copy_of, step_without_hooks
 from lightning_cephalo.execution.sharded_model import ShardedModel
@@ -81,7 +81,7 @@ def clipping(largest: float | None, by_value: bool) -> Callable[..., object] | N
     """Return the clipping of gradients as a function; None: they are not clipped."""
     if largest is None:
         return None
-    clip = clip_by_value if by_value else clip_by_norm
+    clip = nn.utils.clip_grad_value_ if by_value else clip_by_norm
     return lambda parameters: clip(parameters, largest)
 
 

@@ -106,11 +106,3 @@ def test_an_update_that_depends_on_other_parameters_or_the_loss_is_refused_by_na
         updates._scope(_Twice(parameters, lr=0.1))
     with pytest.raises(UnsupportedError, match="has state already"):
         updates._scope(_Own(parameters))
-
-
-def test_whole_updates_with_state_of_an_earlier_run_are_refused_by_name():
-    optimizer = torch.optim.Adafactor(_parameters())
-    optimizer.param_groups[0]["params"][0].grad = torch.ones(4, 3)
-    optimizer.step()
-    with pytest.raises(UnsupportedError, match="state of an earlier run"):
-        OptimizerUpdates(MODEL, [])._scope(optimizer)

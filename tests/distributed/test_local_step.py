@@ -17,7 +17,6 @@ from torch.optim import SGD, Adam, AdamW
 from lightning_cephalo.adapters.optimizer import (
     _square_of_norm,
     clip_by_norm,
-    clip_by_value,
     local_update,
 )
 from lightning_cephalo.sharding.placement import local_part
@@ -291,22 +290,6 @@ def test_clipping_tells_every_rank_of_what_one_of_them_holds():
         assert none == 0.0 and infinite == float("inf")
         assert not_a_number != not_a_number
         assert 1e18 <= large < 1e19
-
-
-def _clipped_by_value(rank):
-    results = []
-    for clip in (nn.utils.clip_grad_value_, clip_by_value):
-        parameters = _unused_last(_parameters(SHARES["3:1"]))
-        _set_gradients(parameters, 0)
-        clip(parameters, 0.3)
-        results.append([local_part(p.grad).clone() for p in parameters[:-1]])
-    largest = max(float(g.abs().max()) for g in results[1] if g.numel())
-    same = all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    return same, largest == pytest.approx(0.3)
-
-
-def test_clipping_by_value_is_clipping_over_dtensors():
-    assert run_ranks(2, _clipped_by_value) == [(True, True)] * 2
 
 
 def test_optimizers_of_plain_tensors_are_left_alone():

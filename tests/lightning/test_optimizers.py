@@ -19,9 +19,7 @@ from common import (
 )
 from plans import PLANS
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_map_only
-
-from lightning_cephalo.common.errors import UnsupportedError
+from torch.utils._pytree import tree_flatten
 
 # In double precision: several of these divide by differences of tiny moments, which in single
 # precision would magnify that sums are taken in another order than on one device.
@@ -491,46 +489,3 @@ def test_a_wrong_claim_is_refused_on_every_rank():
         assert message.startswith(
             "Planner(elementwise=['Lamb']) names an optimizer whose updates of rows, in a trial,"
         )
-
-
-class _MakesItsOptimizerEarly(Net):
-    """In ``__init__``, with state that exists from the beginning."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        groups = [{"params": [p], "lr": 1e-2 / (1 + p.ndim)} for p in self.parameters()]
-        self.early = torch.optim.Adagrad(groups, initial_accumulator_value=0.1)
-
-    def configure_optimizers(self):
-        return self.early
-
-
-def _fit_with_early_optimizer(plan, is_twice):
-    model = _MakesItsOptimizerEarly()
-    mine = list(model.parameters())
-    for parameter in mine if plan == "one" else ():
-        parameter.grad = torch.ones_like(parameter)  # which the first step clears
-    trainer(plan, max_steps=3).fit(model, loader(), loader(8))
-    trainer(plan).validate(model, loader(8), verbose=False)
-    if is_twice:
-        trainer(plan, max_steps=2).fit(model, loader(), loader(8))
-    held = [p for group in model.early.param_groups for p in group["params"]]
-    for parameters in (held, model.parameters()):
-        assert all(p is own for p, own in zip(parameters, mine, strict=True))
-    assert plan is None or all(p.grad is None for p in mine)
-    states = [model.early.state[p] for p in mine]
-    state = tree_map_only(DTensor, lambda leaf: leaf.full_tensor(), states)
-    if plan == "three":
-        with pytest.raises(UnsupportedError, match="Adagrad has state in the rows of an earlier"):
-            trainer(plan, max_steps=2).fit(model, loader(), loader(8))
-    return list(model.losses), values_of(model), state
-
-
-@pytest.mark.parametrize(("plan", "is_twice"), [("three", False), ("one", True)])
-def test_an_optimizer_made_in_init_holds_the_parameters_in_every_run(plan, is_twice):
-    wanted_losses, wanted, state = on_one_device(_fit_with_early_optimizer, is_twice)
-    losses, values, own_state = by_plan(plan, _fit_with_early_optimizer, is_twice)
-    assert losses == pytest.approx(wanted_losses, rel=1e-5)
-    assert_same_tensors(values, wanted, 1e-5)
-    for found, entries in zip(own_state, state, strict=True):
-        assert_same_tensors(found, entries, 1e-5)

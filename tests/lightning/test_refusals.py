@@ -141,12 +141,10 @@ def copied(module):
     return torch.optim.SGD([nn.Parameter(p.detach().clone()) for p in module.parameters()], lr=0.1)
 
 
-def kept(module):
-    """An optimizer whose state an earlier run has cut into rows."""
-    made = torch.optim.SGD(module.parameters(), lr=0.1)
-    rows = torch.zeros_like(next(module.parameters()))
-    made.state[nn.Parameter(torch.zeros(1))]["momentum_buffer"] = rows
-    return made
+class MakesItsOptimizerEarly(Refused):
+    def __init__(self):
+        super().__init__(optimizers=lambda module: module.early)
+        self.early = torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 def optimizer(kind, **options):
@@ -282,11 +280,11 @@ CASES = {
         {},
         ("SGD holds", "in configure_optimizers()"),
     ),
-    "optimizer of an earlier run": (
+    "optimizer made in __init__": (
         "optimizers_of_others",
-        lambda: Refused(optimizers=kept),
+        MakesItsOptimizerEarly,
         {},
-        ("SGD has state in the rows", "ckpt_path"),
+        ("such as in __init__()", "in configure_optimizers()"),
     ),
     "compiled class": (
         "compiled_steps_of_optimizers",

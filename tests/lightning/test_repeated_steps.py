@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -28,8 +28,6 @@ from lightning_cephalo.execution.memory_errors import OutOfMemoryInStepError
 from lightning_cephalo.plan import Problem, RankProfile, solve
 from lightning_cephalo.plan.replan import ReplanPolicy
 from lightning_cephalo.preparation import replanning
-from lightning_cephalo.sharding.flat import Flat
-from lightning_cephalo.sharding.spent_gradients import sent_gradient
 
 CURVE = [0.01 * size for size in range(1, 9)]
 BYTES = [1000.0 * size for size in range(1, 9)]
@@ -103,30 +101,6 @@ class UpdatesEarly(Hungry):
             self.early.append(self.trainer.strategy.session.model.executor.updates.is_on)
 
 
-class Sends(Hungry):
-    """Lacks memory behind gradients that have left for the host, which wait for their norm."""
-
-    hungry = 0
-
-    def _eat(self, *given: object) -> None:
-        try:
-            super()._eat(*given)
-        except torch.OutOfMemoryError:
-            assert LOOKS.has_sent(self.trainer.strategy.session.model.flats)
-            raise
-
-
-class _Looks:
-    """Reads gradients behind an object: those of a module that is seen to read them stay."""
-
-    def has_sent(self, flats: Sequence[Flat]) -> bool:
-        held = [parameter.grad for flat in flats for parameter in flat.sharded]
-        return any(sent_gradient(gradient) is not None for gradient in held)
-
-
-LOOKS = _Looks()
-
-
 class Counts(Hungry):
     """Counts its hooks inside of a step; with one that may read gradients, no update is early."""
 
@@ -198,25 +172,10 @@ CASES: dict[str, tuple[Callable[[], Hungry], dict[str, Any]]] = {
     "behind early updates": (lambda: UpdatesEarly((3, "forward")), {"early": "auto"}),
     "accumulation": (lambda: Counts((1, "forward")), {"accumulate_grad_batches": 2}),
 }
-MOVING = replace(
-    PROBLEM,
-    ranks=(replace(RANK, host_updated_parameters_per_s=1e9),) * 2,
-    unit_parameters=(350, 300, 300, 300),
-    moment_bytes=8.0,
-)
-SENDS: tuple[Callable[[], Hungry], dict[str, Any]] = (
-    lambda: Sends((3, "backward")),
-    {"gradient_clip_val": 1e-2, "early": "auto", "problem": MOVING},
-)
 
 
 def _all(plan: Plan | None):
     found = {name: _result(make, plan, **options) for name, (make, options) in CASES.items()}
-    if plan is not None:
-        ranks = [replace(r, resident_fraction=0.0, host_update_fraction=1.0) for r in plan.ranks]
-        plan = replace(plan, ranks=tuple(ranks))
-    make, options = SENDS
-    found["behind gradients that have left"] = _result(make, plan, **options)
     if plan is not None:  # a batch that is not cut is the user's own object
         ranks = [replace(r, microbatch_sizes=(sum(r.microbatch_sizes),)) for r in PLAN.ranks]
         plan = replace(PLAN, ranks=tuple(ranks))

@@ -61,7 +61,7 @@ def test_options_show_as_they_are_now(trainer):
     trainer.gradient_clip_val, trainer.gradient_clip_algorithm = 0, "value"
     trainer.accumulate_grad_batches = 3
     assert (view.clip_value, view.clips_by_value, view.accumulates) == (None, True, 3)
-    assert not view.computes_in_half and not view.detects_anomalies
+    assert not view.computes_in_half
 
 
 def test_steps_without_an_end_are_infinite(tmp_path):

@@ -316,7 +316,6 @@ WRONG = {
     "no device": (["plan", "--devices", "0x T4", *ASKED], "count of 'T4': expected a whole"),
     "no such name": (["plan", "--devices", "3091", *ASKED], "but got '3091'. Did you mean"),
     "offload": (["plan", *MINE, *ASKED, "--offload"], "--devices gives none. Use --cluster"),
-    "two updates": (["plan", *MINE, *ASKED, "--clip-by-norm", "--early-update"], "one of the two"),
     "import path": (["plan", *MINE, "--model", ":X", "--batch-size", "4"], "but got ':X'"),
     "folder": (["plan", *MINE, *ASKED, "-o", "/no/p.yaml"], "/no/p.yaml: cannot be written: No"),
     "problem's": (["plan", *MINE, *ASKED, "--save-problem", "/no/p.json"], "cannot be written"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from dataclasses import replace
 
 import pytest
 from plan_brute_force import partitions
@@ -62,9 +61,7 @@ def random_problem(seed: int) -> Problem:
         offloads_boundaries=draw.choice([True, False]),
         even_gather_s=draw.choice([None, 0.5]),
     )
-    if draw.random() < 0.7:
-        return problem.with_early_update()
-    return replace(problem, sends_gradients=draw.random() < 0.7)
+    return problem.with_early_update() if draw.random() < 0.7 else problem
 
 
 def least_moving_step(problem: Problem) -> float | None:

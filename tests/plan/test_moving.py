@@ -109,22 +109,6 @@ def test_what_the_host_updates_takes_its_processors_and_more_of_its_memory():
     assert found[1].update_s == pytest.approx(0.25 * 60 / 50)
 
 
-def test_gradients_that_leave_behind_their_reduce_take_no_room_but_three_units():
-    case = replace(
-        PROBLEM, unit_parameters=(10, *[25] * 8), state_bytes=3360, early_state_bytes=2520
-    )
-    late, sends = (replace(case, sends_gradients=each) for each in (False, True))
-    for on_host, fewer in ((1.0, 8 - 3), (0.5, 4 - 3), (0.0, 0)):
-        plan = halves(resident_fraction=0.0, host_update_fraction=on_host)
-        held, less = (predict(each, plan).ranks[0].memory_bytes for each in (late, sends))
-        assert held - less == 0.5 * 4 * 25 * fewer
-    # inside the backward nothing waits
-    early = [
-        predict(each.with_early_update(), halves(resident_fraction=0.0)) for each in (late, sends)
-    ]
-    assert early[0] == early[1]
-
-
 def test_what_the_problem_does_not_say_is_refused_by_name():
     with pytest.raises(PlanError, match=r"rank 0 \('a'\): .*no unit_parameters"):
         predict(replace(PROBLEM, unit_parameters=()), halves(resident_fraction=0.5))

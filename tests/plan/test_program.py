@@ -105,7 +105,6 @@ def of(operation: Operation, instructions: Instructions) -> list[Instruction]:
         (Instruction(Operation.AGREE), "A"),
         (Instruction(Operation.UPDATE), "U"),
         (Instruction(Operation.FETCH_STATE, 3), "I3"),
-        (Instruction(Operation.SEND_GRADIENT, 2), "N2"),
         (Instruction(Operation.HOST_UPDATE, 2), "C2"),
         (Instruction(Operation.STORE_STATE, ROOT), "S0"),
         (Instruction(Operation.WAIT), "W"),
@@ -221,34 +220,6 @@ def test_state_in_host_memory_travels_with_the_units_updates():
     assert behind.backward == late.backward
     assert text(behind.update) == "C2 I4 I3 U4 S4 I1 U3 S3 U1 S1 U S2"
     assert move_state(early, homes_of("rrrrr")) == early
-
-
-def test_gradients_leave_for_a_host_that_updates_late():
-    homes = (StateHome.HOST, StateHome.RESIDENT, StateHome.HOST, StateHome.HOST)
-    visits = [Visit(unit) for unit in (1, 2, 3)]
-    late, early = (
-        compile_step(
-            visits, 1, [True] * 4, homes=homes, sends_gradients=True, updates_early=is_early
-        )
-        for is_early in (False, True)
-    )
-    check([late])
-    # behind the next reduce, which has waited for theirs; the root unit's is the last
-    assert text(late.backward).endswith("R3 X3 G1 Z2 B2.0 R2 N3 X2 Z1 B1.0 R1 N2 X1 R0 X0 A")
-    assert text(late.update) == "C3 C2 C0 U S3 S2 S0"
-    assert not any(i.operation is Operation.SEND_GRADIENT for i in early.instructions)
-    sent = Instruction(Operation.SEND_GRADIENT, 3)
-    for edited, message in (
-        (replace(late, backward=(sent, *late.backward)), "not reduced yet"),
-        (replace(late, backward=(*late.backward, sent)), "N3 .*its gradient is on the host"),
-        (replace(late, update=late.update[1:]), r"the host has not updated units \[3\]"),
-        (
-            replace(late, update=(Instruction(Operation.UPDATE, 3), *late.update[1:])),
-            "its gradient is on the host",
-        ),
-    ):
-        with pytest.raises(ProgramError, match=message):
-            check([edited])
 
 
 def test_embeddings_and_heads_are_there_while_they_are_needed():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +23,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_cephalo.adapters.held_state import (
     OptimizerFacts,
-    bytes_per_parameter,
     held_by_unit,
 )
 from lightning_cephalo.plan import InfeasibleError, Problem, RankProfile, solve
@@ -52,11 +49,11 @@ class _Unit:
         return [("trained", self.parameter), ("frozen", self.frozen)]
 
 
-def _model(original: Callable[[Any], Any] = lambda parameter: None) -> Any:
+def _model() -> Any:
     kinds = [UnitKind.ROOT, *[UnitKind.BLOCK] * (len(SIZES) - 1)]
     units = [_Unit(size, kind) for size, kind in zip(SIZES, kinds, strict=True)]
     flats = [flat for unit in units for flat in unit.flats]
-    return SimpleNamespace(units=units, flats=flats, sharded_in_place_of=original)
+    return SimpleNamespace(units=units, flats=flats)
 
 
 def _parameters(model: Any) -> list[nn.Parameter]:
@@ -83,7 +80,7 @@ OPTIMIZERS: list[tuple[Any, float]] = [
 def test_the_bytes_of_state_are_those_that_the_optimizer_makes(optimizer, expected):
     model = _model()
     own: Optimizer = optimizer(_parameters(model))
-    assert bytes_per_parameter(held_by_unit([own], model)) == (expected, expected)
+    assert {unit.state_bytes for unit in held_by_unit([own], model)} == {expected}
     if isinstance(own, Adafactor) or own.defaults.get("capturable"):
         return
     for parameter in _parameters(model):
@@ -93,23 +90,17 @@ def test_the_bytes_of_state_are_those_that_the_optimizer_makes(optimizer, expect
     for unit, counted in zip(model.units, held_by_unit([own], model), strict=True):
         made = [v for v in own.state[unit.parameter].values() if isinstance(v, torch.Tensor)]
         held = sum(value.nbytes for value in made if value.shape == unit.parameter.shape)
-        assert counted.state_bytes == held and counted.parameter_bytes == unit.parameter.nbytes
+        assert counted.elements == unit.parameter.numel() and counted.parameter_bytes == 4
+        assert counted.elements * counted.state_bytes == held
 
 
-def test_groups_and_parameters_from_before_the_model_was_sharded_count_where_they_are():
-    earlier = [nn.Parameter(torch.zeros(1)) for _ in SIZES]
-    model = _model(
-        lambda p: next(
-            (u.parameter for u, e in zip(model.units, earlier, strict=True) if e is p), None
-        )
-    )
-    groups = [{"params": earlier[:1], "amsgrad": True}, {"params": earlier[1:2]}]
-    found = held_by_unit([Adam(groups)], model)  # nobody trains the others
-    assert [unit.state_bytes for unit in found] == [12 * 16, 8 * 32, *[0] * 7]
-    assert [unit.untrained_bytes for unit in found] == [0, 0, *[4 * 32] * 7]
-    # a plan counts two moments for those, as a group may be added
-    found = bytes_per_parameter(held_by_unit([Adam(groups)], model, untrained_moments=2))
-    assert found == ((12 * 16 + 8 * 32 * 8) / sum(SIZES), 12)
+def test_groups_count_where_they_are():
+    model = _model()
+    held = [unit.parameter for unit in model.units]
+    groups = [{"params": held[:1], "amsgrad": True}, {"params": held[1:2]}]
+    # two moments for what nobody trains, as a group may be added
+    found = held_by_unit([Adam(groups)], model)
+    assert [unit.state_bytes for unit in found] == [12, 8, *[8] * 7]
 
 
 class _NotCopied:
@@ -125,7 +116,7 @@ def test_counting_calls_no_hooks_and_copies_no_attributes():
     own.data = _NotCopied()
     handle = register_optimizer_step_post_hook(lambda *_: called.append(1))
     try:
-        assert bytes_per_parameter(held_by_unit([own], model)) == (8, 8)
+        assert {unit.state_bytes for unit in held_by_unit([own], model)} == {8}
     finally:
         handle.remove()
     assert not called and not own.state
@@ -152,7 +143,7 @@ def _counted(problem: Problem, optimizer: Any) -> Problem:
     model = _model()
     model.control = SimpleNamespace(gather=lambda own: [own])
     facts = OptimizerFacts.of([optimizer(_parameters(model))], model, VIEW)
-    return with_optimizers(problem, model, facts, problem.optimizer_offload is not False)
+    return with_optimizers(problem, model, facts)
 
 
 VIEW: Any = SimpleNamespace(module=SimpleNamespace(automatic_optimization=True))
@@ -204,7 +195,7 @@ def test_all_ranks_count_on_what_one_rank_finds(change, late, stays):
     model = _model()
     own = Adam(_parameters(model))
     change(own)
-    other = ("", "", 8.0, 8.0, 0)
+    other = ("", "", 8.0)
     model.control = SimpleNamespace(gather=lambda found: [other, found])
     facts = OptimizerFacts.of([own], model, VIEW)
     assert (facts.late, facts.stays, facts.each_bytes) == (late, stays, 8)
@@ -224,7 +215,8 @@ def test_no_device_holds_more_than_planned_where_units_differ(optimizer, capacit
     (rank,) = solve(counted).ranks
     homes = state_homes(SIZES, rank.resident_fraction, rank.host_update_fraction)
     model = _model()
-    held = [own.state_bytes for own in held_by_unit([optimizer(_parameters(model))], model)]
+    counted_units = held_by_unit([optimizer(_parameters(model))], model)
+    held = [own.elements * own.state_bytes for own in counted_units]
 
     def on_device(state: list[float]) -> float:
         pairs = list(zip(state, homes, strict=True))
@@ -234,29 +226,3 @@ def test_no_device_holds_more_than_planned_where_units_differ(optimizer, capacit
 
     assert rank.moves_state and rank.memory_bytes <= capacity
     assert on_device(held) <= on_device([counted.moment_bytes * size for size in SIZES])
-
-
-@pytest.mark.parametrize("fields", [{"early_update": True}, {"sends_gradients": True}])
-def test_gradients_of_what_no_optimizer_trains_count_where_state_moves(fields):
-    def not_three(parameters: list[nn.Parameter]) -> Optimizer:
-        return Adam([*parameters[:2], *parameters[8:]])
-
-    moves = _problem(2400.0, optimizer_offload="auto", offloads_boundaries=False, **fields)
-    before = solve(moves)
-    assert before.moves_state
-    counted = _counted(moves, not_three)
-    assert counted.state_bytes == moves.state_bytes + 4 * sum(SIZES[1:4])
-    # more moves, to make room for them
-    assert solve(counted).ranks[0].resident_fraction < before.ranks[0].resident_fraction
-    assert _counted(moves, Adam) == moves
-    # the state that counts for them has more room than they need
-    still = _problem(10_000.0, **fields)
-    assert _counted(still, not_three) == still
-    little = replace(moves, ranks=_with_capacity(moves, 1900.0))
-    with pytest.raises(InfeasibleError):
-        solve(_counted(little, not_three))
-    assert solve(little).moves_state
-
-
-def _with_capacity(problem: Problem, nbytes: float) -> tuple[RankProfile, ...]:
-    return tuple(replace(rank, capacity_bytes=nbytes) for rank in problem.ranks)

@@ -81,7 +81,7 @@ class Counted(Peak):
     def on_train_start(self, trainer, pl_module):
         model = trainer.strategy.session.model
         facts = OptimizerFacts.of(trainer.optimizers, model, TrainerView(trainer))
-        self.problem = with_optimizers(self.problem, model, facts, moves_state=False)
+        self.problem = with_optimizers(self.problem, model, facts)
 
 
 # parts of a plan, and whether units are resharded after the forward

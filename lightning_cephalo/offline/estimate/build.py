@@ -61,7 +61,7 @@ class Choices:
     """How a model is trained, and what its plan may choose.
 
     ``choose_recompute`` comes before ``recompute``. ``allow_offload`` moves boundary activations to
-    hosts. ``clip_by_norm``: updates follow the backward.
+    hosts.
     """
 
     recompute: bool = True
@@ -69,7 +69,6 @@ class Choices:
     allow_offload: bool = False
     optimizer_offload: bool | Literal["auto"] = False
     early_update: bool = False
-    clip_by_norm: bool = False
     hybrid_sharding: bool = False
 
     @property
@@ -170,7 +169,6 @@ def build_problem(
         early_reducing_state_bytes=GRADIENT_BYTES * max(0.0, largest - 2 * last) + received,
         early_updating_state_bytes=GRADIENT_BYTES * _held_in_updates(work) + received,
         optimizer_offload=False if hybrid else choices.optimizer_offload,
-        sends_gradients=choices.clip_by_norm,
         unit_parameters=(
             round(work.root_parameters),
             *(round(work.unit_parameters) for _ in range(work.units)),
