@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from plans import plan_of
 from train import with_record
 
-from lightning_cephalo.offline.run_report import RunFolder, page
+from lightning_cephalo.offline.run_report import page
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
@@ -152,9 +152,8 @@ def test_a_run_of_cephalo_leaves_a_full_report_and_measured_bytes_per_parameter(
     # Adam's two moments and the parameter: gradients are given back early
     assert [round(rank["between_steps"], 2) for rank in held] == [12.0, 12.0]
     assert all(12 < rank["within_a_step"] < 16 for rank in held)
-    run = RunFolder.read(tmp_path / "run")
-    assert run.missing == ()
-    said = page(run)
+    said = page(tmp_path / "run")
+    assert "What is missing here" not in said
     for part in ("Where the time went", "A step, rank by rank", "Memory over the step"):
         assert part in said
 

@@ -7,13 +7,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from lightning_cephalo.common import files, records
+from lightning_cephalo.common import records
 from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.common.records import Amount, FileRecord, ListOf, Record, Text, YesOrNo
 from lightning_cephalo.observe.memory import RankMemory
@@ -242,14 +240,3 @@ class RunRecord(FileRecord):
             for one, part in zip(self.ranks, self.plan.ranks, strict=True)
             if one.phases
         )
-
-
-def read_record(folder: Path) -> RunRecord | None:
-    """Return the record in a run's folder; None if there is none; PlanError if it is damaged."""
-    path = folder / RECORD_NAME
-    if not path.is_file():
-        return None
-    content = files.parse_json(
-        files.read_text(path, what="a run record"), what="a run record", source=str(path)
-    )
-    return RunRecord.from_dict(content if isinstance(content, Mapping) else {}, source=str(path))

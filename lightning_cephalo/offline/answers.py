@@ -16,7 +16,6 @@ from lightning_cephalo.common.errors import InfeasibleError, PlanError, SolverEr
 from lightning_cephalo.common.quantities import format_bytes, format_rate, format_seconds
 from lightning_cephalo.offline.baselines import BASELINES
 from lightning_cephalo.offline.estimate.devices import find_device
-from lightning_cephalo.offline.figures import ComparisonRow
 from lightning_cephalo.offline.pipeline.crossover import Crossover, find_crossover
 from lightning_cephalo.offline.pipeline.plan import Advice
 from lightning_cephalo.offline.pipeline.search import Planned, advise
@@ -28,6 +27,15 @@ from lightning_cephalo.plan.timeline import Simulation
 _OURS = "cephalo"
 _HYBRID = f"{_OURS}, hybrid sharding by node (over gloo)"
 _TOGETHER = f"{_OURS}, all ranks together"
+
+
+@dataclass(frozen=True)
+class ComparisonRow:
+    name: str
+    step_s: float | None = None
+    samples_per_s: float | None = None
+    memory: tuple[tuple[float, float], ...] | None = None
+    reason: str = ""
 
 
 def compare(

@@ -24,7 +24,7 @@ from lightning_cephalo.observe.trace import write_trace
 from lightning_cephalo.offline import answers, figures, scenario
 from lightning_cephalo.offline.pipeline.figure import pipeline_figure
 from lightning_cephalo.offline.pipeline.text import advice_lines, pipeline_table
-from lightning_cephalo.offline.run_report import RunFolder, page
+from lightning_cephalo.offline.run_report import page
 from lightning_cephalo.offline.scenario import Scenario
 from lightning_cephalo.offline.simulate import simulate
 from lightning_cephalo.plan import Plan, solve
@@ -101,7 +101,6 @@ _OPTIONS: dict[tuple[str, str], tuple[tuple[str, str, Any, str], ...]] = {
     ("compare", ""): (
         ("--add", "DEVICE", [], "also with one more of this device, in the first node; may be"
             " repeated"),
-        ("--figure", "FILE", None, "draw it (.png or .svg)"),
     ),
     ("report", ""): (
         ("run_folder", "RUN_FOLDER", None, "the folder of a run with"
@@ -195,7 +194,7 @@ def _simulate(options: argparse.Namespace, notes: Console) -> None:
 
 
 def _report(options: argparse.Namespace, notes: Console) -> None:
-    content = page(RunFolder.read(options.run_folder))
+    content = page(options.run_folder)
     path = options.output or options.run_folder / "report.html"
     _write(notes, path, lambda path: files.write_text(path, content))
 
@@ -204,7 +203,6 @@ def _compare(options: argparse.Namespace, notes: Console) -> None:
     asked = _scenario(options, notes)
     with _status(notes, "comparing") as say:
         rows = answers.compare(asked, options.add, time_limit_s=options.time_limit, say=say)
-    _write(notes, options.figure, lambda path: figures.comparison_figure(rows, path))
     if options.json:
         _print_json(rows)
         return

@@ -1,4 +1,4 @@
-"""Figures of steps, memory and comparisons, for files and for pages; needs matplotlib.
+"""Figures of steps and of memory, for files and for pages; needs matplotlib.
 
 Each kind of figure has one function that draws it on axes. Colours are those of Okabe and Ito (and
 a dark yellow), which colour-blind readers can distinguish. A page has its own colours in place of
@@ -8,9 +8,7 @@ a dark yellow), which colour-blind readers can distinguish. A page has its own c
 from __future__ import annotations
 
 import io
-import math
 import re
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,12 +20,7 @@ from markupsafe import Markup
 
 from lightning_cephalo.common import files
 from lightning_cephalo.common.errors import PlanError
-from lightning_cephalo.common.quantities import (
-    byte_unit,
-    format_bytes,
-    format_rate,
-    format_seconds,
-)
+from lightning_cephalo.common.quantities import byte_unit, format_bytes, format_seconds
 from lightning_cephalo.plan import Plan, Problem, cost
 from lightning_cephalo.plan.program import OPERATIONS, Operation
 from lightning_cephalo.plan.timeline import Event, Kind, Simulation, Stream, Timeline
@@ -77,15 +70,6 @@ _TRACKS = (
     (Stream.TO_HOST,),
     (Stream.HOST,),
 )
-
-
-@dataclass(frozen=True)
-class ComparisonRow:
-    name: str
-    step_s: float | None = None
-    samples_per_s: float | None = None
-    memory: tuple[tuple[float, float], ...] | None = None
-    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -302,31 +286,6 @@ def memory_figure(
         panels[-1].set_xlabel(f"{panels[-1].get_xlabel()}{left_out}")
 
 
-def comparison_figure(rows: Sequence[ComparisonRow], path: str | PathLike[str]) -> None:
-    """Draw the throughput of allocations as bars; allocations that cannot run are marked."""
-    most = max(row.samples_per_s or 0.0 for row in rows) or 1.0
-    with drawing(path, 1.4 + 0.6 * len(rows)) as (axes,):
-        for index, row in enumerate(rows):
-            if row.samples_per_s is None:
-                axes.barh(index, most, height=0.62, color="none", edgecolor=PALE, hatch="////")
-                # more lines would run into the next row; the table has the whole reason
-                reason = f"cannot run: {row.reason}".rstrip(": ")
-                text = textwrap.fill(reason, 70, max_lines=3, placeholder=" …")
-                white: Any = {"facecolor": "white", "edgecolor": "none", "pad": 1.5}
-                axes.text(0.01 * most, index, text, va="center", color=VERMILION, bbox=white)
-            else:
-                colour = BLUE if index == len(rows) - 1 else SKY
-                axes.barh(index, row.samples_per_s, height=0.62, color=colour, linewidth=0)
-        name_rows(axes, [row.name for row in rows])
-        beside = axes.secondary_yaxis("right")
-        beside.set_yticks(range(len(rows)), [_throughput(row) for row in rows])
-        beside.tick_params(length=0)
-        beside.spines["right"].set_visible(False)
-        axes.set_xlim(0, 1.05 * most)
-        axes.set_xlabel("predicted throughput (samples/s)")
-        add_title(axes, "Allocations compared", "longer is better")
-
-
 def _most(
     simulation: Simulation,
     problem: Problem,
@@ -363,13 +322,3 @@ def _parts(problem: Problem, plan: Plan, rank: int) -> str:
         f" {format_bytes(need.fixed)}, boundaries and kept activations {format_bytes(held)},"
         f" peak of a microbatch {format_bytes(peak)}"
     )
-
-
-def _throughput(row: ComparisonRow) -> str:
-    if row.samples_per_s is None:
-        return ""
-    text = f"{format_rate(row.samples_per_s)} samples/s"
-    if row.step_s is not None:
-        text += f"\nstep {format_seconds(row.step_s)}"
-    fill = [size / capacity for size, capacity in row.memory or () if math.isfinite(capacity)]
-    return f"{text}, fullest rank {max(fill):.0%}" if fill else text

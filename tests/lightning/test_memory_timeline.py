@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, Trainer
 from plans import PLANS, QUIET
 
 from lightning_cephalo import CephaloStrategy, Planner
-from lightning_cephalo.observe.run_record import RECORD_NAME, RunRecord, read_record
+from lightning_cephalo.observe.run_record import RECORD_NAME, RunRecord
 from lightning_cephalo.plan.program import NONE, Operation
 from lightning_cephalo.plan.timeline import MEASURED_KINDS, Kind, Phase
 
@@ -27,8 +27,9 @@ class Early(Callback):
         self.folder, self.found = Path(folder), None
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        if self.found is None and trainer.is_global_zero:
-            self.found = read_record(self.folder)
+        path = self.folder / RECORD_NAME
+        if self.found is None and trainer.is_global_zero and path.is_file():
+            self.found = RunRecord.load(path)
 
 
 def fit(folder: str, steps: int) -> tuple[Any, Any, RunRecord | None]:

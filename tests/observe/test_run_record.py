@@ -11,7 +11,6 @@ from lightning_cephalo.observe.run_record import (
     RECORD_NAME,
     RankRecord,
     RunRecord,
-    read_record,
 )
 from lightning_cephalo.observe.watch import Watch
 from lightning_cephalo.plan import Plan, PlanError, RankPlan
@@ -42,15 +41,11 @@ def record() -> RunRecord:
 def test_what_is_written_is_what_is_read(tmp_path):
     written = record()
     written.save(tmp_path / RECORD_NAME)
-    read = read_record(tmp_path)
+    read = RunRecord.load(tmp_path / RECORD_NAME)
     assert read == written
     assert [timeline.rank for timeline in read.timelines()] == [0]
     assert read.timelines()[0].planned_bytes == 100.0
     assert (tmp_path / RECORD_NAME).read_text().count("\n") == 0
-
-
-def test_a_folder_without_a_record_has_none(tmp_path):
-    assert read_record(tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -75,14 +70,14 @@ def test_damage_is_named_with_its_file(tmp_path, place, value, said):
     entry[place[-1]] = value
     (tmp_path / RECORD_NAME).write_text(json.dumps(data))
     with pytest.raises(PlanError, match=rf"{RECORD_NAME}.*{said}"):
-        read_record(tmp_path)
+        RunRecord.load(tmp_path / RECORD_NAME)
 
 
 def test_a_file_that_is_no_record_is_named(tmp_path):
-    for content, said in (("{", "the text is not JSON"), ("[]", "missing 'plan', 'ranks'")):
+    for content, said in (("{", "the text is not JSON"), ("[]", "expected a mapping")):
         (tmp_path / RECORD_NAME).write_text(content)
         with pytest.raises(PlanError, match=rf"{RECORD_NAME}.*{said}"):
-            read_record(tmp_path)
+            RunRecord.load(tmp_path / RECORD_NAME)
 
 
 @pytest.mark.parametrize("error", [PlanError("a rank waits nan s"), ValueError("nan"), OSError(28)])

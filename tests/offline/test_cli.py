@@ -18,8 +18,8 @@ from rich.console import Console
 
 from lightning_cephalo import Plan, Problem, RankProfile
 from lightning_cephalo.offline import answers, cli, scenario
+from lightning_cephalo.offline.answers import ComparisonRow
 from lightning_cephalo.offline.cli import BAD_INPUT, DONE, INFEASIBLE, UNEXPECTED, UNSOLVED, main
-from lightning_cephalo.offline.figures import ComparisonRow
 from lightning_cephalo.plan import InfeasibleError, SolverError, predict, solve
 from lightning_cephalo.plan.curves import Curves, CurveTable, save_measured
 
@@ -125,9 +125,8 @@ def test_simulate_writes_what_was_asked_for(capsys, tmp_path, problem):
     assert "from the closed form's" in capsys.readouterr().out.replace("\n", " ")
 
 
-def test_compare_shows_all_baselines_one_more_card_and_ours_last(capsys, tmp_path):
-    figure = tmp_path / "compare.png"
-    options = ["compare", *MINE, *ASKED, "--add", "RTX 3090", "--figure", str(figure)]
+def test_compare_shows_all_baselines_one_more_card_and_ours_last(capsys):
+    options = ["compare", *MINE, *ASKED, "--add", "RTX 3090"]
     assert main([*options, "--json"]) == DONE
     rows = json.loads(capsys.readouterr().out)
     names = [row["name"] for row in rows]
@@ -136,7 +135,6 @@ def test_compare_shows_all_baselines_one_more_card_and_ours_last(capsys, tmp_pat
     ours = rows[-1]["samples_per_s"]
     assert all(row["samples_per_s"] <= ours * 1.001 for row in rows[:-2])
     assert rows[-2]["samples_per_s"] > ours
-    assert figure.stat().st_size > 1000
     assert main(options) == DONE
     said = capsys.readouterr().out
     assert said.startswith("gpt2, fp32, 64 tokens, global batch 24\n2 × RTX 4090")
@@ -152,14 +150,12 @@ def small(tmp_path: Path) -> list[str]:
     return ["--cluster", str(path), *ASKED]
 
 
-def test_one_more_card_is_an_answer_where_ours_cannot_run(capsys, tmp_path, small):
-    figure = tmp_path / "a.png"
-    assert main(["compare", *small, "--add", "Small", "--figure", str(figure), "--json"]) == DONE
+def test_one_more_card_is_an_answer_where_ours_cannot_run(capsys, small):
+    assert main(["compare", *small, "--add", "Small", "--json"]) == DONE
     *_, larger, ours = json.loads(capsys.readouterr().out)
     assert larger["name"] == "cephalo and one more Small" and larger["step_s"] > 0
     assert ours["name"] == "cephalo" and ours["step_s"] is None
     assert ours["reason"].startswith("Memory binds over all 1 ranks")
-    assert figure.stat().st_size > 1000
     assert main(["compare", *small, "--add", "Small"]) == DONE
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│ cephalo")]
     assert "%" in rows[0]  # its fullest rank
@@ -322,7 +318,6 @@ WRONG = {
     "trace's": (["simulate", *MINE, *ASKED, "--trace", "/no/a.json"], "/no/a.json: cannot be"),
     "figure's": (["simulate", *MINE, *ASKED, "--figure", "/no/a.png"], "/no/a.png: cannot be"),
     "memory's": (["simulate", *MINE, *ASKED, "--memory-figure", "/no/a.svg"], "/no/a.svg: cannot"),
-    "comparison's": (["compare", *MINE, *ASKED, "--figure", "/no/a.png"], "/no/a.png: cannot be"),
     "more": (["compare", *MINE, *ASKED, "--add", "H1000"], "--add: expected a known device"),
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from dataclasses import replace
 
@@ -12,9 +11,7 @@ from lightning_cephalo.offline import figures
 from lightning_cephalo.offline.figures import (
     BLUE,
     INK,
-    ComparisonRow,
     add_legend,
-    comparison_figure,
     drawing,
     memory_figure,
     timeline_figure,
@@ -23,12 +20,6 @@ from lightning_cephalo.offline.simulate import simulate
 from lightning_cephalo.plan import Plan, PlanError, Problem, RankPlan, RankProfile
 from lightning_cephalo.plan.program import Instruction, Operation
 from lightning_cephalo.plan.timeline import Simulation
-
-ROWS = (
-    ComparisonRow("even", reason="rank 1 (T4) needs 20.1 GiB of 15.0 GiB"),
-    ComparisonRow("proportional", 2.0, 32.0, ((8.0, 10.0), (3.0, math.inf))),
-    ComparisonRow("cephalo", 1.0, 64.0),
-)
 
 
 def profile(name: str, speed: float = 1.0) -> RankProfile:
@@ -83,10 +74,9 @@ def legend(figure) -> list[str]:
 def test_every_figure_is_written_whole_and_nothing_beside_it(tmp_path, suffix, start):
     pytest.importorskip("matplotlib")
     simulation, problem, plan = case("ab", offload=True)
-    names = [f"{name}{suffix}" for name in ("comparison", "memory", "timeline")]
-    comparison_figure(ROWS, tmp_path / names[0])
-    memory_figure(simulation, problem, plan, tmp_path / names[1])
-    timeline_figure(simulation, problem, tmp_path / names[2])
+    names = [f"{name}{suffix}" for name in ("memory", "timeline")]
+    memory_figure(simulation, problem, plan, tmp_path / names[0])
+    timeline_figure(simulation, problem, tmp_path / names[1])
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     for path in tmp_path.iterdir():
         content = path.read_bytes()
@@ -105,7 +95,7 @@ def test_a_figure_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatc
 
     monkeypatch.setattr(matplotlib.Figure, "savefig", half)
     with pytest.raises(PlanError, match=r"a\.png: cannot be written: disk full"):
-        comparison_figure(ROWS, target)
+        timeline_figure(*case("ab")[:2], target)
     assert target.read_bytes() == b"old"
     assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
 
@@ -117,7 +107,6 @@ def test_a_folder_that_is_not_there_is_named(tmp_path):
     for draw in (
         lambda: timeline_figure(simulation, problem, target),
         lambda: memory_figure(simulation, problem, plan, target),
-        lambda: comparison_figure(ROWS, target),
     ):
         with pytest.raises(PlanError, match=r"no/a\.png: cannot be written: No such file"):
             draw()
@@ -192,55 +181,15 @@ def test_equal_ranks_share_a_panel_and_the_fullest_are_shown(drawn):
     assert drawn[1].axes[-1].get_xlabel().endswith("the fullest 8 of 10 kinds of ranks")
 
 
-def test_a_comparison_shows_throughput_and_why_the_others_cannot_run(drawn):
-    comparison_figure(ROWS, "a.png")
-    (axes,) = drawn[0].axes
-    assert ticks(axes) == ["even", "proportional", "cephalo"]
-    assert "cannot run: rank 1 (T4) needs 20.1 GiB of 15.0 GiB" in [
-        text.get_text() for text in axes.texts
-    ]
-    assert ticks(axes.child_axes[0]) == [
-        "",
-        "32 samples/s\nstep 2 s, fullest rank 80%",
-        "64 samples/s\nstep 1 s",
-    ]
-    assert [patch.get_width() for patch in axes.patches][1:] == [32, 64]
-
-
-def test_labels_of_long_bars_are_inside_the_figure(drawn):
-    rows = [
-        ComparisonRow("batch by speed, even state (Whale, Poplar)", 0.1, 12_500, ((1.0, 1.0),)),
-        ComparisonRow("cephalo", 0.1, 12_534, ((1.0, 1.0),)),
-    ]
-    comparison_figure(rows, "a.png")
-    (axes,) = drawn[0].axes
-    drawn[0].draw_without_rendering()
-    labels = axes.child_axes[0].get_yticklabels()
-    assert labels[1].get_text() == "12,534 samples/s\nstep 100 ms, fullest rank 100%"
-    assert all(one.get_window_extent().x1 < drawn[0].bbox.x1 for one in labels)
-    # and bars still take much of what labels leave
-    assert axes.get_window_extent().width > 0.4 * drawn[0].bbox.width
-
-
-def test_ours_may_be_unable_to_run_and_a_long_reason_stays_in_its_row(drawn):
-    ours = ComparisonRow("cephalo", reason="Memory binds over all 3 ranks together: " * 20)
-    for rows in ([*ROWS[:2], ours], [ours]):
-        comparison_figure(rows, "a.png")
-        said = drawn[-1].axes[0].texts[-2]
-        assert said.get_text().startswith("cannot run: Memory binds")
-        assert said.get_text().count("\n") == 2 and said.get_text().endswith(" …")
-        assert said.get_color() != "black"
-
-
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install 'lightning-cephalo\[plot\]'"):
-        comparison_figure(ROWS, tmp_path / "a.png")
+        timeline_figure(*case("ab")[:2], tmp_path / "a.png")
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path):
     with pytest.raises(PlanError, match=r"\.png, \.svg, but got the suffix '\.pdf'"):
-        comparison_figure(ROWS, tmp_path / "a.pdf")
+        timeline_figure(*case("ab")[:2], tmp_path / "a.pdf")
     assert not list(tmp_path.iterdir())
 
 

@@ -16,9 +16,10 @@ from lightning_cephalo.observe.memory import RankMemory
 from lightning_cephalo.observe.run_record import RECORD_NAME, RankRecord, RunRecord
 from lightning_cephalo.offline import figures
 from lightning_cephalo.offline.cli import BAD_INPUT, DONE, main
-from lightning_cephalo.offline.run_report import RunFolder, page
+from lightning_cephalo.offline.run_report import page
 from lightning_cephalo.offline.run_report.findings import findings
 from lightning_cephalo.offline.run_report.lost_time import LostTime, lost_time
+from lightning_cephalo.offline.run_report.page import page_of
 from lightning_cephalo.plan import Plan, RankPlan
 from lightning_cephalo.plan.program import NONE, Instruction, Operation
 from lightning_cephalo.plan.timeline import (
@@ -223,7 +224,7 @@ def test_what_a_folder_lacks_is_said_with_the_option_that_gives_it(tmp_path):
     plan = record().plan
     unfinished = RunRecord(plan, (RankRecord(0), RankRecord(1)))
     unfinished.save(tmp_path / RECORD_NAME)
-    said = page(RunFolder.read(tmp_path))
+    said = page(tmp_path)
     assert Page(said).headings() == ["What stands out", "The plan, and why", HEADINGS[-1]]
     assert "the run has not ended" in said
 
@@ -232,7 +233,7 @@ def test_what_a_folder_lacks_is_said_with_the_option_that_gives_it(tmp_path):
     replace(whole, ranks=tuple(without), plan=replace(plan, step_s=None)).save(
         tmp_path / RECORD_NAME
     )
-    said = page(RunFolder.read(tmp_path))
+    said = page(tmp_path)
     for sentence in (
         "no step was measured",
         "ran other instructions",
@@ -243,7 +244,7 @@ def test_what_a_folder_lacks_is_said_with_the_option_that_gives_it(tmp_path):
     assert "Where the time went" not in said
     forgetful = [replace(rank, measured_memory=None) for rank in whole.ranks]
     replace(whole, ranks=tuple(forgetful)).save(tmp_path / RECORD_NAME)
-    assert "Train for two steps or more" in page(RunFolder.read(tmp_path))
+    assert "Train for two steps or more" in page(tmp_path)
 
 
 def test_a_folder_of_no_run_is_wrong_input(tmp_path, capsys):
@@ -261,7 +262,7 @@ def test_many_ranks_are_shown_in_part_and_the_page_says_so():
     part = replace(whole.plan.ranks[0], state_fraction=1 / 80)
     ranks = tuple(replace(whole.ranks[0], rank=rank) for rank in range(80))
     many = replace(whole, plan=replace(whole.plan, ranks=(part,) * 80), ranks=ranks)
-    said = page(RunFolder("many", many))
+    said = page_of("many", many)
     assert "The first 64 of 80 ranks" in said and "The 8 fullest of 80 recorded ranks" in said
     assert len(said) < 300_000
 
@@ -273,7 +274,7 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 @pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
 def test_a_browser_shows_the_page_and_complains_of_nothing(tmp_path: Path):
     path, shot = tmp_path / "report.html", tmp_path / "shot.png"
-    path.write_text(page(RunFolder(EVIL, record(EVIL))))
+    path.write_text(page_of(EVIL, record(EVIL)))
     assert CHROMIUM is not None
     options = ["--headless", "--disable-gpu", "--enable-logging=stderr", f"--screenshot={shot}"]
     options += ["--no-sandbox", f"--user-data-dir={tmp_path / 'profile'}", path.as_uri()]

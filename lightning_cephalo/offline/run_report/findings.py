@@ -1,4 +1,4 @@
-"""Says in a few sentences where a run's time went, the largest loss first."""
+"""Says in a few sentences where a run's time went, the largest loss first, and what is missing."""
 
 from __future__ import annotations
 
@@ -30,6 +30,32 @@ def findings(record: RunRecord, lost: Sequence[LostTime]) -> list[Finding]:
     """Return what stands out, the largest share of time first."""
     found = [*_of_steps(record), *_of_memory(record), *(_of_recorded(record, lost) if lost else ())]
     return sorted(found, key=lambda finding: -finding.share)
+
+
+def missing_in(record: RunRecord) -> Iterator[str]:
+    """Yield what the record does not have, with what puts it there."""
+    if not record.is_finished:
+        yield (
+            "Measurements: the run has not ended, or has ended with an error. They are written when"
+            " fit() ends without one."
+        )
+        return
+    if any(rank.busy_s is None for rank in record.ranks):
+        yield "Times: no step was measured. Train for more steps."
+    if any(rank.measured_memory is None for rank in record.ranks):
+        yield "Memory: it is measured in the second step. Train for two steps or more."
+    elif not any(rank.held for rank in record.ranks):
+        yield (
+            "Memory over the step: the step whose memory was read ran other instructions than the"
+            " one that was timed, as the plan has changed between them. Train for longer."
+        )
+    if not any(rank.phases for rank in record.ranks):
+        yield "A recorded step: none has come to its end. Train for more steps."
+    if record.plan.step_s is None:
+        yield (
+            "Predictions: the given plan has none. A plan that is made (plan=None), or one of"
+            " `cephalo plan`, has them."
+        )
 
 
 def _of_steps(record: RunRecord) -> Iterator[Finding]:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from statistics import fmean
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.common.quantities import ABSENT, format_bytes, format_rate, format_seconds
 from lightning_cephalo.common.texts import printable
 from lightning_cephalo.observe.memory import RankMemory
 from lightning_cephalo.observe.report import format_microbatches
-from lightning_cephalo.observe.run_record import RunRecord
+from lightning_cephalo.observe.run_record import RECORD_NAME, RunRecord
 from lightning_cephalo.offline import figures
 from lightning_cephalo.offline.run_report import drawing
-from lightning_cephalo.offline.run_report.findings import findings
-from lightning_cephalo.offline.run_report.folder import RunFolder
+from lightning_cephalo.offline.run_report.findings import findings, missing_in
 from lightning_cephalo.offline.run_report.lost_time import LostTime, lost_time
 from lightning_cephalo.plan import RankPlan
 
@@ -30,9 +31,18 @@ _PARTS = (
 _MEMORY = ("peak", "state", "gathered", "gradients", "boundaries", "inside", "other", "host")
 
 
-def page(run: RunFolder) -> str:
-    """Return the page of a run as HTML that needs nothing else."""
-    record = run.record
+def page(folder: Path) -> str:
+    """Return the page of the run in a folder as HTML that needs nothing else."""
+    path = folder / RECORD_NAME
+    if not path.is_file():
+        raise PlanError(
+            f"{folder}: expected the folder of a run, with {RECORD_NAME}, but that is not there."
+            f" Train with CephaloStrategy(record={str(folder)!r})."
+        )
+    return page_of(str(folder), RunRecord.load(path))
+
+
+def page_of(name: str, record: RunRecord) -> str:
     lost = lost_time([rank.recording for rank in record.ranks])
     timelines = record.timelines()
     ranks = record.ranks[:_RANKS_IN_FULL]
@@ -54,8 +64,9 @@ def page(run: RunFolder) -> str:
         "difference": _difference,
     }
     return environment.get_template("page.html").render(
-        run=run,
+        name=name,
         record=record,
+        missing=list(missing_in(record)),
         drawing=drawing,
         figures=list(_figures(record, lost)),
         stands_out=_what_stands_out(record, lost),
