@@ -194,7 +194,7 @@ _KINDS = ("peak", "state", "gathered", "gradients", "boundaries", "inside", "oth
 
 
 def memory_table(predicted: Sequence[RankMemory], measured: Sequence[RankMemory]) -> Table:
-    """Return every rank's peak memory as a table: predicted / measured, by kind.
+    """Return every rank's memory by kind as a table: predicted / measured, where it is predicted.
 
     Of more than 24 ranks, only the 24 with the highest peaks are shown.
     """
@@ -227,12 +227,12 @@ def memory_table(predicted: Sequence[RankMemory], measured: Sequence[RankMemory]
         amount = size / unit_bytes
         return f"{amount:.1f}" if amount >= 9.995 else f"{amount:.2f}"
 
-    for index, (before, after) in rows:
-        cells = [
-            # in two lines, so that all kinds fit into 80 columns
-            f"{cell(getattr(before, f'{kind}_bytes'))} /\n{cell(getattr(after, f'{kind}_bytes'))}"
-            for kind in kinds
-        ]
+    def both(before: float | None, after: float | None) -> str:
+        # in two lines, so that all kinds fit into 80 columns
+        return f"\n{cell(after)}" if before is None else f"{cell(before)} /\n{cell(after)}"
+
+    for index, pair in rows:
+        cells = [both(*(getattr(rank, f"{kind}_bytes") for rank in pair)) for kind in kinds]
         table.add_row(str(index), *cells)
     return table
 

@@ -30,7 +30,7 @@ from lightning_cephalo.common.errors import (
     UnsupportedError,
 )
 from lightning_cephalo.observe.watch import Watch
-from lightning_cephalo.plan import Plan, Problem
+from lightning_cephalo.plan import Plan
 from lightning_cephalo.preparation.session import Adoption, Session
 
 REFUSALS = (PlanError, UnsupportedError, HostMemoryError, TooLittleMemoryError, RemoteRankError)
@@ -69,13 +69,7 @@ class PlanChanges:
         """The plan whose sizes dataloaders deal that are made from now on."""
         return self.session.plan if self._pending is None else self._pending.adoption.plan
 
-    def request(
-        self,
-        plan: Plan | str | PathLike[str],
-        problem: Problem | None = None,
-        *,
-        by_user: bool = True,
-    ) -> bool:
+    def request(self, plan: Plan | str | PathLike[str], *, by_user: bool = True) -> bool:
         """Accept a plan on all ranks, or raise on all of them; collective.
 
         Returns False without a look at it where a plan waits and this one is not the user's.
@@ -94,7 +88,7 @@ class PlanChanges:
                     f"Rank {rank} gives another plan than rank 0. Give change_plan() the same plan"
                     " on every rank, for example strategy.broadcast(plan)."
                 )
-        adoption = session.accept(checked, problem)
+        adoption = session.accept(checked)
         first = float(self.view.batches_ready)
         if not deal_alike(dealt, checked):
             first = loaders.first_free_step(int(first), control)
@@ -151,9 +145,9 @@ class PlanChanges:
             return replace(adoption, plan=replace(plan, ranks=ranks))
         return adoption
 
-    def follow_now(self, plan: Plan, problem: Problem) -> None:
+    def follow_now(self, plan: Plan) -> None:
         """Follow a plan from the middle of a step that has failed on all ranks; collective."""
-        adoption = self.session.accept(plan, problem, keeps_gradients=True)
+        adoption = self.session.accept(plan, keeps_gradients=True)
         self._follow(adoption, True)
 
     def _follow(self, adoption: Adoption, keeps_gradients: bool) -> None:

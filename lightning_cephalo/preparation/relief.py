@@ -56,7 +56,7 @@ def make_room(changes: PlanChanges, problem: Problem, error: Exception, refused:
         found = control.broadcast(_solved(problem, session.plan, held) if control.rank == 0 else "")
     if isinstance(found, Relief):
         try:
-            changes.follow_now(found.now, found.problem)
+            changes.follow_now(found.now)
             return found
         except REFUSALS as failure:
             found = f"A plan that takes less memory was refused. {failure}"

@@ -112,7 +112,7 @@ class Replanning:
         self._ready = None
         step = self._view.step
         try:
-            if self._changes.request(change.plan, self._problem, by_user=False):
+            if self._changes.request(change.plan, by_user=False):
                 self._accepted = change
         except REFUSALS as error:
             if self._policy is not None:

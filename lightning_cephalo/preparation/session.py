@@ -36,7 +36,7 @@ from lightning_cephalo.execution.sharded_model import Dtypes, ShardedModel
 from lightning_cephalo.features.install import install
 from lightning_cephalo.features.manual_step import PhasedSteps
 from lightning_cephalo.observe.memory import RankMemory, TrainingMemory
-from lightning_cephalo.plan import Plan, PlanError, Problem, RankPlan
+from lightning_cephalo.plan import Plan, PlanError, RankPlan
 from lightning_cephalo.plan.memory_pressure import lower_capacity
 from lightning_cephalo.plan.state_groups import members_of
 from lightning_cephalo.preparation.batches import Batches
@@ -49,7 +49,7 @@ from lightning_cephalo.preparation.limits import (
     reserve_host_memory,
 )
 from lightning_cephalo.preparation.options import chosen
-from lightning_cephalo.profiling.memory_model import check_capacities, predicted
+from lightning_cephalo.profiling.memory_model import check_capacities
 from lightning_cephalo.ranks.control import not_connected
 from lightning_cephalo.ranks.groups import Groups
 
@@ -59,7 +59,6 @@ class Adoption:
     """A plan that all ranks have accepted."""
 
     plan: Plan
-    memory: tuple[RankMemory, ...]  # predicted, of every rank
     arena: HostArena | None  # this rank's, for boundaries
 
 
@@ -120,7 +119,6 @@ class Session:
         self.batches = Batches(job, control, is_manual=self.manual is not None)
         self.optimizers: list[Optimizer] = []
         self.updates = OptimizerUpdates(self.model, options.planner.elementwise)
-        self._predicted: tuple[RankMemory, ...] = ()
         self._averages = AveragedWeights(module, ())
         self._late = ""  # why steps update behind the backward, of what may change between them
         self._host_state = HostState(self.model, job.limits[control.rank].host, control.rank)
@@ -163,8 +161,15 @@ class Session:
 
     @property
     def predicted_memory(self) -> tuple[RankMemory, ...]:
-        """The memory of every rank under the plan, by kind; empty before it is followed."""
-        return self._host_state.predicted(self.plan, self._predicted, self.optimizers)
+        """The peak and the host memory of every rank under the plan."""
+        memory = [
+            RankMemory(
+                peak_bytes=rank.memory_bytes,
+                host_bytes=(rank.host_bytes or 0.0) + (rank.state_host_bytes or 0.0),
+            )
+            for rank in self.plan.ranks
+        ]
+        return self._host_state.predicted(self.plan, memory, self.optimizers)
 
     def look_for_early_update(self, optimizer: Optimizer) -> None:
         """Look whether the next step may update units early; called on every rank before it."""
@@ -195,17 +200,13 @@ class Session:
 
     # -- plans --------------------------------------------------------------------------------
 
-    def accept(
-        self, plan: Plan, problem: Problem | None = None, *, keeps_gradients: bool = False
-    ) -> Adoption:
-        """Check a plan, and allocate what it needs; ``problem`` predicts its memory; collective."""
+    def accept(self, plan: Plan, *, keeps_gradients: bool = False) -> Adoption:
+        """Check a plan, and allocate what it needs; collective."""
         together = self.control.together
         together("checking the plan", partial(self.check, plan))
         self.check_move(plan, keeps_gradients)
         arena = together("allocating host memory", partial(self._host_memory_of, plan))
-        peaks = (RankMemory(peak_bytes=rank.memory_bytes) for rank in plan.ranks)
-        memory = tuple(peaks) if problem is None else predicted(problem, plan, self.model)
-        return Adoption(plan, memory, arena)
+        return Adoption(plan, arena)
 
     def adopt(self, adoption: Adoption, *, keeps_gradients: bool = False) -> None:
         """Follow a plan from the next step on; collective.
@@ -220,7 +221,6 @@ class Session:
         self.plan = plan
         if self.model.executor.updates.mover is not None:  # else the optimizers are not in use yet
             self._host_state.follow(plan, self.optimizers)
-        self._predicted = adoption.memory
         self.user_collectives.planned = [len(rank.microbatch_sizes) for rank in plan.ranks]
         self.batches.follow(own)
         options, executor = self.job.options, self.model.executor

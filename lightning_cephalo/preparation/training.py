@@ -69,7 +69,7 @@ class Training:
                 problem = measure_or_load(session.job, session.model, view, session.manual)
         # some hold rows from the beginning, such as Adagrad
         session.hold([own for own in optimizers if any(isinstance(p, DTensor) for p in own.state)])
-        session.adopt(session.accept(plan, problem if given is None else None))
+        session.adopt(session.accept(plan))
         session.shard_averages(view.callbacks)
         self.watch.begin(session.model, plan)
         if problem is None or not replans:

@@ -28,10 +28,8 @@ from lightning_cephalo.common.errors import TooLittleMemoryError
 from lightning_cephalo.common.quantities import format_mib
 from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.execution.sharded_model import ShardedModel
-from lightning_cephalo.observe.memory import MemoryMeter, RankMemory
-from lightning_cephalo.plan import Plan, Problem, cost
-from lightning_cephalo.plan.moving import moved_by
-from lightning_cephalo.plan.program import ROOT, Instruction, Operation
+from lightning_cephalo.observe.memory import MemoryMeter
+from lightning_cephalo.plan.program import Instruction, Operation
 from lightning_cephalo.sharding.discovery import UnitKind
 from lightning_cephalo.sharding.placement import local_part
 from lightning_cephalo.sharding.unit import Unit
@@ -158,36 +156,6 @@ def batch_bytes(batch: Any, accelerator: Accelerator) -> int:
     """Return the bytes of a batch's tensors on the device."""
     leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
     return sum(x.numel() * x.element_size() for x in leaves if accelerator.holds(x))
-
-
-def predicted(problem: Problem, plan: Plan, model: ShardedModel) -> tuple[RankMemory, ...]:
-    """Return every rank's predicted memory, by kind, under a plan made for this problem."""
-    received = _received(model, model.units)
-    planned = cost.as_planned(problem, plan)
-    gathered, gradients = model.gathered_parameter_bytes, model.gathered_gradient_bytes
-    if not planned.reshard_after_forward:
-        gathered += model.unresharded_bytes
-    if planned.gathered_bytes > problem.gathered_bytes:
-        padded = model.padded_bytes()
-        gathered, gradients = gathered + padded.gathers, gradients + padded.reduces
-    # late updates count gradients with the state, and what a reduce receives into
-    beside = model.units[ROOT].gradient_bytes if planned.early_update else -received
-    found = []
-    for profile, rank in zip(problem.ranks, plan.ranks, strict=True):
-        need = cost.device_need(planned, profile, cost.Mode.of(rank))
-        moved = moved_by(planned, rank).device_bytes(planned) if rank.moves_state else 0.0
-        kinds = {
-            "state_bytes": rank.state_fraction * (planned.state_bytes + beside + moved),
-            "gathered_bytes": gathered,
-            "gradients_bytes": gradients + rank.state_fraction * received,
-            "boundaries_bytes": need.kept(rank.batch_size, len(rank.microbatch_sizes)),
-            "other_bytes": problem.gathered_bytes - model.gathered_bytes,
-        }
-        peak = rank.memory_bytes
-        inside = None if peak is None else max(0.0, peak - sum(kinds.values()))
-        host = (rank.host_bytes or 0.0) + (rank.state_host_bytes or 0.0)
-        found.append(RankMemory(peak_bytes=peak, inside_bytes=inside, host_bytes=host, **kinds))
-    return tuple(found)
 
 
 class StepMeter(Observer):

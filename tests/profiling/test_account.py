@@ -1,7 +1,6 @@
 """What ranks hold while they train, by kind, against arithmetic and against another instrument."""
 
 import functools
-from dataclasses import asdict
 
 import pytest
 from lightning.pytorch import Callback
@@ -171,16 +170,9 @@ def test_rank_zero_prints_predicted_beside_measured(capfd):
     output = capfd.readouterr().out
     assert output.count("predicted / measured") == 1
     for rank in (0, 1):
-        expected = asdict(predicted[rank])
-        assert expected.pop("other_bytes") < 10_000
-        for unknown in ("step", "resting_state_bytes", "parameters"):
-            assert expected.pop(unknown) is None
-        inside_bytes = expected.pop("inside_bytes")
-        for kind, size in expected.items():
-            assert getattr(measured[rank], kind) == pytest.approx(size, rel=0.1), kind
-        # the rest of the peak is as exact as the peak, of which it is a small part here
-        error_bytes = abs(measured[rank].inside_bytes - inside_bytes)
-        assert error_bytes < 0.03 * expected["peak_bytes"]
+        assert measured[rank].host_bytes == predicted[rank].host_bytes == 0
+        assert measured[rank].peak_bytes == pytest.approx(predicted[rank].peak_bytes, rel=0.1)
+        assert predicted[rank].state_bytes is None
 
 
 def test_counting_a_step_changes_no_result():
