@@ -329,7 +329,6 @@ WORK = ModelWork(
     dtype="fp16",
     sequence_length=512,
     units=24,
-    unit_kinds=1,
     unit_parameters=50e6,
     largest_unit_parameters=50e6,
     root_parameters=100e6,

@@ -6,9 +6,8 @@ near-equal microbatches in its fastest mode that fits. InfeasibleError: the allo
 
 from __future__ import annotations
 
-import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -36,92 +35,86 @@ _ROUNDING = 1 + 1e-9
 Baseline = Callable[[Problem], Plan]
 
 
-def _either_way(baseline: Baseline) -> Baseline:
-    """Run a baseline once per resharding choice of the problem, and keep its fastest plan."""
-
-    @functools.wraps(baseline)
-    def chosen(problem: Problem) -> Plan:
-        default, *others = problem.reshard_choices
-        best = baseline(problem.resharding(default))
-        for choice in others:
-            try:
-                plan = baseline(problem.resharding(choice))
-            except InfeasibleError:
-                continue
-            assert plan.step_s is not None and best.step_s is not None
-            best = plan if plan.step_s < best.step_s else best
-        return best
-
-    return chosen
-
-
-@_either_way
 def even(problem: Problem) -> Plan:
     """Split batch and state evenly, as FSDP does, in the fastest equal number of microbatches."""
-    started = time.perf_counter()
+
+    def found(problem: Problem, batches: Sequence[int]) -> Iterable[list[RankPlan]]:
+        runs = equal_counts(problem, batches, _limits(problem))
+        return (_with_even_state(problem, each) for each in runs)
+
     problem = replace(problem, has_even_state=True)
-    batches, limits = even_batches(problem), [rank.capacity_bytes for rank in problem.ranks]
-    found = [_with_even_state(problem, runs) for runs in equal_counts(problem, batches, limits)]
-    return _fastest(problem, found, batches, limits, "even batch, even state", started)
+    return _fastest(problem, even_batches, found, "even batch, even state")
 
 
-def _with_even_state(problem: Problem, runs: Sequence[RankPlan]) -> list[RankPlan]:
-    shares = even_shares(problem.active_groups, len(runs))
-    return [replace(run, state_fraction=share) for run, share in zip(runs, shares, strict=True)]
-
-
-@_either_way
 def proportional(problem: Problem) -> Plan:
     """Split the batch by speed and the state evenly, as Whale and Poplar do.
 
     A rank's speed is its highest rate in samples per second beside an even share of the state.
     """
-    started = time.perf_counter()
+
+    def found(problem: Problem, batches: Sequence[int]) -> Iterable[list[RankPlan]]:
+        counts = [1] if problem.single_microbatch else None
+        runs = all_runs(problem, batches, _limits(problem), counts)
+        return [] if runs is None else [_with_even_state(problem, runs)]
+
     problem = replace(problem, has_even_state=True)
-    limits = [rank.capacity_bytes for rank in problem.ranks]
-    speeds = [
-        _speed(problem, profile, limit)
-        for profile, limit in zip(problem.ranks, limits, strict=True)
-    ]
-    batches = _dealt(problem.global_batch_size, speeds)
-    counts = [1] if problem.single_microbatch else None
-    runs = all_runs(problem, batches, limits, counts)
-    found = [] if runs is None else [_with_even_state(problem, runs)]
-    return _fastest(problem, found, batches, limits, "batch by speed, even state", started)
+    return _fastest(problem, _batches_by_speed, found, "batch by speed, even state")
 
 
-@_either_way
 def state_by_memory(problem: Problem) -> Plan:
     """Split the batch evenly and the state by free memory; otherwise as :func:`even`."""
-    started = time.perf_counter()
-    batches = even_batches(problem)
-    limits = [profile.capacity_bytes for profile in problem.ranks]
-    found = []
-    # the fastest modes may leave too little room for the state
-    for lean in (False, True):
-        for runs in equal_counts(problem, batches, limits, lean=lean):
-            used = kept_by_runs(problem, runs, limits)
-            left = [limit - own for limit, own in zip(limits, used, strict=True)]
-            if all(
-                sum(left[rank] for rank in members) >= problem.full_state_bytes
-                for members in problem.groups
-            ):
-                found.append(with_state(problem, runs, limits))
-    return _fastest(problem, found, batches, limits, "even batch, state by memory", started)
+
+    def found(problem: Problem, batches: Sequence[int]) -> Iterable[list[RankPlan]]:
+        limits = _limits(problem)
+        # the fastest modes may leave too little room for the state
+        for lean in (False, True):
+            for runs in equal_counts(problem, batches, limits, lean=lean):
+                used = kept_by_runs(problem, runs, limits)
+                if all(
+                    sum(limits[rank] - used[rank] for rank in members) >= problem.full_state_bytes
+                    for members in problem.groups
+                ):
+                    yield with_state(problem, runs, limits)
+
+    return _fastest(problem, even_batches, found, "even batch, state by memory")
 
 
 def _fastest(
     problem: Problem,
-    found: Sequence[list[RankPlan]],
-    batches: Sequence[int],
-    limits: Sequence[float],
+    deal: Callable[[Problem], list[int]],
+    find: Callable[[Problem, Sequence[int]], Iterable[list[RankPlan]]],
     backend: str,
-    started_s: float,
 ) -> Plan:
-    if not found:
-        raise InfeasibleError(f"{backend}: {_why_none(problem, batches, limits)}")
-    best = min(found, key=lambda ranks: predict(problem, ranks).step_s)
-    return checked_plan(problem, best, backend=backend, started_s=started_s)
+    """Return the fastest plan that ``find`` makes of the dealt batches, resharding or not."""
+    started = time.perf_counter()
+    plans: list[Plan] = []
+    refusals = []
+    for choice in problem.reshard_choices:
+        chosen = problem.resharding(choice)
+        batches = deal(chosen)
+        try:
+            ranks = min(
+                find(chosen, batches),
+                key=lambda ranks: predict(chosen, ranks).step_s,
+                default=None,
+            )
+            if ranks is None:
+                raise InfeasibleError(f"{backend}: {_why_none(chosen, batches)}")
+            plans.append(checked_plan(chosen, ranks, backend=backend, started_s=started))
+        except InfeasibleError as error:
+            refusals.append(error)
+    if not plans:
+        raise refusals[0]
+    return min(plans, key=lambda plan: plan.step_s or 0.0)
+
+
+def _limits(problem: Problem) -> list[float]:
+    return [profile.capacity_bytes for profile in problem.ranks]
+
+
+def _with_even_state(problem: Problem, runs: Sequence[RankPlan]) -> list[RankPlan]:
+    shares = even_shares(problem.active_groups, len(runs))
+    return [replace(run, state_fraction=share) for run, share in zip(runs, shares, strict=True)]
 
 
 def checked_plan(
@@ -149,26 +142,12 @@ def checked_plan(
     return plan
 
 
-def _speed(problem: Problem, profile: RankProfile, limit_bytes: float) -> float:
-    """Return the highest samples per second of any single microbatch that fits."""
-    sizes = range(problem.minimum_microbatch_size, profile.largest_microbatch_size + 1)
-    runs = (fastest_run(problem, profile, size, [1], limit_bytes) for size in sizes)
-    return max(
-        (
-            run.batch_size / max(run_seconds(problem, profile, run), _NO_TIME_S)
-            for run in runs
-            if run
-        ),
-        default=0.0,
-    )
-
-
-def _dealt(batch: int, speeds: Sequence[float]) -> list[int]:
-    """Deal the batch in proportion to ``speeds``, in whole samples, by largest remainder."""
-    total = sum(speeds)
-    if not total:
-        # no rank can take a sample: the check of the runs says why
-        speeds, total = [1.0] * len(speeds), float(len(speeds))
+def _batches_by_speed(problem: Problem) -> list[int]:
+    """Deal the batch in proportion to speeds, in whole samples, by largest remainder."""
+    speeds = [_speed(problem, profile) for profile in problem.ranks]
+    # where no rank can take a sample, the check of the runs says why
+    speeds = speeds if any(speeds) else [1.0] * len(speeds)
+    total, batch = sum(speeds), problem.global_batch_size
     exact = [batch * speed / total for speed in speeds]
     dealt = [int(part) for part in exact]
     by_remainder = sorted(range(len(exact)), key=lambda index: dealt[index] - exact[index])
@@ -177,12 +156,20 @@ def _dealt(batch: int, speeds: Sequence[float]) -> list[int]:
     return dealt
 
 
-def _why_none(problem: Problem, batches: Sequence[int], limits: Sequence[float]) -> str:
+def _speed(problem: Problem, profile: RankProfile) -> float:
+    """Return the highest samples per second of any single microbatch that fits."""
+    sizes = range(problem.minimum_microbatch_size, profile.largest_microbatch_size + 1)
+    runs = (fastest_run(problem, profile, size, [1], profile.capacity_bytes) for size in sizes)
+    rates = (
+        run.batch_size / max(run_seconds(problem, profile, run), _NO_TIME_S) for run in runs if run
+    )
+    return max(rates, default=0.0)
+
+
+def _why_none(problem: Problem, batches: Sequence[int]) -> str:
     """Name the rank that cannot run its batch, or say that the state does not fit."""
-    for index, (profile, batch, limit) in enumerate(
-        zip(problem.ranks, batches, limits, strict=True)
-    ):
-        counts = range(1, batch + 1)
+    for index, (profile, batch) in enumerate(zip(problem.ranks, batches, strict=True)):
+        counts, limit = range(1, batch + 1), profile.capacity_bytes
         if fastest_run(problem, profile, batch, counts, limit) is not None:
             continue
         leanest = fastest_run(problem, profile, batch, counts, float("inf"), lean=True)

@@ -10,14 +10,12 @@ CPU; a device may choose other kernels.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.offline.estimate.count import (
@@ -64,15 +62,13 @@ class Pass:
 class ModelWork:
     """The work of one model at one dtype and sequence length.
 
-    Units that differ are averaged (T5's encoder and decoder layers); ``unit_kinds`` is the number
-    of kinds.
+    Units that differ are averaged (T5's encoder and decoder layers).
     """
 
     model: str
     dtype: str
     sequence_length: int
     units: int
-    unit_kinds: int
     unit_parameters: float
     largest_unit_parameters: float
     root_parameters: float
@@ -99,7 +95,6 @@ def count_work(
     model: str,
     dtype: str,
     sequence_length: int,
-    units: Sequence[type[nn.Module] | str] | None = None,
 ) -> ModelWork:
     """Count the work and memory that a model needs."""
     if dtype not in TORCH_DTYPES:
@@ -109,9 +104,9 @@ def count_work(
             with ZeroValues():
                 module = build()
                 # as training finds them: weights compute in another dtype than they have
-                first, last = _parameters_of_ends(module, units)
+                first, last = _parameters_of_ends(module)
                 module = _cast(module, TORCH_DTYPES[dtype])
-            members = find_units(module, units, with_ends=False)
+            members = find_units(module, with_ends=False)
             modules = [unit.module for unit in members[1:]]
             one, two = (_count(module, modules, run, samples) for samples in (1, 2))
         except (RuntimeError, TypeError, IndexError, AttributeError) as error:
@@ -128,7 +123,6 @@ def count_work(
         dtype=dtype,
         sequence_length=sequence_length,
         units=calls,
-        unit_kinds=max(1, len({id(call) for call in one.calls})),
         unit_parameters=0.0 if whole else sum(sizes[1:]) / calls,
         largest_unit_parameters=max(sizes[1:], default=0),
         root_parameters=sum(sizes) if whole else sizes[0],
@@ -156,11 +150,9 @@ class _Count:
     root_peak_bytes: float
 
 
-def _parameters_of_ends(
-    module: nn.Module, units: Sequence[type[nn.Module] | str] | None
-) -> tuple[int, int]:
+def _parameters_of_ends(module: nn.Module) -> tuple[int, int]:
     """Return the parameters of embeddings and of heads."""
-    found = find_units(module, units)
+    found = find_units(module)
     first, last = (
         sum(p.numel() for unit in found if unit.kind is kind for p, _ in unit.parameters)
         for kind in (UnitKind.EMBEDDING, UnitKind.HEAD)
@@ -221,19 +213,3 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
             if buffer is not None and buffer.is_floating_point():
                 inner._buffers[name] = buffer.to(dtype)
     return module.train()
-
-
-def loss_of(output: Any) -> Tensor:
-    """Return the loss from the output of a model or a training step.
-
-    Without a loss, return the first tensor, or its sum if it is not a scalar.
-    """
-    loss = getattr(output, "loss", None)
-    if loss is None and isinstance(output, dict):
-        loss = output.get("loss")
-    if isinstance(loss, Tensor):
-        return loss
-    tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
-    if not tensors:
-        raise PlanError(f"expected a tensor from the model, but got {type(output).__name__}.")
-    return tensors[0] if tensors[0].ndim == 0 else tensors[0].sum()
