@@ -12,12 +12,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_cephalo.adapters.dealt_loaders import DealtLoaders, passes_of, steps_ahead
 from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.data.loaders import original_of
-from lightning_cephalo.data.passes import Continue, Position, known_length
+from lightning_cephalo.data.passes import Continue, Position
 
 KEY = "cephalo_data_order"
 """Where a checkpoint has the order of the training samples."""
@@ -32,7 +33,7 @@ def saved_order(view: TrainerView) -> dict[str, Any] | None:
     ended = trained > 0 and (progress.is_last_batch or trained >= view.fit_loop.max_batches)
     positions: list[dict[str, Any] | None] = []
     for loader, passes in loaders.all:
-        found, length, ahead = None, known_length(loader), steps_ahead(loader)
+        found, length, ahead = None, sized_len(loader), steps_ahead(loader)
         if passes is not None:
             found = passes.position(trained, length, cycles=loaders.cycle, ahead=ahead)
         positions.append(None if found is None else dict(vars(found)))

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from operator import setitem
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -42,9 +43,9 @@ def not_splittable(reason: str, batch: object = None) -> BatchSplitError:
     came = "" if batch is None else f" The batch: {describe(batch)}."
     return BatchSplitError(
         f"This batch cannot be split into microbatches: {reason}.{came} Tensors and lists with one"
-        " row per sample, and what is the same for all samples, are split. For anything else give"
-        " CephaloStrategy(split_batch=function), where function(batch, sizes) returns one batch of"
-        " sizes[i] samples for each i. An object of your own needs a len(), its number of samples."
+        " row per sample are. For anything else give CephaloStrategy(split_batch=function):"
+        " function(batch, sizes) returns one batch of sizes[i] samples for each i. An object of"
+        " your own needs a len(), its number of samples."
     )
 
 
@@ -69,11 +70,7 @@ class BatchLayout:
 
     @classmethod
     def learn(cls, larger: Any, smaller: Any, splitter: Splitter | None = None) -> BatchLayout:
-        """Learns the layout from two collated batches of `LEARNED` samples.
-
-        Raises BatchSplitError if a leaf neither has one row per sample nor is the same for all
-        (time-major, packed, an object of unknown type), or if no leaf has rows.
-        """
+        """Learns from batches of `LEARNED` samples; BatchSplitError if a leaf cannot be cut."""
         found = list(_compared(larger, smaller))
         counts = [(path, dimension) for path, dimension, _ in found if dimension is not None]
         if splitter is not None:
@@ -82,8 +79,7 @@ class BatchLayout:
             if problem:
                 raise not_splittable(f"{spell(path)} is {problem}", larger)
         if not counts:
-            reason = f"no tensor or list in it grows with the number of samples {LEARNED}"
-            raise not_splittable(reason, larger)
+            raise not_splittable(f"no tensor or list grows with its samples, {LEARNED}", larger)
         rows = frozenset(path for path, _ in counts)
         return cls(rows, frozenset(_leaves(larger, rows)), counts[0])
 
@@ -95,9 +91,7 @@ class BatchLayout:
             return known
         if self.counted is not None:
             path, dimension = self.counted
-            leaf: Any = batch
-            for key in path:
-                leaf = dict(children_of(leaf) or ()).get(key)
+            leaf: Any = dict(walk(batch, lambda at, _: at == path)).get(path)
             shape = leaf.shape if is_array(leaf) else (len(leaf),) if is_sequence(leaf) else ()
             if dimension < len(shape):
                 return int(shape[dimension])
@@ -108,11 +102,7 @@ class BatchLayout:
         return _guessed_size(batch)
 
     def split(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
-        """Splits ``batch`` into consecutive batches of ``sizes`` samples, which are views.
-
-        A padded batch keeps the padding of the whole batch, which the same samples have on one
-        device. Raises BatchSplitError if it cannot be cut so.
-        """
+        """Splits a batch into consecutive views of ``sizes`` samples; they keep its padding."""
         if self.splitter is not None:
             parts = list(self.splitter(batch, list(sizes)))
             if len(parts) != len(sizes):
@@ -181,9 +171,8 @@ def _cut(batch: Any, rows: Set[Path], start: int, stop: int) -> Any:
 
     part = mapped(batch, cut, lambda path, _: path in rows)
     # Hugging Face keeps the tokenizer's per-sample results in addition to an encoding's tensors.
-    encodings = getattr(batch, "_encodings", None)
-    if isinstance(encodings, list) and part is not batch:
-        part._encodings = encodings[start:stop]
+    if isinstance(getattr(batch, "_encodings", None), list) and part is not batch:
+        part._encodings = batch._encodings[start:stop]
     return part
 
 
@@ -236,7 +225,7 @@ def is_sized_object(node: Any) -> bool:
 
 def children_of(node: Any) -> list[tuple[Any, Any]] | None:
     """Returns the keys and children of a container in its own order; None for anything else."""
-    if isinstance(node, Mapping):
+    if isinstance(node, MutableMapping):
         return list(node.items())
     if is_sequence(node):
         return list(enumerate(node))
@@ -270,18 +259,15 @@ def rebuild(node: Any, children: list[Any]) -> Any:
     """Returns a container like ``node`` with ``children`` instead, in the same order."""
     if isinstance(node, tuple):
         return type(node)(children) if is_sequence(node) else type(node)(*children)
-    if isinstance(node, Mapping) and not isinstance(node, MutableMapping):
-        return type(node)(dict(zip(node, children, strict=True)))  # type: ignore[call-arg]
     # a copy shares every other attribute, which Hugging Face's encodings need
     clone: Any = copy.copy(node)
     if isinstance(node, list):
         clone[:] = children
-    elif isinstance(node, MutableMapping):
-        for key, child in zip(list(node), children, strict=True):
-            clone[key] = child
-    else:
-        for field, child in zip(dataclasses.fields(node), children, strict=True):
-            object.__setattr__(clone, field.name, child)  # as frozen ones reject assignment
+        return clone
+    # frozen dataclasses reject assignment
+    put = setitem if isinstance(node, MutableMapping) else object.__setattr__
+    for (key, _), child in zip(children_of(node) or (), children, strict=True):
+        put(clone, key, child)
     return clone
 
 
@@ -308,9 +294,9 @@ def hides_arrays(node: object) -> bool:
     """Returns whether ``node`` is an object, without known rows, that seems to hold tensors."""
     if is_array(node) or isinstance(node, type) or callable(node):
         return False
-    return callable(getattr(node, "to", None)) or any(
-        contains_arrays(value) for value in getattr(node, "__dict__", {}).values()
-    )
+    values = getattr(node, "__dict__", {}).values()
+    may_move = isinstance(node, Mapping) or callable(getattr(node, "to", None))
+    return may_move or any(map(contains_arrays, values))
 
 
 def describe(node: object, depth: int = 2) -> str:

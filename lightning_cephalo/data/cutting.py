@@ -31,10 +31,9 @@ class BatchCutter:
     microbatch_sizes: tuple[int, ...]
 
     def cut(self, batch: Any, lacks: Sequence[bool] = ()) -> list[tuple[Any, int]]:
-        """Return the microbatches and their numbers of samples, summed over all loaders.
+        """Return the microbatches with their samples of all loaders; some parts have no rows.
 
-        ``lacks`` marks loaders of which this rank has no samples; empty: it has of all. Parts of
-        some loaders may have no rows.
+        ``lacks`` marks loaders of which this rank has no samples; empty: it has of all.
         """
         parts = [batch] if self.spec is None else self.spec.flatten_up_to(batch)
         lacks = lacks or [False] * len(parts)

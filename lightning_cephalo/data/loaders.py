@@ -24,6 +24,7 @@ from itertools import chain, cycle, islice
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import (
     BatchSampler,
@@ -33,7 +34,6 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
 )
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.data.batch_layout import LEARNED, BatchLayout, Splitter, own_copy
@@ -42,7 +42,6 @@ from lightning_cephalo.data.passes import (
     Dealing,
     Passes,
     RankBatchSampler,
-    known_length,
     warn_of_too_few_samples,
 )
 from lightning_cephalo.data.randomness import (
@@ -58,12 +57,8 @@ from lightning_cephalo.data.rank_loaders import DealtSamples, DealtStream, OwnPa
 def dealt_loader(loader: Any, dealing: Dealing) -> RankLoader:
     """Returns a loader that yields this rank's part of each global batch; collective.
 
-    It reads a DataLoader of the user's own class, with the same options.
-
-    Raises:
-        ValueError: a DistributedSampler for several ranks, ``batch_size=None`` with a map-style
-            dataset, or a global batch size that does not fit the batch sampler.
-        UnsupportedError: a loader that holds an iterator.
+    Raises ValueError for a DistributedSampler, ready batches of a map-style dataset, and a global
+    batch size that does not fit the batch sampler.
     """
     loader, ranks = original_of(loader), len(dealing.sizes)
     # A collective: called unconditionally, before anything can differ between ranks.
@@ -120,14 +115,22 @@ def _deal_map_style(loader: DataLoader[Any], dealing: Dealing, total: int) -> De
         )
     if type(lists) is BatchSampler or loader.batch_size is not None:
         # the same samples, but drop_last must refer to the global batch
-        rest = (known_length(lists.sampler) or 0) % total
+        rest = (sized_len(lists.sampler) or 0) % total
         is_left_out = dealing.every_rank and not lists.drop_last and 0 < rest < ranks
         if is_left_out:
             warn_of_too_few_samples(rest, ranks)
         steps = BatchSampler(lists.sampler, total, lists.drop_last or is_left_out)
         mine = RankBatchSampler(steps, dealing, items=total)
     else:
-        each = ranks if dealing.global_batch_size is None else _lists_in(total, loader)
+        each, size = ranks, global_batch_size(loader, 1) or 0
+        if dealing.global_batch_size is not None:
+            each = total // size if size and total % size == 0 else 0
+        if not each:
+            raise ValueError(
+                "Expects a global_batch_size that is a multiple of the batch sampler's lists, but"
+                f" got {total} and lists of {size} samples. Leave global_batch_size out: one list"
+                " per rank is then one global batch."
+            )
         mine = RankBatchSampler(lists, dealing, per_step=each, items=each)
     wrapper: Any = loader.batch_sampler
     # Lightning's predict loop reads the indices from its wrapper
@@ -135,17 +138,6 @@ def _deal_map_style(loader: DataLoader[Any], dealing: Dealing, total: int) -> De
     # in order: the ranks' batches must be of the same steps
     source = with_changes(loader, batch_sampler=shown, in_order=True)
     return DealtSamples(source, dealing, loader, mine.passes)
-
-
-def _lists_in(total: int, loader: DataLoader[Any]) -> int:
-    size = global_batch_size(loader, 1)
-    if not size or total % size:
-        raise ValueError(
-            f"Expects a global_batch_size that is a multiple of the batch sampler's lists, but got"
-            f" {total} and lists of {size} samples. Leave global_batch_size out: one list per rank"
-            " is then one global batch."
-        )
-    return total // size
 
 
 def is_stream(loader: Any) -> bool:
@@ -197,15 +189,8 @@ def refuse_one_pass(loader: Any) -> None:
 
 def with_changes(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
     """Returns a copy of a loader, without a running iterator, with other values of attributes."""
-    changes["_iterator"] = None
-    for name, value in vars(loader).items():
-        if isinstance(value, _BaseDataLoaderIter) and name not in changes:
-            raise UnsupportedError(
-                f"{type(loader).__name__}.{name} is an iterator, whose batches were chosen before"
-                " they could be dealt. Create it in __iter__, or give a plain DataLoader."
-            )
     copied = copy.copy(loader)
-    vars(copied).update(changes)  # a DataLoader forbids to set some
+    vars(copied).update(changes, _iterator=None)  # a DataLoader forbids to set some
     return copied
 
 
@@ -237,10 +222,9 @@ def first_batch(loader: Any, layout: BatchLayout) -> tuple[Any, int]:
 def sample_batches(
     loader: Any, sizes: Sequence[int], layout: BatchLayout | None = None
 ) -> list[Any]:
-    """Returns collated batches of ``sizes`` of the loader's first samples, for profiling.
+    """Returns collated batches of ``sizes`` of the loader's first samples, which may repeat.
 
-    Samples repeat if there are too few. Of ready batches the first is cut. Raises ValueError if
-    that is smaller than asked for, or if there are no samples.
+    Of ready batches the first is cut. Raises ValueError if it is too small, or without samples.
     """
     loader, count, layout = original_of(loader), max(sizes), layout or BatchLayout()
     if yields_ready_batches(loader):

@@ -132,9 +132,7 @@ class Passes:
         """Makes the next pass that of ``epoch``; also sets it in the user's samplers."""
         if self._epochs_ahead is None:
             self._epochs_ahead = epoch - self.epoch
-        self._set_epoch(epoch - self._epochs_ahead)
-
-    def _set_epoch(self, epoch: int) -> None:
+        epoch -= self._epochs_ahead
         if epoch != self.epoch:
             self.epoch, self._number = epoch, 0
             if self._at_next_epoch is not None:
@@ -172,7 +170,8 @@ class Passes:
         ``undoes_draws``: the loader draws now, and would not have drawn between two epochs.
         """
         self._restore(position.now)
-        self._set_epoch(position.epoch + (way is Continue.BEHIND))
+        self._epochs_ahead = 0
+        self.set_epoch(position.epoch + (way is Continue.BEHIND))
         self._epochs_ahead = None
         if way is Continue.BEHIND:
             self._resumed = 0, position.now if undoes_draws else None
@@ -218,8 +217,7 @@ class RankBatchSampler(Sampler[list[Any]]):
     """Yields this rank's keys of each global step; a drop-in ``batch_sampler`` for a DataLoader.
 
     A rank without samples in a step gets one key that does not count (`Pass.idle`). The user's
-    sampler runs under global random states seeded from ``(seed, epoch, pass)``, as it may draw from
-    them. It is read lazily, so that an endless one works.
+    sampler is read lazily, so that an endless one works.
     """
 
     def __init__(
@@ -265,11 +263,3 @@ def warn_of_too_few_samples(samples: int, ranks: int) -> None:
         " training_step, so these samples are left out. Another batch_size, or"
         " DataLoader(drop_last=True), avoids this."
     )
-
-
-def known_length(sized: Any) -> int | None:
-    """Returns the length of a loader or sampler; None if it has none, which is no error."""
-    try:
-        return len(sized)
-    except (TypeError, NotImplementedError):
-        return None

@@ -1,8 +1,8 @@
 """Random states for samplers: separate from training's, and equal on all ranks.
 
-Ranks that trained different numbers of microbatches have drawn different amounts from the global
-generators. Samplers that drew from these would differ between ranks, and slices of one global batch
-would overlap. So samplers run under separate global states, and their own generators start equally.
+Ranks have drawn different amounts from the global generators in training. Samplers that drew from
+these would differ, and slices of one global batch would overlap. So samplers run under separate
+global states, and their own generators start equally.
 """
 
 from __future__ import annotations
@@ -57,20 +57,16 @@ class SeparateRandomness:
                 self._states = read_states(_GLOBAL)
 
 
-def samplers_within(source: object) -> list[Any]:
+def samplers_within(source: object, found: list[Any] | None = None) -> list[Any]:
     """Returns ``source`` and the samplers that it wraps, outermost first, each once."""
-    found: list[Any] = []
-
-    def visit(value: object) -> None:
-        if value is None or any(value is seen for seen in found):
-            return
-        found.append(value)
-        for name, inner in getattr(value, "__dict__", {}).items():
-            for item in inner if isinstance(inner, list | tuple) else (inner,):
-                if isinstance(item, Sampler) or (item is inner and name in _SAMPLER_ATTRIBUTES):
-                    visit(item)
-
-    visit(source)
+    found = [] if found is None else found
+    if source is None or any(source is seen for seen in found):
+        return found
+    found.append(source)
+    for name, inner in getattr(source, "__dict__", {}).items():
+        for item in inner if isinstance(inner, list | tuple) else (inner,):
+            if isinstance(item, Sampler) or (item is inner and name in _SAMPLER_ATTRIBUTES):
+                samplers_within(item, found)
     return found
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from itertools import chain, islice, repeat
 from typing import Any
 
+from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import DataLoader
 
 from lightning_cephalo.common.errors import UnsupportedError
@@ -22,7 +23,6 @@ from lightning_cephalo.data.passes import (
     Dealing,
     Pass,
     Passes,
-    known_length,
     warn_of_too_few_samples,
 )
 from lightning_cephalo.data.shares import deal
@@ -45,8 +45,7 @@ class RankLoader:
     def __init__(
         self, loader: Any, dealing: Dealing, dealt_from: object, passes: Passes | None = None
     ) -> None:
-        own = {"loader": loader, "dealt_from": dealt_from, "passes": passes, "_dealing": dealing}
-        vars(self).update(own)
+        vars(self).update(loader=loader, dealt_from=dealt_from, passes=passes, _dealing=dealing)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in _HIDDEN or "loader" not in self.__dict__:
@@ -72,8 +71,8 @@ class DealtSamples(RankLoader):
                 own = self.passes.running
             if not own.idle:
                 raise UnsupportedError(
-                    f"{type(self.loader).__name__}.__iter__ yields more batches than its batch"
-                    " sampler yields lists. Yield one for each, or do so in the dataset."
+                    f"{type(self.loader).__name__}.__iter__ yields a batch that its batch sampler"
+                    " has not chosen. Yield one for each list, and create iterators in __iter__."
                 )
             is_idle = own.idle.popleft()
             seen = getattr(self.batch_sampler, "seen_batch_indices", [])
@@ -91,7 +90,7 @@ class _Stream(RankLoader):
         self, loader: Any, dealing: Dealing, dealt_from: object, passes: Passes | None = None
     ) -> None:
         super().__init__(loader, dealing, dealt_from, passes)
-        length = known_length(loader)
+        length = sized_len(loader)
         if passes is not None:
             vars(self).update(sampler=passes)  # Lightning sets the epoch of what is called so
             if dealing.every_rank:
@@ -170,8 +169,6 @@ class DealtStream(_Stream):
             return None, 0, 0
         count = layout.batch_size(batch)
         dealt = deal(count, sizes)
-        if dealt[rank] == count:
-            return batch, count, fingerprint(batch)
         start = min(sum(dealt[:rank]), count - 1)
         part = layout.take(batch, start, start + max(dealt[rank], 1))
         return part if dealt[rank] else NoSamples(part), count, fingerprint(batch)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -163,6 +164,7 @@ def jagged(count):
         (lambda n: {str(i): torch.zeros(2) for i in range(n)}, "for 7 samples"),
         (lambda n: (rows(n), TensorBox(n)), r"batch\[1\] is TensorBox"),
         (lambda n: TensorBox(n), "TensorBox"),
+        (lambda n: MappingProxyType({"x": rows(n)}), "mappingproxy"),
         (lambda n: object(), "no tensor or list"),
         (lambda n: torch.tensor(1.0), "no tensor or list"),
         (lambda n: {"x": rows(n) if n == 7 else [1.0] * n}, "for 5"),

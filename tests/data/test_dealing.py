@@ -76,7 +76,7 @@ def test_a_loader_that_repeats_its_passes_is_dealt_and_one_that_repeats_batches_
     assert [batch.shown.tolist() for batch in found[1][1::2]] == [[4], [4]]
 
     user.inside = True
-    with pytest.raises(UnsupportedError, match=r"Repeats\.__iter__ yields more batches"):
+    with pytest.raises(UnsupportedError, match=r"Repeats\.__iter__ yields a batch"):
         list(dealt(user, (1, 1), 1))
 
 
