@@ -243,7 +243,7 @@ def evaluate(
     notes.learn(outcome.notes)
     session.logs.finish(log, outcome)
     view = session.view
-    if not view.is_predicting and view.evaluation_loop.batch_progress.is_last_batch:
+    if name != "predict_step" and view.evaluation_loop.batch_progress.is_last_batch:
         executor.reshard()  # hooks at the end of the epoch may write parameters
     return (outcome.results[0] if samples else None), samples
 

@@ -1,10 +1,9 @@
 """Decides how a run ends: at the same place on all ranks, or on this rank alone.
 
-A run ends with an error that all ranks raise together, with SIGTERM, with ``should_stop``, or with
-an error of this rank, of which the others must learn. A hook may also end an epoch. Only ranks that
-end at the same place may communicate afterwards, so they meet there first. Lightning calls hooks
-after an error in which callbacks save checkpoints and wait for other ranks; those are refused here
-where the others do not come.
+A run, or an epoch, ends with an error that all ranks raise together, with SIGTERM, by a hook, or
+with an error of this rank, of which the others must learn. Only ranks that end at the same place
+may communicate afterwards, so they meet there first. After an error callbacks save checkpoints and
+wait for other ranks; that is refused here where the others do not come.
 
 [Note: Lightning's loops] ``_first_loop_iter`` is None from the end of a loop to the next batch,
 True in its first batch, and then False. It is private; tests/lightning/test_one_sided.py fails when
@@ -71,16 +70,16 @@ class Ending:
     def end(self) -> None:
         """Note that the run is over: SIGTERM is the system's again, and no loss matters."""
         self.termination.end()
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.end()
+        if self._watch is not None:
+            self._watch.end()
+        self._watch = None
 
     def forget(self) -> None:
         """Drop the connection to the other ranks."""
         self._ranks = None
 
     def meet(self, purpose: str, remedy: str = _LEAVE_TOGETHER) -> None:
-        """Wait for all ranks; raise UnsupportedError if the others wait elsewhere."""
+        """Wait for all ranks, or raise UnsupportedError."""
         if self._ranks is not None:
             self._ranks.groups.meeting.meet(purpose, remedy, is_patient=True)
 
@@ -102,10 +101,7 @@ class Ending:
         self.meet(purpose or f"ending {behind if view.is_training else 'an evaluation'}")
 
     def refuse_alone(self, what: str) -> None:
-        """Raise this rank's failure again in hooks for it that need ranks which do not share it.
-
-        Others would wait for ranks that are elsewhere, or gone, and nobody would learn why.
-        """
+        """Raise this rank's failure again in hooks for it that need ranks which do not share it."""
         failure = sys.exc_info()[1]  # Lightning calls these hooks where it handles the failure
         is_ending = self._view is not None and self._view.is_interrupted
         if failure is None or not is_ending or not dist.is_initialized():

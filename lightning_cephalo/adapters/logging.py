@@ -64,17 +64,16 @@ _MISSING = _Logged(torch.zeros((), dtype=torch.float64), -1.0)
 class StepLog:
     """Collects what the microbatches of one step log; ``counts`` are their samples."""
 
-    def __init__(self, logs: StepLogs, results: Any, counts: Sequence[int], is_seen: bool) -> None:
-        self.results, self.counts = results, counts
+    def __init__(self, logs: StepLogs, results: Any, counts: Sequence[int]) -> None:
+        self.results, self.counts = results, counts  # results are None where no value counts
         self.calls: dict[str, list[_Logged]] = {}
         self.weight = 0.0  # of this rank's samples in an evaluation
-        self._logs, self._is_seen = logs, is_seen and results is not None
-        self._microbatch = 0
+        self._logs, self._microbatch = logs, 0
 
     def resume(self, microbatch: int) -> None:
         """Collect the values that a microbatch logs, as it starts or resumes."""
         self._logs.running, self._microbatch = self, microbatch
-        if self._is_seen:
+        if self.results is not None:
             self.results.batch_size = _Samples(self.counts[microbatch])
 
     def pause(self) -> None:
@@ -83,7 +82,7 @@ class StepLog:
 
     def collect(self, key: str, value: Any, batch_size: int) -> None:
         """Collect a value of the running microbatch."""
-        if not self._is_seen:
+        if self.results is None:
             return
         metric = self.results[key]
         metric.has_reset = False
@@ -132,7 +131,7 @@ class StepLogs:
 
     def of_step(self, counts: Sequence[int], *, is_seen: bool = True) -> StepLog:
         """Return the log of a step whose values count, unless it is a repeated forward."""
-        return StepLog(self, self._view.results, counts, is_seen)
+        return StepLog(self, self._view.results if is_seen else None, counts)
 
     def finish(self, log: StepLog, outcome: ForwardOutcome) -> None:
         """Combine the logged values of a step; collective exactly if the ranks' notes say so."""
@@ -293,14 +292,12 @@ def _update(results: Any, key: str, value: Any, batch_size: float) -> None:
 
 def _show(metric: Any, value: Tensor) -> None:
     """Set the value of the step, which is shown and logged."""
-    if not metric.meta.on_step:
-        return
-    if not metric.is_tensor:
-        metric._forward_cache = value.to(metric._forward_cache)
-        return
-    metric._forward_cache = value.to(metric.value)
-    if not metric.meta.on_epoch:
-        metric.value = metric._forward_cache
+    if metric.meta.on_step:
+        metric._forward_cache = value.to(
+            metric.value if metric.is_tensor else metric._forward_cache
+        )
+        if metric.is_tensor and not metric.meta.on_epoch:
+            metric.value = metric._forward_cache
 
 
 def _reduced(meta: Any, logged: Collection[_Logged]) -> _Logged:

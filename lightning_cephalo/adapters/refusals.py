@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from enum import Flag, auto
 from typing import TYPE_CHECKING
 
-from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_cephalo.adapters.averaged_weights import lightnings_classes
@@ -37,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class When(Flag):
-    """The moments at which rows of the table are looked at."""
+    """When rows of the table are looked at."""
 
     CONNECTED = auto()  # the ranks have met; no setup() of a callback has run
     TRAINING_SETUP = auto()  # the model is made, and nothing is measured or sharded
@@ -106,18 +104,6 @@ def shards_of_an_earlier_run(situation: Situation) -> str | None:
 
 
 @_row(
-    "A lazy module (nn.LazyLinear) gives them one in its first forward, but plans need it before."
-    " Call the model once on a few samples in configure_model() or before fit(), or use the module"
-    " with its sizes (nn.Linear)."
-)
-def lazy_modules(situation: Situation) -> str | None:
-    module = situation.module
-    named = [*module.named_parameters(), *module.named_buffers()]
-    lazy = (name for name, tensor in named if is_lazy(tensor))
-    return _if_any(lazy, "These tensors have no shape yet")
-
-
-@_row(
     "They would never be called: steps compute with gathered copies of parameters. Change gradients"
     " in on_after_backward(), where they are those of the global batch:"
     " `self.layer.weight.grad.clamp_(-1, 1)`. Remove each hook by the handle that registering it"
@@ -139,30 +125,26 @@ def hooks_of_parameters(situation: Situation) -> str | None:
 @_row(
     "Microbatches of all ranks meet in the middle of SyncBatchNorm, in steps of automatic"
     " optimization only. Use torch.nn.SyncBatchNorm or Trainer(sync_batchnorm=True), outside of"
-    " torch.compile and without process_group. Or normalise single samples, as GroupNorm does."
+    " torch.compile. Or normalise single samples, as GroupNorm does."
 )
 def layers_that_cannot_meet(situation: Situation) -> str | None:
-    plugin = getattr(situation.view.strategy, "_layer_sync", None)
-    if plugin is not None and type(plugin) is not TorchSyncBatchNorm:
-        return f"The plugin {type(plugin).__name__} synchronises layers."
-    kind = nn.SyncBatchNorm if plugin is None else _BatchNorm
+    is_applied = getattr(situation.view.strategy, "_layer_sync", None) is not None
     named = dict(situation.module.named_modules())
     compiled = [name for name, inner in named.items() if is_compiled(inner)]
-    refused = [
+    refused = (
         f"{type(layer).__name__} {name}"
         for name, layer in named.items()
-        if isinstance(layer, kind)
+        if isinstance(layer, _BatchNorm if is_applied else nn.SyncBatchNorm)
         and (
             not situation.module.automatic_optimization
             or type(layer).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward)
-            or getattr(layer, "process_group", None) is not None
             or any(not each or f"{name}.".startswith(f"{each}.") for each in compiled)
         )
-    ]
+    )
     return _if_any(
         refused,
-        "These layers have a forward or a process_group of their own, or are in a compiled module"
-        " or in one that optimizes manually",
+        "These layers have a forward of their own, or are in a compiled module or in one that"
+        " optimizes manually",
     )
 
 
@@ -198,14 +180,8 @@ def steps_that_pull_batches(situation: Situation) -> str | None:
     ' "64-true", or a plugin of your own.'
 )
 def precision_plugins_of_other_strategies(situation: Situation) -> str | None:
-    kinds = {
-        "BitsandbytesPrecision",
-        "DeepSpeedPrecision",
-        "FSDPPrecision",
-        "TransformerEnginePrecision",
-        "XLAPrecision",
-    }
-    names = sorted(kinds & lightnings_classes(situation.view.precision))
+    known = {"CheckpointHooks", "DoublePrecision", "HalfPrecision", "MixedPrecision", "Precision"}
+    names = sorted(lightnings_classes(situation.view.precision) - known)
     return f"The plugin {names[0]} does not work under strategy='cephalo'." if names else None
 
 

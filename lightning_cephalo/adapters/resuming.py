@@ -1,8 +1,8 @@
 """Resumes training in the middle of an epoch at its next sample.
 
-Lightning counts on at the batch of the checkpoint, but begins the loader's epoch anew. Loaders that
-are dealt here know their order by a seed and the states of generators, which the checkpoint has
-under a name of its own: plain Lightning would refuse states of loaders that it cannot give them to.
+Lightning counts on at the batch of the checkpoint, but begins the loader's epoch anew. The order of
+dealt loaders follows from a seed and the states of generators, which the checkpoint has under a
+name of its own: plain Lightning would refuse states of loaders that it cannot give them to.
 """
 
 from __future__ import annotations

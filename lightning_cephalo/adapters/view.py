@@ -69,10 +69,6 @@ class TrainerView:
         return self.of.state.fn == TrainerFn.FITTING
 
     @property
-    def is_predicting(self) -> bool:
-        return self.of.state.fn == TrainerFn.PREDICTING
-
-    @property
     def is_training(self) -> bool:
         """Whether the training loop runs, and no validation inside of it."""
         return self.of.state.stage == RunningStage.TRAINING

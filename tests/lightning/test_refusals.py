@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +21,6 @@ from lightning.pytorch.plugins import (
     MixedPrecision,
     Precision,
 )
-from lightning.pytorch.plugins.layer_sync import TorchSyncBatchNorm
 from lightning.pytorch.tuner import Tuner
 from torch import nn
 
@@ -99,20 +97,10 @@ class Doubled(nn.SyncBatchNorm):
         return super().forward(2 * input)
 
 
-def grouped():
-    layer = nn.SyncBatchNorm(3)
-    layer.process_group = "some of the ranks"
-    return layer
-
-
 def compiled():
     block = nn.Sequential(nn.BatchNorm1d(3))
     block._compiled_call_impl = block.forward  # as `block.compile()` does
     return block
-
-
-class OwnSync(TorchSyncBatchNorm):
-    """A plugin of the user's."""
 
 
 class Pulls(Refused):
@@ -152,9 +140,7 @@ def optimizer(kind, **options):
 
 
 def _fit(plan, make, options, function="fit"):
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Lazy modules are a new feature")
-        model = make()
+    model = make()
     with pytest.raises((UnsupportedError, RemoteRankError)) as refused:
         runs = trainer(plan, **options)
         if function == "fit":
@@ -171,18 +157,6 @@ SYNC = "layers_that_cannot_meet"
 # of each case the row, the module, options of the Trainer, and words of the message
 CASES = {
     "shards": ("shards_of_an_earlier_run", with_shards, {}, ("Make a new model", "ckpt_path")),
-    "lazy parameter": (
-        "lazy_modules",
-        lambda: Refused(nn.LazyLinear(2)),
-        {},
-        ("'layers.0.weight', 'layers.0.bias'] (2 in all)", "configure_model()"),
-    ),
-    "lazy buffer": (
-        "lazy_modules",
-        lambda: Refused(nn.LazyBatchNorm1d(affine=False)),
-        {},
-        ("'layers.0.running_mean'", "configure_model()"),
-    ),
     "hook": (
         "hooks_of_parameters",
         with_hook,
@@ -207,12 +181,6 @@ CASES = {
         {"plugins": PluginScales()},
         ("The plugin PluginScales has a backward() of its own", "manual_backward"),
     ),
-    "plugin of layers": (
-        SYNC,
-        Refused,
-        {"plugins": OwnSync()},
-        ("OwnSync", "Trainer(sync_batchnorm=True)"),
-    ),
     "own forward": (
         SYNC,
         lambda: Refused(nn.BatchNorm1d(3), Activated(3)),
@@ -230,12 +198,6 @@ CASES = {
         lambda: Refused(nn.SyncBatchNorm(3), nn.BatchNorm1d(3), is_manual=True),
         {"sync_batchnorm": True},
         ("optimizes manually", "['SyncBatchNorm layers.0', 'BatchNorm1d layers.1'] (2 in all)"),
-    ),
-    "group of SyncBatchNorm": (
-        SYNC,
-        lambda: Refused(grouped()),
-        {},
-        ("['SyncBatchNorm layers.0'] (1 in all)",),
     ),
     "compiled SyncBatchNorm": (
         SYNC,
