@@ -13,13 +13,7 @@ from lightning_cephalo.data.batch_layout import own_copy
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Problem
 from lightning_cephalo.profiling.isolation import isolated, moved_to_device
-from lightning_cephalo.profiling.memory_model import (
-    RetainedBytes,
-    reducing_state_bytes,
-    resting_bytes,
-    state_bytes,
-    updating_state_bytes,
-)
+from lightning_cephalo.profiling.memory_model import RetainedBytes, resting_bytes, state_fields
 from lightning_cephalo.profiling.network import with_network_times
 from lightning_cephalo.profiling.optimizer_time import OptimizerTime, clipping, optimizer_time
 from lightning_cephalo.profiling.probe import Prober, ProfiledStep
@@ -87,7 +81,7 @@ def measure(
         ]
         units = max(1, sum(visit.differentiable for visit in blocks))
         reduced = len({visit.unit for visit in blocks if model.units[visit.unit].trainable})
-        resting = control.max(float(resting_bytes(model, view.optimizers)))
+        resting = control.max(resting_bytes(model, view.optimizers))
         problem = _problem_of(model, options, device, measured, retaining, updates, units)
         problem = replace(problem, gathered_bytes=problem.gathered_bytes + resting)
         capacity = device.capacity_bytes
@@ -125,10 +119,11 @@ def _problem_of(
     kept, inside = measured.kept, retaining.kept if retaining else RetainedBytes()
     per_microbatch = max(kept.microbatch_bytes, inside.microbatch_bytes)
     per_sample = max(kept.sample_bytes, inside.sample_bytes)
-    kept = kept._replace(microbatch_bytes=per_microbatch)
-    inside = inside._replace(sample_bytes=per_sample, microbatch_bytes=per_microbatch)
+    measured.kept = kept._replace(microbatch_bytes=per_microbatch)
+    if retaining is not None:
+        retaining.kept = inside._replace(sample_bytes=per_sample, microbatch_bytes=per_microbatch)
     gathered_bytes = float(model.gathered_bytes)
-    profile = profile_of(device, measured, retaining, kept, inside, units, gathered_bytes)
+    profile = profile_of(device, measured, retaining, units, gathered_bytes)
     profile = replace(profile, updated_parameters_per_s=updates.parameters_per_s)
     problem = Problem(
         ranks=tuple(merge_equal_ranks(model.control.gather(profile))),
@@ -144,11 +139,7 @@ def _problem_of(
         unresharded_bytes=float(model.unresharded_bytes),
         # the forward's peak may lack a free unit buffer
         unresharded_peak_bytes=float(max((u.full_bytes for u in model.units[1:]), default=0)),
-        # what a reduce receives into grows with the number of ranks
-        state_bytes=float(state_bytes(model)),
-        early_state_bytes=float(state_bytes(model, early=True)),
-        early_reducing_state_bytes=float(reducing_state_bytes(model)),
-        early_updating_state_bytes=float(updating_state_bytes(model)),
+        **state_fields(model),
         gathered_bytes=gathered_bytes,
         hybrid_sharding=bool(model.state_groups),
         state_groups=model.state_groups,

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -34,8 +33,7 @@ from lightning_cephalo.sharding.discovery import UnitKind
 from lightning_cephalo.sharding.placement import local_part
 from lightning_cephalo.sharding.unit import Unit
 
-# The parameter, its gradient and Adam's two moments. ``prepare.with_optimizers`` counts what the
-# user's optimizers hold.
+# The parameter, its gradient and Adam's two moments; ``prepare.with_optimizers`` counts others.
 _STATE_COPIES = 4
 _EARLY_COPIES = 3  # early updates use gradients in the memory of full ones
 # Temporary tensors of an update, of the size of what it updates: torch's loops over parameters make
@@ -48,55 +46,48 @@ _ROW_COPIES = _STATE_COPIES + 2
 _COUNTER_BYTES = 64
 
 
-def state_bytes(model: ShardedModel, *, early: bool = False) -> int:
-    """Return the bytes of the whole model's training state, which the plan's fractions divide.
+def state_fields(model: ShardedModel) -> dict[str, Any]:
+    """Return a problem's bytes of the whole model's state, which the plan's fractions divide.
 
-    A trained parameter takes 16: itself, its gradient and Adam's two moments; 12 with early
-    updates, to which :func:`reducing_state_bytes` come. A frozen one counts once.
+    A trained parameter takes 16, or 12 with early updates. Then what reduces receive comes from the
+    first reduce of a block on, and what an update makes while a unit is updated.
     """
-    copies = _EARLY_COPIES if early else _STATE_COPIES
-    held = sum(
-        flat.contents.master_bytes * (copies if flat.trainable else 1) for flat in model.flats
-    )
-    return held + (_of_heads(model) if early else _received(model, model.units))
-
-
-def reducing_state_bytes(model: ShardedModel) -> int:
-    """Return the further bytes that fractions divide from the first reduce of a block on."""
-    return max(0, _received(model, model.units) - _of_heads(model))
-
-
-def updating_state_bytes(model: ShardedModel) -> int:
-    """Return the same while a unit is updated inside the backward, with what an update makes."""
-    root, *others = model.units
+    (root, *others), heads = model.units, model.of_kind(UnitKind.HEAD)
+    received = _received(model.units, model)
+    # heads' gradients and their reduces precede the first block's
+    of_heads = sum(unit.gradient_bytes for unit in heads) + _received(heads, model)
     makes = _UPDATE_COPIES * max((unit.gradient_bytes for unit in others), default=0)
-    held = makes + max(_received(model, others), _received(model, [root]) + root.gradient_bytes)
-    held = max(held, (1 + _UPDATE_COPIES) * root.gradient_bytes)
-    return max(0, held - _of_heads(model))
+    updating = max(
+        makes + _received(others, model),
+        makes + _received([root], model) + root.gradient_bytes,
+        (1 + _UPDATE_COPIES) * root.gradient_bytes,
+    )
+
+    def held(copies: int) -> float:
+        masters = ((flat.contents.master_bytes, flat.trainable) for flat in model.flats)
+        return float(sum(nbytes * (copies if is_trained else 1) for nbytes, is_trained in masters))
+
+    return {
+        "state_bytes": held(_STATE_COPIES) + received,
+        "early_state_bytes": held(_EARLY_COPIES) + of_heads,
+        "early_reducing_state_bytes": max(0.0, received - of_heads),
+        "early_updating_state_bytes": max(0.0, updating - of_heads),
+    }
 
 
-def _of_heads(model: ShardedModel) -> int:
-    """Return the bytes of heads' gradients and their reduces, which precede the first block's."""
-    heads = model.of_kind(UnitKind.HEAD)
-    return sum(unit.gradient_bytes for unit in heads) + _received(model, heads)
-
-
-def _received(model: ShardedModel, units: Sequence[Unit]) -> int:
+def _received(units: Sequence[Unit], model: ShardedModel) -> int:
     """Return the bytes that one reduce receives into, over all ranks; reduces do not overlap."""
     pairs = [(unit.sent_gradient_bytes, unit.gradient_bytes) for unit in units]
     # summands that were rounded are added up in memory of their own
     return max((model.summands * sent + whole * (sent < whole) for sent, whole in pairs), default=0)
 
 
-def resting_bytes(model: ShardedModel, optimizers: Sequence[Optimizer]) -> int:
+def resting_bytes(model: ShardedModel, optimizers: Sequence[Optimizer]) -> float:
     """Return what this rank holds between steps beyond its share: buffers, copies, counters."""
-    held = {
-        buffer.untyped_storage().data_ptr(): buffer.untyped_storage().nbytes()
-        for buffer in model.module.buffers()
-    }
-    copies = model.executor.overlay.buffers.resting_bytes
-    counters = _COUNTER_BYTES * sum(len(flat.sharded) for flat in model.flats)
-    resting = sum(held.values()) + copies + counters
+    storages = [buffer.untyped_storage() for buffer in model.module.buffers()]
+    resting = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+    resting += model.executor.overlay.buffers.resting_bytes
+    resting += _COUNTER_BYTES * sum(len(flat.sharded) for flat in model.flats)
     allocator = model.accelerator.allocator
     if allocator is not None:
         state = [flat.shard for flat in model.flats]
@@ -106,20 +97,18 @@ def resting_bytes(model: ShardedModel, optimizers: Sequence[Optimizer]) -> int:
         lent = sum(pool.held_bytes for pool in model.buffer_pools)
         rows = sum(own.nbytes for own in state)
         resting = max(resting, allocator.current_bytes - lent - rows)
-    return resting + _ROW_COPIES * largest_row(model)[1]
+    return float(resting + _ROW_COPIES * math.prod(largest_row(model)))
 
 
 def largest_row(model: ShardedModel) -> tuple[int, int]:
-    """Return the elements and the bytes of the largest row of a trained parameter."""
-    rows = [
-        (shape.numel() // max(1, shape[0]), flat.contents.master_dtype.itemsize)
+    """Return the elements of the largest row of a trained parameter, and the bytes of each."""
+    rows = (
+        (math.prod(shape[1:]), flat.contents.master_dtype.itemsize)
         for flat in model.flats
-        if flat.trainable
-        for shape in map(torch.Size, flat.contents.shapes)
-        if shape
-    ]
-    elements, itemsize = max(rows, key=math.prod, default=(0, 0))
-    return elements, elements * itemsize
+        for shape in flat.contents.shapes
+        if flat.trainable and shape
+    )
+    return max(rows, key=math.prod, default=(0, 0))
 
 
 def check_capacities(
@@ -138,17 +127,14 @@ def check_capacities(
     if keeps_gradients:
         held += sum(flat.shard.nbytes for flat in model.flats if flat.trainable)
     else:
-        held += model.fractions[model.control.rank] * _received(model, model.units)
-    rows = model.control.gather([capacity_bytes, held])
-    for rank, (capacity, own) in enumerate(rows):
-        missing = own + gathered - capacity
-        if missing > 0:
+        held += model.fractions[model.control.rank] * _received(model.units, model)
+    for rank, (capacity, own) in enumerate(model.control.gather([capacity_bytes, held])):
+        if own + gathered > capacity:
             raise TooLittleMemoryError(
-                f"Rank {rank} cannot take part: its {format_mib(capacity)} do not hold the"
-                f" gathered units ({format_mib(gathered)} on every rank) and its"
-                f" {format_mib(own)} of parameters and gradients;"
-                f" {format_mib(missing)} are missing. Use {ways_out}, a lower precision, or"
-                " leave this device out."
+                f"Rank {rank} cannot take part: it may fill {format_mib(capacity)}, but gathered"
+                f" units take {format_mib(gathered)} and its parameters and gradients"
+                f" {format_mib(own)}; {format_mib(own + gathered - capacity)} are missing. Use"
+                f" {ways_out}, a lower precision, or leave this device out."
             )
 
 
@@ -164,7 +150,6 @@ class StepMeter(Observer):
     def __init__(self, model: ShardedModel) -> None:
         self._model = model
         self._meter = MemoryMeter(model.accelerator.allocator, _StepTracker(model))
-        self._heads = [n for n, unit in enumerate(model.units) if unit.kind is UnitKind.HEAD]
         self._resting_bytes = self._kept_bytes = 0
         self._at_first_reduce: tuple[int, int] | None = None
 
@@ -173,8 +158,8 @@ class StepMeter(Observer):
         self._kept_bytes = self._meter.current_bytes
 
     def before(self, instruction: Instruction) -> None:
-        is_reduce = instruction.operation is Operation.REDUCE
-        if is_reduce and instruction.unit not in self._heads and self._at_first_reduce is None:
+        is_first = instruction.operation is Operation.REDUCE and self._at_first_reduce is None
+        if is_first and self._model.units[instruction.unit].kind is not UnitKind.HEAD:
             self._at_first_reduce = self._meter.peak_bytes, self._meter.current_bytes
             self._meter.restart()
 
@@ -192,9 +177,8 @@ class StepMeter(Observer):
     def held(self, samples_bytes: int) -> Held:
         """Return what the step held."""
         last_bytes, reducing = self._meter.peak_bytes, self._at_first_reduce
-        peak_bytes, reducing_kept_bytes = (last_bytes, 0) if reducing is None else reducing
-        reducing_peak_bytes = 0 if reducing is None else last_bytes
-        figures = (peak_bytes, self._kept_bytes, reducing_peak_bytes, reducing_kept_bytes)
+        peak_bytes, reducing_kept_bytes = reducing or (last_bytes, 0)
+        figures = (peak_bytes, self._kept_bytes, last_bytes if reducing else 0, reducing_kept_bytes)
         return Held(*(max(0, each - self._resting_bytes) + samples_bytes for each in figures))
 
 
@@ -206,15 +190,12 @@ class _StepTracker(MemoryTracker):
         self._model = model
 
     def _after(self, function: Any, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
-        if operator.collective and "recv" in str(function):
-            self.untrack(*[tensor for tensor in args[0] if not self._is_gathered(tensor)])
-
-    def _is_gathered(self, tensor: Tensor) -> bool:
+        if not operator.collective or "recv" not in str(function):
+            return
         # the buffers that a gather receives into are counted
-        storage = tensor.untyped_storage()._cdata
-        known = [flat.gathered.full.untyped_storage() for flat in self._model.flats]
-        known += [b.storage for pool in self._model.parameter_pools for b in pool.buffers]
-        return any(storage == other._cdata for other in known)
+        known = {flat.gathered.full.untyped_storage()._cdata for flat in self._model.flats}
+        known |= {b.storage._cdata for pool in self._model.parameter_pools for b in pool.buffers}
+        self.untrack(*[own for own in args[0] if own.untyped_storage()._cdata not in known])
 
 
 class Held(NamedTuple):
@@ -231,4 +212,4 @@ class RetainedBytes(NamedTuple):
 
     sample_bytes: float = 0.0
     microbatch_bytes: float = 0.0
-    reducing_sample_bytes: float = 0.0
+    reducing_sample_bytes: float = 0.0  # from the first reduce on

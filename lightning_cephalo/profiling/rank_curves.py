@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,10 @@ from lightning_cephalo.accelerator import Device
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Problem, RankProfile
 from lightning_cephalo.plan.curves import Curves, CurveTable, save_measured
-from lightning_cephalo.profiling.memory_model import Held, RetainedBytes
 from lightning_cephalo.profiling.sweep import Measured
 
-# Ranks with the same device name whose times differ by less count as equal, if the rates of their
-# hosts differ by a smaller factor.
-_ALIKE, _ALIKE_HOSTS = 0.10, 2.0
+# Ranks with the same device name whose times and capacities differ by less count as equal.
+_ALIKE = 0.10
 # Memory that grows by less than this part of before has slowed down.
 _SLOWER = 0.9
 # Of equal ranks' figures, times are medians, memory is the largest, and the rest the smallest.
@@ -32,8 +31,13 @@ _MEMORY = (
     "kept_compute_bytes",
     "kept_reducing_compute_bytes",
 )
-_OF_HOSTS = ("host_updated_parameters_per_s", "to_device_bytes_per_s", "to_host_bytes_per_s")
-_RATES = ("capacity_bytes", "updated_parameters_per_s", *_OF_HOSTS)
+_LEAST = (
+    "capacity_bytes",
+    "updated_parameters_per_s",
+    "host_updated_parameters_per_s",
+    "to_device_bytes_per_s",
+    "to_host_bytes_per_s",
+)
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 
 
@@ -41,15 +45,10 @@ def profile_of(
     device: Device,
     measured: Measured,
     retaining: Measured | None,
-    kept: RetainedBytes,
-    inside: RetainedBytes,
     units: int,
     gathered_bytes: float,
 ) -> RankProfile:
-    """Return dense curves from the measured sizes; per unit where the problem wants it.
-
-    ``retaining`` was measured without recomputation, and ``inside`` is what it kept.
-    """
+    """Return dense curves of what was measured, ``retaining`` without recomputation."""
     times, every = measured.times, np.arange(1, measured.largest + 1)
     if not times:
         return RankProfile(device.name, (), (), (), (), device.capacity_bytes)
@@ -58,17 +57,17 @@ def profile_of(
         sizes = sorted(values)
         return tuple(np.interp(every, sizes, [values[size] for size in sizes]).tolist())
 
-    def memory(held: Mapping[int, Held], own: RetainedBytes) -> list[tuple[float, ...]]:
+    def memory(own: Measured) -> list[tuple[float, ...]]:
         """Return ``compute_bytes`` up to the first reduce, and from it on."""
-        sizes, fixed = sorted(held), gathered_bytes + own.microbatch_bytes
-        peaks = [held[size].peak_bytes for size in sizes]
-        reducing = [held[size].reducing_peak_bytes for size in sizes]
+        sizes, fixed = sorted(own.held), gathered_bytes + own.kept.microbatch_bytes
+        peaks = [own.held[size].peak_bytes for size in sizes]
+        reducing = [own.held[size].reducing_peak_bytes for size in sizes]
         return [
-            compute_curve(sizes, peaks, every, fixed, own.sample_bytes),
-            compute_curve(sizes, reducing, every, fixed, own.reducing_sample_bytes),
+            compute_curve(sizes, peaks, every, fixed, own.kept.sample_bytes),
+            compute_curve(sizes, reducing, every, fixed, own.kept.reducing_sample_bytes),
         ]
 
-    compute, reducing = memory(measured.held, kept)
+    compute, reducing = memory(measured)
     profile = RankProfile(
         device.name,
         forward_s=dense({size: at.forward_s / units for size, at in times.items()}),
@@ -80,14 +79,13 @@ def profile_of(
     )
     if retaining is None or not retaining.times:
         return profile
-    shares = {
-        size: at.backward_s / max(times[size].backward_s, 1e-12)
-        for size, at in retaining.times.items()
-    }
-    compute, reducing = memory(retaining.held, inside)
+    shares = dense(
+        {m: at.backward_s / max(times[m].backward_s, 1e-12) for m, at in retaining.times.items()}
+    )
+    compute, reducing = memory(retaining)
     return replace(
         profile,
-        kept_backward_s=tuple(np.multiply(dense(shares), profile.backward_s).tolist()),
+        kept_backward_s=tuple(np.multiply(shares, profile.backward_s).tolist()),
         kept_compute_bytes=compute,
         kept_reducing_compute_bytes=reducing,
     )
@@ -123,62 +121,54 @@ def compute_curve(
 def merge_equal_ranks(profiles: Sequence[RankProfile]) -> list[RankProfile]:
     """Give ranks that differ only by noise the same profile, or equal devices get unequal plans.
 
-    They are equal with the same name, capacities and times within 10 %, and hosts alike.
+    They are equal with the same name, and capacities and times within 10 %.
     """
     found = list(profiles)
     for name in {profile.name for profile in profiles}:
         group = [profile for profile in profiles if profile.name == name]
         length = min(profile.largest_microbatch_size for profile in group)
+        capacities = [profile.capacity_bytes for profile in group]
         curves = {
             curve: [getattr(own, curve)[:length] for own in group]
             for curve in (*_TIMES, "kept_backward_s", *_MEMORY)
         }
         totals = np.sum([curves[curve] for curve in _TIMES], axis=0)  # by rank and size
         typical = np.median(totals, axis=0)
-        least = {rate: min(getattr(own, rate) for own in group) for rate in _RATES}
-        most = {rate: max(getattr(own, rate) for own in group) for rate in _RATES}
-        is_noise = (
-            length
-            and least["capacity_bytes"] >= (1.0 - _ALIKE) * most["capacity_bytes"]
-            and all(_ALIKE_HOSTS * least[rate] >= most[rate] for rate in _OF_HOSTS)
-            and np.all(np.abs(totals - typical) <= _ALIKE * typical)
-        )
-        if len(group) > 1 and is_noise:
-            merged: dict[str, Any] = {
-                curve: tuple((np.max if curve in _MEMORY else np.median)(own, axis=0).tolist())
-                if all(own)
-                else ()
-                for curve, own in curves.items()
-            }
-            shared = replace(group[0], **merged, **least)
-            found = [shared if own.name == name else own for own in found]
+        if (
+            not length
+            or min(capacities) < (1.0 - _ALIKE) * max(capacities)
+            or np.any(np.abs(totals - typical) > _ALIKE * typical)
+        ):
+            continue
+        merged: dict[str, Any] = {rate: min(getattr(own, rate) for own in group) for rate in _LEAST}
+        for curve, own in curves.items():
+            merge = np.max if curve in _MEMORY else np.median
+            merged[curve] = tuple(merge(own, axis=0).tolist()) if all(own) else ()
+        shared = replace(group[0], **merged)
+        found = [shared if own.name == name else own for own in found]
     return found
 
 
 def remember(problem: Problem, model: ShardedModel, batch: Any) -> str | None:
     """Save the curves of every kind of device for ``cephalo plan``; return why it failed."""
-    recompute = model.executor.recompute
-    kinds = {rank.name: rank for rank in reversed(problem.ranks) if rank.forward_s}
+    recompute, curves = model.executor.recompute, {}
     try:
-        curves = tuple(
-            Curves(
-                name,
+        for rank in filter(attrgetter("forward_s"), problem.ranks):
+            curves[rank.name] = Curves(
+                rank.name,
                 rank.forward_s,
                 rank.backward_s if recompute else np.add(rank.backward_s, rank.forward_s).tolist(),
                 rank.tail_s,
-                # the peak differs without recomputation
-                rank.compute_bytes if recompute else (),
+                rank.compute_bytes if recompute else (),  # another peak without recomputation
                 source="measured",
                 detail=f"on the running job, torch {torch.__version__}",
             )
-            for name, rank in kinds.items()
-        )
         # tokens, where a sample's first dimension is one of them
         leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
         length = max(1, leaves[0].shape[1]) if leaves and leaves[0].ndim > 1 else 1
         dtype = _DTYPES.get(model.compute_dtype or torch.float32, "fp32")
         kind, count = type(model.module).__name__, model.parameter_count
-        save_measured(CurveTable(kind, dtype, length, curves, parameters=count))
+        save_measured(CurveTable(kind, dtype, length, tuple(curves.values()), parameters=count))
     except Exception as error:  # only one rank saves, and the others go on
         return f"{type(error).__name__}: {error}"
     return None

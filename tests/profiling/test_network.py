@@ -15,7 +15,7 @@ from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.execution.sharded_model import Dtypes, ShardedModel
 from lightning_cephalo.plan import Problem, RankProfile
 from lightning_cephalo.plan.program import Operation, Visit, compile_step
-from lightning_cephalo.profiling.memory_model import state_bytes
+from lightning_cephalo.profiling.memory_model import state_fields
 from lightning_cephalo.profiling.network import mean_times, with_network_times
 from lightning_cephalo.ranks.groups import Groups
 from lightning_cephalo.sharding.discovery import UnitKind
@@ -42,7 +42,7 @@ def _reducing(model: ShardedModel) -> tuple[float, float]:
     """Return what full gradients take, and what ranks receive into, in units."""
     gradients = model.gathered_gradient_bytes / UNIT_BYTES
     # in addition to parameters, gradients and two moments
-    received = (state_bytes(model) - 4 * 3 * UNIT_BYTES) / UNIT_BYTES
+    received = (state_fields(model)["state_bytes"] - 4 * 3 * UNIT_BYTES) / UNIT_BYTES
     return gradients, received
 
 
