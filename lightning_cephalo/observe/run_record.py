@@ -195,7 +195,7 @@ class RunRecord(FileRecord):
     ::
 
         record = RunRecord.load(folder / RECORD_NAME)
-        record.timelines()[0].summary()
+        record.timelines()[0].peak_bytes
 
     Attributes:
         plan: The plan that training followed last.

@@ -1,14 +1,11 @@
-"""Phases, busy shares and traffic of a step, by hand."""
+"""Phases and traffic of a step, by hand."""
 
 from __future__ import annotations
 
-import pytest
-
+from lightning_cephalo.plan import RankPlan
 from lightning_cephalo.plan.memory_timeline import (
     MemoryTimeline,
     Way,
-    busy,
-    held_in,
     phases_of,
     rate,
 )
@@ -35,10 +32,10 @@ def event(operation: Operation, start_s: float, end_s: float, moved: float = 0.0
     return Event(0, stream, Instruction(operation, 1), start_s, end_s, moved)
 
 
-def held(time_s: float, activations: float, host: float = 0.0) -> Held:
+def held(time_s: float, activations: float) -> Held:
     sizes = [0.0] * len(MEASURED_KINDS)
     sizes[-2] = activations
-    return Held(time_s, tuple(sizes), host)
+    return Held(time_s, tuple(sizes))
 
 
 def test_phases_begin_behind_the_first_exchange_and_with_the_optimizers_step():
@@ -64,19 +61,6 @@ def test_phases_begin_behind_the_first_exchange_and_with_the_optimizers_step():
     assert phases_of([], 1.0) == ()
 
 
-def test_a_moment_is_busy_once_however_many_events_run():
-    span = Span(Phase.FORWARD, 1.0, 5.0)
-    events = [
-        event(Operation.GATHER, 0.0, 2.0),
-        event(Operation.GATHER, 1.5, 2.5),
-        event(Operation.GATHER, 1.6, 1.7),
-        event(Operation.GATHER, 4.0, 9.0),
-    ]
-    assert busy(events, span) == pytest.approx((1.5 + 1.0) / 4)
-    assert busy([], span) == 0.0
-    assert busy(events, Span(Phase.UPDATE, 3.0, 3.0)) == 0.0
-
-
 def test_bytes_are_spread_over_the_time_that_they_take():
     events = [event(Operation.GATHER, 0.0, 2.0, 6.0), event(Operation.GATHER, 1.0, 2.0, 1.0)]
     assert rate(events, Way.GATHERED) == ((0.0, 3.0), (1.0, 4.0), (2.0, 0.0))
@@ -85,38 +69,18 @@ def test_bytes_are_spread_over_the_time_that_they_take():
     assert rate(back_to_back, Way.TO_DEVICE) == ((0.0, 2.0), (1.0, 3.0), (2.0, 0.0))
 
 
-def test_what_is_held_when_a_phase_begins_belongs_to_it():
-    points = [held(0.0, 1.0), held(2.0, 5.0), held(4.0, 2.0)]
-    assert held_in(points, Span(Phase.BACKWARD, 3.0, 4.0)) == points[1:2]
-    assert held_in(points, Span(Phase.UPDATE, 4.0, 9.0)) == points[2:]
-
-
-def test_a_phase_has_its_peak_its_traffic_and_its_busy_shares():
+def test_a_recording_has_a_peak_an_end_and_what_was_planned():
     recording = Recording(
         3,
         "T4",
-        (
-            event(Operation.GATHER, 0.0, 1.0, 100.0),
-            event(Operation.FORWARD, 1.0, 3.0),
-            event(Operation.OFFLOAD, 3.0, 5.0, 40.0),
-            event(Operation.WAIT, 4.0, 6.0),
-            event(Operation.REDUCE, 6.0, 8.0, 30.0),
-            event(Operation.FETCH, 6.0, 7.0, 40.0),
-        ),
-        (held(0.0, 10.0), held(1.0, 70.0, 4.0), held(5.0, 20.0, 9.0)),
+        (event(Operation.GATHER, 0.0, 1.0, 100.0),),
+        (held(0.0, 10.0), held(1.0, 70.0), held(5.0, 20.0)),
         (Span(Phase.FORWARD, 0.0, 4.0), Span(Phase.BACKWARD, 4.0, 8.0)),
     )
-    timeline = MemoryTimeline.of_recording(recording)
-    forward, backward = timeline.summary()
-    assert (timeline.peak_bytes, timeline.end_s) == (70.0, 8.0)
-    assert (forward.device_bytes, backward.device_bytes) == (70.0, 70.0)
-    assert (forward.host_bytes, backward.host_bytes) == (4.0, 9.0)
-    assert forward.sizes[-2] == 70.0
-    moved = (forward.gathered_bytes, forward.reduced_bytes, forward.to_host_bytes)
-    assert moved == (100.0, 0.0, 40.0)
-    assert (backward.reduced_bytes, backward.to_device_bytes) == (30.0, 40.0)
-    assert (forward.compute_busy, forward.link_busy, forward.copy_busy) == (0.5, 0.25, 0.25)
-    # waiting is no computing
-    assert (backward.compute_busy, backward.link_busy, backward.copy_busy) == (0.0, 0.5, 0.5)
+    planned = RankPlan((1,), 1.0, memory_bytes=60, capacity_bytes=90)
+    timeline = MemoryTimeline.of_recording(recording, planned)
+    assert (timeline.peak_bytes, timeline.end_s, timeline.name) == (70.0, 8.0, "T4")
+    assert (timeline.planned_bytes, timeline.capacity_bytes) == (60, 90)
+    assert MemoryTimeline.of_recording(recording).planned_bytes is None
     later = recording.later(2.0)
     assert (later.events[0].start_s, later.held[0].time_s, later.phases[1].end_s) == (2, 2, 10)
