@@ -93,7 +93,7 @@ class Memory:
 
 @contextmanager
 def drawing(
-    path: str | PathLike[str], height: float, width: float = 10.0, grid: tuple[int, int] = (1, 1)
+    path: str | PathLike[str], height: float, rows: int = 1, columns: int = 1
 ) -> Iterator[list[Axes]]:
     """Let axes be drawn on, then write the file completely or not at all.
 
@@ -104,7 +104,7 @@ def drawing(
             f"{path}: expected a file name that ends in {', '.join(_SUFFIXES)}, "
             f"but got the suffix {Path(path).suffix!r}. Rename the file."
         )
-    with _canvas(height, width, grid) as (figure, axes):
+    with _canvas(13.0, height, rows, columns) as (figure, axes):
         yield axes
         save(figure, path)
 
@@ -117,7 +117,7 @@ def save(figure: Figure, path: str | PathLike[str]) -> None:
 def svg(title: str, height: float, draw: Callable[[list[Axes]], None], rows: int = 1) -> Markup:
     """Return a figure as SVG inside a page, to be seen on light and dark."""
     file = io.StringIO()
-    with _canvas(height, 10.0, (rows, 1)) as (figure, axes):
+    with _canvas(10.0, height, rows) as (figure, axes):
         draw(axes)
         figure.savefig(file, format="svg", transparent=True, metadata={"Title": title})
     whole = file.getvalue()
@@ -130,7 +130,7 @@ def svg(title: str, height: float, draw: Callable[[list[Axes]], None], rows: int
 
 @contextmanager
 def _canvas(
-    height: float, width: float, grid: tuple[int, int]
+    width: float, height: float, rows: int, columns: int = 1
 ) -> Iterator[tuple[Figure, list[Axes]]]:
     try:
         from matplotlib import rc_context
@@ -142,7 +142,7 @@ def _canvas(
         ) from error
     with rc_context(_STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
-        yield figure, list(figure.subplots(*grid, squeeze=False).flatten())
+        yield figure, list(figure.subplots(rows, columns, squeeze=False).flatten())
 
 
 def add_title(axes: Axes, title: str, below: str) -> None:
@@ -202,15 +202,11 @@ def timeline(axes: Axes, rows: Sequence[tuple[str, Sequence[Event]]], end_s: flo
                     span = (event.start_s * scale, (event.end_s - event.start_s) * scale)
                     spans.setdefault(event.operation, []).append(span)
             for operation, found in spans.items():
-                # a seam between neighbours, but only where the bars are wider than the seam
+                colour = OPERATIONS[operation].colour
+                # a seam between neighbours, where bars are wider than that; narrow ones stay seen
                 wide = sum(width for _, width in found) / len(found) > 0.004 * end_s * scale
-                axes.broken_barh(
-                    found,
-                    (top, 0.9 * height),
-                    facecolors=OPERATIONS[operation].colour,
-                    edgecolors=PAPER if wide else "none",
-                    linewidth=0.4 if wide else 0,
-                )
+                look: Any = {"edgecolors": PAPER if wide else colour, "linewidth": 0.4}
+                axes.broken_barh(found, (top, 0.9 * height), facecolors=colour, **look)
             seen |= spans.keys()
             top += height
     name_rows(axes, [name for name, _ in rows])
@@ -263,7 +259,7 @@ def timeline_figure(simulation: Simulation, problem: Problem, path: str | PathLi
     for label, kind in kinds:
         busy = f"\n{kind.compute_s / step_s:.0%} busy" if step_s else ""
         rows.append((f"{label}{busy}", kind.events))
-    with drawing(path, 1.6 + 0.62 * len(rows), width=13) as (axes,):
+    with drawing(path, 1.6 + 0.62 * len(rows)) as (axes,):
         timeline(axes, rows, step_s)
         title = f"One step of {simulation.world_size} ranks, {format_seconds(step_s)}"
         add_title(axes, title, f"upper bar: compute, below: communication and copies{left_out}")
@@ -281,7 +277,7 @@ def memory_figure(
         limits = predicted[rank].memory_bytes, problem.ranks[rank].capacity_bytes
         parts = _parts(problem, plan, rank)
         shown.append(Memory(label, times_s, {SIMULATED: sizes}, *limits, parts))
-    with drawing(path, 0.8 + 1.7 * len(shown), width=13, grid=(len(shown), 1)) as panels:
+    with drawing(path, 0.8 + 1.7 * len(shown), rows=len(shown)) as panels:
         memory(panels, shown, simulation.step_s)
         panels[-1].set_xlabel(f"{panels[-1].get_xlabel()}{left_out}")
 

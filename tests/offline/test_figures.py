@@ -195,7 +195,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path):
 
 def test_a_legend_takes_the_rows_that_its_labels_need(drawn):
     for count, rows in ((3, 1), (10, 2)):
-        with drawing("a.png", 3, 12) as (axes,):
+        with drawing("a.png", 3) as (axes,):
             labels = [f"traffic gathered from ranks {i}" for i in range(count)]
             add_legend(axes.figure, dict.fromkeys(labels, BLUE))
         (legend,) = drawn[-1].legends

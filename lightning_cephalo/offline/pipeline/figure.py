@@ -29,7 +29,7 @@ def pipeline_figure(advice: Advice, crossover: Crossover, path: str | PathLike[s
             rows[stage][1].append(Event(stage, Stream.COMPUTE, doing, span.start_s, span.end_s))
     end_s = max(event.end_s for _, events in rows for event in events)
     height = max(3.6, 1.6 + 0.62 * len(rows))
-    with drawing(path, height, width=13, grid=(1, 2)) as (stages, curves):
+    with drawing(path, height, columns=2) as (stages, curves):
         timeline(stages, rows, end_s)
         add_title(stages, "What stages do", "simulated; advice only: training has no pipelines")
         rates = [point.bandwidth_bytes_per_s / 1e9 for point in crossover.points]
@@ -41,5 +41,7 @@ def pipeline_figure(advice: Advice, crossover: Crossover, path: str | PathLike[s
             curves.plot(rates, drawn, color=colour, marker="o", markersize=3, label=label)
         curves.set(xscale="log", xlabel="slowest bandwidth between nodes (GB/s)")
         curves.set(yscale="log", ylabel="predicted step (s)")
+        for axis in (curves.xaxis, curves.yaxis):
+            axis.set_major_formatter("{x:g}")
         curves.legend()
         add_title(curves, "Where a pipeline wins", crossover_text(crossover))
