@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from rich.table import Table
@@ -20,28 +21,42 @@ from lightning_cephalo.offline.pipeline.crossover import Crossover, find_crossov
 from lightning_cephalo.offline.pipeline.plan import Advice
 from lightning_cephalo.offline.pipeline.search import Planned, advise
 from lightning_cephalo.offline.pipeline.text import ADVICE_ONLY, crossover_text, pipeline_name
+from lightning_cephalo.offline.prices import counted, mixes, price_of
 from lightning_cephalo.offline.scenario import Scenario
 from lightning_cephalo.plan import Plan, Problem, predict, solve
 from lightning_cephalo.plan.timeline import Simulation
 
 _OURS = "cephalo"
 _HYBRID = f"{_OURS}, hybrid sharding by node (over gloo)"
-_TOGETHER = f"{_OURS}, all ranks together"
 
 
 @dataclass(frozen=True)
 class ComparisonRow:
+    """One way to train, with what it costs where prices are known; ``reason``: it cannot run."""
+
     name: str
     step_s: float | None = None
     samples_per_s: float | None = None
     memory: tuple[tuple[float, float], ...] | None = None
     reason: str = ""
+    price_per_hour: float | None = None
+    cost_per_million_samples: float | None = None
+    cost_per_million_tokens: float | None = None
+
+
+class Deadline(NamedTuple):
+    """Samples of a whole training, and the hours that it may take."""
+
+    hours: float
+    samples: int
 
 
 def compare(
     asked: Scenario,
     additions: Sequence[str] = (),
     *,
+    prices: Mapping[str, float] = MappingProxyType({}),
+    deadline: Deadline | None = None,
     time_limit_s: float = 60.0,
     say: Callable[[str], Any] = lambda text: None,
 ) -> list[ComparisonRow]:
@@ -49,87 +64,85 @@ def compare(
 
     The rows are every baseline, our plan with one more of each addition, and our plan last. Where
     there are several nodes, our plan with the whole state on each node comes before it, and the
-    fastest pipeline of node groups.
+    fastest pipeline of node groups. With a deadline, so does the cheapest mix that holds it.
     """
-    cluster, problem_of = asked.cluster, asked.problem_of
+    larger: list[Problem] = []
+    parts: list[Problem] = []
+    if additions or deadline:
+        cluster, problem_of = asked.cluster, asked.problem_of
+        if cluster is None or problem_of is None:
+            option = "--add" if additions else "--deadline"
+            raise PlanError(f"{option} needs --cluster or --devices: a saved problem has neither.")
+        if deadline and not prices:
+            raise PlanError("--deadline needs prices: give --price, or prices in the cluster file.")
+        devices = [find_device(name, cluster.own_devices, where="--add") for name in additions]
+        larger = [problem_of(cluster.with_device(device), False) for device in devices]
+        parts = [problem_of(mix, False) for mix in mixes(cluster)] if deadline else []
 
     def solved(problem: Problem) -> Plan:
         return solve(problem, time_limit_s=time_limit_s)
 
-    rows = []
-    for name, baseline in BASELINES.items():
+    def row(name: str, problem: Problem, make: Callable[[Problem], Plan]) -> ComparisonRow:
         say(f"comparing: {name}")
-        rows.append(row_or_reason(name, asked.problem, baseline))
-    larger = []
-    for addition in additions:
-        if cluster is None or problem_of is None:
-            raise PlanError("--add needs --cluster or --devices: a saved problem has no cluster.")
-        say(f"comparing: with one more {addition}")
-        device = find_device(addition, cluster.own_devices, where="--add")
-        problem = problem_of(cluster.with_device(device), False)
-        larger.append(row_or_reason(f"{_OURS} and one more {addition}", problem, solved))
-    rows += larger
+        return _priced(row_or_reason(name, problem, make), problem, prices, asked.tokens)
+
+    rows = [row(name, asked.problem, baseline) for name, baseline in BASELINES.items()]
+    for name, problem in zip(additions, larger, strict=True):
+        rows.append(row(f"{_OURS} and one more {name}", problem, solved))
     say(f"comparing: {_OURS}")
     try:
         plan = solved(asked.problem)
     except (InfeasibleError, SolverError) as error:
-        if all(row.step_s is None for row in larger):
+        if all(row.step_s is None for row in rows[len(BASELINES) :]):
             raise
         return [*rows, ComparisonRow(_OURS, reason=str(error))]
     hybrid = asked.hybrid
     if hybrid is not None:
-        say("comparing: hybrid sharding")
-        rows.append(row_or_reason(_HYBRID, hybrid, solved))
+        rows.append(row(_HYBRID, hybrid, solved))
     if asked.has_nodes and asked.pipeline_of is not None:
         say("comparing: pipelines")
-        rows.append(pipelines(asked, plan, time_limit_s=time_limit_s).row())
-    return [*rows, _row(_OURS, asked.problem.global_batch_size, plan.step_s, plan)]
+        found = pipelines(asked, plan, time_limit_s=time_limit_s).row()
+        rows.append(_priced(found, asked.problem, prices, asked.tokens))
+    if deadline is not None:
+        tried = [row(counted(part), part, solved) for part in parts]
+        rows.append(_cheapest(tried, asked.problem.global_batch_size, deadline))
+    return [*rows, row(_OURS, asked.problem, lambda problem: plan)]
 
 
-class Chosen(NamedTuple):
-    """A plan, and the row of the other way to hold the state before its own."""
+def _priced(
+    row: ComparisonRow, problem: Problem, prices: Mapping[str, float], tokens: int | None
+) -> ComparisonRow:
+    price = price_of(problem, prices)
+    if price is None or row.samples_per_s is None:
+        return row
+    cost = price * 1e6 / (3600 * row.samples_per_s)
+    tokens_cost = cost / tokens if tokens else None
+    return replace(
+        row,
+        price_per_hour=price,
+        cost_per_million_samples=cost,
+        cost_per_million_tokens=tokens_cost,
+    )
 
-    asked: Scenario
-    plan: Plan
-    rows: tuple[ComparisonRow, ...] = ()
 
-
-def choose(asked: Scenario, hybrid_sharding: str, *, time_limit_s: float = 60.0) -> Chosen:
-    """Plan with the state on all ranks together, and with the whole state on each node.
-
-    ``"auto"`` takes the faster plan. The time limit is for both: the way that was asked for comes
-    last, and has at least half of it.
-    """
-    hybrid = asked.hybrid
-    if hybrid is None:
-        if hybrid_sharding == "on":
-            raise PlanError(
-                "--hybrid-sharding on needs --cluster with several nodes, and a model whose bytes "
-                "are counted. Give both, or leave it out."
-            )
-        return Chosen(asked, solve(asked.problem, time_limit_s=time_limit_s))
-    ways = {_TOGETHER: asked, _HYBRID: replace(asked, problem=hybrid)}
-    own = _HYBRID if hybrid_sharding == "on" else _TOGETHER
-    plans: dict[str, Plan] = {}
-    rows: dict[str, ComparisonRow] = {}
-    started = time.perf_counter()
-    for name in sorted(ways, key=lambda name: name == own):
-        left_s = time_limit_s - (time.perf_counter() - started)
-        problem = ways[name].problem
-        try:
-            plans[name] = solve(problem, time_limit_s=left_s if name == own else time_limit_s / 2)
-            rows[name] = _row(name, problem.global_batch_size, plans[name].step_s, plans[name])
-        except (InfeasibleError, SolverError) as error:
-            # the way that was asked for, or the one that needs less memory
-            if name == own:
-                raise
-            rows[name] = ComparisonRow(name, reason=_reason(name, str(error)))
-    (other,) = ways.keys() - {own}
-    if hybrid_sharding == "auto" and (plans.get(other, plans[own]).step_s or 0.0) < (
-        plans[own].step_s or 0.0
-    ):
-        own, other = other, own
-    return Chosen(ways[own], plans[own], (rows[other], rows[own]))
+def _cheapest(rows: Sequence[ComparisonRow], batch: int, deadline: Deadline) -> ComparisonRow:
+    """Return the row of the mix that trains all samples in time for the least money."""
+    name = f"{_OURS}, cheapest within {deadline.hours:g} h"
+    steps = math.ceil(deadline.samples / batch)
+    found = [
+        (hours * row.price_per_hour, hours, row)
+        for row in rows
+        if row.price_per_hour is not None and row.step_s is not None
+        for hours in [steps * row.step_s / 3600]
+    ]
+    in_time = [each for each in found if each[1] <= deadline.hours]
+    if not in_time:
+        least_h = min((hours for _, hours, _ in found), default=None)
+        why = "none has room" if least_h is None else f"the fastest takes {least_h:.3g} h"
+        reason = f"of {len(rows)} mixes, no one trains {deadline.samples:,} samples in time: {why}"
+        return ComparisonRow(name, reason=reason)
+    cost, hours, row = min(in_time, key=lambda each: each[:2])
+    return replace(row, name=f"{name}: {row.name} ({hours:.3g} h for {cost:,.2f})")
 
 
 @dataclass(frozen=True)
@@ -211,18 +224,23 @@ def _reason(name: str, error: str) -> str:
     return error if name.startswith(_OURS) or not speaks_of_memory else f"out of memory: {error}"
 
 
-def comparison_table(rows: Sequence[ComparisonRow], title: str = "Comparison") -> Table:
+def comparison_table(rows: Sequence[ComparisonRow]) -> Table:
     """Return the rows as a table. The last row is ours; the others are compared with it."""
     best = rows[-1].samples_per_s
-    table = Table(title=title, caption_justify="left")
+    table = Table(title="Comparison", caption_justify="left")
+    # tokens where the length of samples is known
+    fields = ("cost_per_million_tokens", "cost_per_million_samples")
+    costs = [name for name in fields if any(getattr(row, name) is not None for row in rows)][:1]
+    headings = ["step", "samples/s", f"of {_OURS}'s", "fullest rank"]
+    headings += [f"cost of 1M {name.rpartition('_')[2]}" for name in costs]
     table.add_column("allocation")
-    for heading in ("step", "samples/s", f"of {_OURS}'s", "fullest rank"):
+    for heading in headings:
         table.add_column(heading, justify="right")
     notes = []
     for row in rows:
         if row.step_s is None or row.samples_per_s is None:
             notes.append(f"{row.name}: {row.reason}")
-            table.add_row(row.name, "–", "cannot run", "–", "–")
+            table.add_row(row.name, "–", "cannot run", *["–"] * (len(headings) - 2))
             continue
         fullest = max((used / capacity for used, capacity in row.memory or ()), default=0.0)
         table.add_row(
@@ -231,6 +249,7 @@ def comparison_table(rows: Sequence[ComparisonRow], title: str = "Comparison") -
             format_rate(row.samples_per_s),
             f"{row.samples_per_s / best:.0%}" if best and math.isfinite(best) else "–",
             f"{fullest:.0%}",
+            *(f"{getattr(row, name):,.3g}" for name in costs),
         )
     table.caption = "\n".join(notes) or None
     return table

@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from lightning_cephalo.common import files
+from lightning_cephalo.common import files, records
 from lightning_cephalo.common.errors import InfeasibleError, PlanError, SolverError
 from lightning_cephalo.common.texts import printable
 from lightning_cephalo.observe import report
@@ -24,6 +24,7 @@ from lightning_cephalo.observe.trace import write_trace
 from lightning_cephalo.offline import answers, figures, scenario
 from lightning_cephalo.offline.pipeline.figure import pipeline_figure
 from lightning_cephalo.offline.pipeline.text import advice_lines, pipeline_table
+from lightning_cephalo.offline.prices import prices_of
 from lightning_cephalo.offline.run_report import page
 from lightning_cephalo.offline.scenario import Scenario
 from lightning_cephalo.offline.simulate import simulate
@@ -44,7 +45,7 @@ exit codes: 0 done; 1 nothing fits (the message says what would help); 2 wrong i
 """
 
 _JOB = "plan simulate compare"
-_TYPES = {"FILE": Path, "RUN_FOLDER": Path, "N": int, "SECONDS": float}
+_TYPES = {"FILE": Path, "RUN_FOLDER": Path, "N": int, "SECONDS": float, "HOURS": float}
 # (commands, title of the group) -> name, value, default, help. A value is one of _TYPES or text,
 # or one of several words. An option whose default is False is a switch, and one whose default is []
 # may be repeated.
@@ -85,9 +86,8 @@ _OPTIONS: dict[tuple[str, str], tuple[tuple[str, str, Any, str], ...]] = {
             " trains with it"),
         ("--pipeline", "", False, "also say whether a pipeline of node groups would be faster, and"
             " below which bandwidth between nodes; advice only: training does not run pipelines"),
-        ("--hybrid-sharding", "auto|on|off", "off", "hold the whole state on each node of"
-            " --cluster: where that is faster, or always; training does so over gloo (default: off,"
-            " and the table says its price)"),
+        ("--hybrid-sharding", "", False, "hold the whole state on each node of --cluster; training"
+            " does so over gloo (compare has the step of both ways)"),
         ("--figure", "FILE", None, "with --pipeline: draw its stages, and the step over the"
             " bandwidth (.png or .svg)"),
     ),
@@ -101,6 +101,11 @@ _OPTIONS: dict[tuple[str, str], tuple[tuple[str, str, Any, str], ...]] = {
     ("compare", ""): (
         ("--add", "DEVICE", [], "also with one more of this device, in the first node; may be"
             " repeated"),
+        ("--price", "LIST", None, 'prices of devices per hour, before those of a cluster file:'
+            ' "A6000=0.8,L4=0.7"'),
+        ("--deadline", "HOURS", None, "with --samples and prices: also the cheapest mix of these"
+            " devices that is done in time; all mixes are planned, at most 64"),
+        ("--samples", "N", None, "samples of the whole training, for --deadline"),
     ),
     ("report", ""): (
         ("run_folder", "RUN_FOLDER", None, "the folder of a run with"
@@ -138,15 +143,17 @@ def _failed(notes: Console, kind: str, error: Exception, code: int) -> int:
 def _plan(options: argparse.Namespace, notes: Console) -> None:
     if options.figure is not None and not options.pipeline:
         raise PlanError("--figure draws pipelines: give --pipeline too, or leave it out.")
-    if options.hybrid_sharding == "on" and options.optimizer_offload in ("auto", "on"):
+    if options.hybrid_sharding and options.optimizer_offload in ("auto", "on"):
         raise PlanError(
-            "--hybrid-sharding on: expected --optimizer-offload off, but got"
+            "--hybrid-sharding: expected --optimizer-offload off, but got"
             f" {options.optimizer_offload}. The two do not work together so far: leave one out."
         )
     asked = _scenario(options, notes)
+    if options.hybrid_sharding:
+        asked = asked.in_nodes()
+    found = None
     with _status(notes, "solving"):
-        chosen = answers.choose(asked, options.hybrid_sharding, time_limit_s=options.time_limit)
-    asked, plan, found = chosen.asked, chosen.plan, None
+        plan = solve(asked.problem, time_limit_s=options.time_limit)
     if options.pipeline:
         with _status(notes, "searching pipelines"):
             found = answers.pipelines(asked, plan, time_limit_s=options.time_limit)
@@ -156,14 +163,10 @@ def _plan(options: argparse.Namespace, notes: Console) -> None:
         _write(notes, options.figure, lambda path: pipeline_figure(*draw, path))
     if options.json:
         more = {} if found is None else {"pipeline": found.to_dict()}
-        ways = {"ways": chosen.rows} if chosen.rows else {}
-        _print_json({**plan.to_dict(), "sources": asked.sources, **more, **ways})
+        _print_json({**plan.to_dict(), "sources": asked.sources, **more})
         return
     print(*asked.lines(), sep="\n")
     report.show(report.plan_table(plan, units=asked.problem.units))
-    if chosen.rows:
-        rows = [*([] if found is None else [found.row()]), *chosen.rows]
-        report.show(answers.comparison_table(rows, "Ways to train"))
     if found is not None:
         if found.advice.best is not None:
             report.show(pipeline_table(found.advice, found.advice.best))
@@ -177,7 +180,8 @@ def _simulate(options: argparse.Namespace, notes: Console) -> None:
             plan = solve(asked.problem, time_limit_s=options.time_limit)
         else:
             plan = Plan.load(options.plan)
-        asked = asked.of_plan(plan)
+        if plan.state_groups:
+            asked = asked.in_nodes()
         problem = asked.problem
         plan.check(world_size=len(problem.ranks), global_batch_size=problem.global_batch_size)
         played = simulate(problem, plan, steps=options.steps)
@@ -201,13 +205,32 @@ def _report(options: argparse.Namespace, notes: Console) -> None:
 
 def _compare(options: argparse.Namespace, notes: Console) -> None:
     asked = _scenario(options, notes)
+    deadline = _deadline(options)
     with _status(notes, "comparing") as say:
-        rows = answers.compare(asked, options.add, time_limit_s=options.time_limit, say=say)
+        rows = answers.compare(
+            asked,
+            options.add,
+            prices=prices_of(options.price, asked.cluster),
+            deadline=deadline,
+            time_limit_s=options.time_limit,
+            say=say,
+        )
     if options.json:
         _print_json(rows)
         return
     print(*asked.lines(), sep="\n")
     report.show(answers.comparison_table(rows))
+
+
+def _deadline(options: argparse.Namespace) -> answers.Deadline | None:
+    if options.deadline is None and options.samples is None:
+        return None
+    if options.deadline is None or options.samples is None:
+        raise PlanError("--deadline HOURS needs --samples N, and --samples needs --deadline.")
+    return answers.Deadline(
+        records.real("--deadline", options.deadline, above_minimum=True),
+        records.whole("--samples", options.samples, minimum=1),
+    )
 
 
 def _scenario(options: argparse.Namespace, notes: Console) -> Scenario:

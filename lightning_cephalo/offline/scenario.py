@@ -17,7 +17,7 @@ from lightning_cephalo.offline.estimate.cluster import Cluster, Node
 from lightning_cephalo.offline.estimate.devices import Device, find_device, lookup
 from lightning_cephalo.offline.pipeline.build import pipeline_problem
 from lightning_cephalo.offline.pipeline.problem import PipelineProblem
-from lightning_cephalo.plan import Plan, Problem
+from lightning_cephalo.plan import Problem
 from lightning_cephalo.plan.curves import CurveTable, cached_tables
 
 if TYPE_CHECKING:
@@ -37,8 +37,9 @@ _NOT_MODEL_OPTIONS = {
 class Scenario:
     """A problem and the sources of its times.
 
-    ``problem_of(cluster, hybrid)`` and ``pipeline_of(cluster)`` build the problem of the same job
-    on another cluster. A saved problem has neither.
+    ``tokens`` of a sample are None where they are unknown. ``problem_of(cluster, hybrid)`` and
+    ``pipeline_of(cluster)`` build the problem of the same job on another cluster; a saved problem
+    has neither.
     """
 
     problem: Problem
@@ -48,6 +49,7 @@ class Scenario:
     cluster: Cluster | None = None
     problem_of: Callable[[Cluster, bool], Problem] | None = None
     pipeline_of: Callable[[Cluster], PipelineProblem] | None = None
+    tokens: int | None = None
 
     @property
     def has_nodes(self) -> bool:
@@ -61,11 +63,17 @@ class Scenario:
             return None
         return self.problem_of(self.cluster, True)
 
-    def of_plan(self, plan: Plan) -> Scenario:
-        """Return the scenario whose problem has the groups of ranks of a plan, if there are."""
-        if not plan.state_groups or self.problem.hybrid_sharding:
+    def in_nodes(self) -> Scenario:
+        """Return the scenario in which each node holds the whole state."""
+        if self.problem.hybrid_sharding:
             return self
-        return replace(self, problem=self.hybrid or self.problem)
+        problem = self.hybrid
+        if problem is None:
+            raise PlanError(
+                "Hybrid sharding needs --cluster with several nodes, and a model whose bytes are "
+                "counted. Give both, or leave it out."
+            )
+        return replace(self, problem=problem)
 
     def lines(self) -> list[str]:
         """Return the subject, and one line per kind of device with the source of its times."""
@@ -84,7 +92,7 @@ def read(options: Namespace) -> Scenario:
         size = f"{problem.units} units, global batch {problem.global_batch_size}"
         return Scenario(problem, f"{options.problem}, {size}")
     # counting a model needs torch
-    from lightning_cephalo.offline.estimate.models import work_of
+    from lightning_cephalo.offline.estimate.models import names_class, work_of
 
     cluster = cluster_of(options)
     _check(options, cluster)
@@ -131,6 +139,7 @@ def read(options: Namespace) -> Scenario:
         cluster,
         lambda where, hybrid: estimate(where, hybrid).problem,
         pipeline_of,
+        None if names_class(options.model) else work.sequence_length,
     )
 
 

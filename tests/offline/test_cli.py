@@ -20,7 +20,7 @@ from lightning_cephalo import Plan, Problem, RankProfile
 from lightning_cephalo.offline import answers, cli, scenario
 from lightning_cephalo.offline.answers import ComparisonRow
 from lightning_cephalo.offline.cli import BAD_INPUT, DONE, INFEASIBLE, UNEXPECTED, UNSOLVED, main
-from lightning_cephalo.plan import InfeasibleError, SolverError, predict, solve
+from lightning_cephalo.plan import InfeasibleError, SolverError, predict
 from lightning_cephalo.plan.curves import Curves, CurveTable, save_measured
 
 TINY = ["--model-option", "n_layer=4", "--model-option", "n_embd=64", "--model-option", "n_head=2"]
@@ -265,33 +265,11 @@ def test_nothing_fits(capsys, tmp_path):
         assert "samples/s" not in said.out
 
 
-def test_both_ways_to_shard_share_the_time(capsys, tmp_path, monkeypatch):
-    """As each node of a cluster may hold the whole state, its price is in the table."""
-    cluster = tmp_path / "cluster.yaml"
-    cluster.write_text("nodes: [{count: 2, devices: {T4: 2}}]\nbetween_nodes: 10 Gb/s\n")
-    limits: list[float] = []
-    clock = [0.0]
-
-    def slow(problem, *, time_limit_s):
-        limits.append(time_limit_s)
-        clock[0] += time_limit_s
-        return solve(problem)
-
-    monkeypatch.setattr(answers, "solve", slow)
-    monkeypatch.setattr(answers.time, "perf_counter", lambda: clock[0])
-    asked = ["plan", "--cluster", str(cluster), "--model", "gpt2", "--batch-size", "8"]
-    for more in ([], ["--hybrid-sharding", "on"], ["--hybrid-sharding", "auto"]):
-        limits.clear()
-        assert main([*asked, "--sequence-length", "64", "--time-limit", "10", *more]) == 0
-        assert len(limits) == 2 and sum(limits) == 10
-    capsys.readouterr()
-
-
 def test_a_solver_without_time(capsys, problem, monkeypatch):
     def out_of_time(problem, *, time_limit_s):
         raise SolverError(f"no plan in {time_limit_s} s")
 
-    monkeypatch.setattr(answers, "solve", out_of_time)
+    monkeypatch.setattr(cli, "solve", out_of_time)
     assert main(["plan", "--problem", str(problem), "--time-limit", "0.5"]) == UNSOLVED
     assert "No plan yet: no plan in 0.5 s" in capsys.readouterr().err
 
@@ -442,7 +420,7 @@ def test_an_unexpected_error_is_a_traceback_and_never_means_that_nothing_fits(
     def breaks(problem, *, time_limit_s):
         raise KeyError("a mistake of ours")
 
-    monkeypatch.setattr(answers, "solve", breaks)
+    monkeypatch.setattr(cli, "solve", breaks)
     assert main(["plan", "--problem", str(problem)]) == UNEXPECTED
     assert UNEXPECTED not in (DONE, INFEASIBLE, BAD_INPUT, UNSOLVED)
     said = capsys.readouterr().err

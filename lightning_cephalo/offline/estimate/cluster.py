@@ -6,8 +6,9 @@ It is read from ``cluster.yaml``::
       - {devices: {RTX 4090: 2, RTX 3090: 1}, link: 25 GB/s}
       - {count: 4, devices: {V100: 4}, link: 130 GB/s, host_memory: 256 GiB}
     between_nodes: 100 Gb/s
-    devices:                            # own devices, or corrections of known ones
+    devices:                            # own devices, or corrections and prices of known ones
       MyCard: {memory: 20 GiB, fp32: 30 TFLOP/s, fp16: 60 TFLOP/s, bandwidth: 600 GB/s}
+      V100: {price: 1.2}                # per hour
 
 A link is a bandwidth each way, or ``{bandwidth: 25 GB/s, latency: 5 us}``. Where pairs of nodes
 have different links, ``between_nodes`` is a symmetric matrix: one row per node, null for the node
@@ -109,6 +110,11 @@ class Cluster:
             for device, count in node.devices:
                 ranks += [ClusterRank(device, index, *host)] * count
         return tuple(ranks)
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The kinds of devices that ranks have."""
+        return tuple(dict.fromkeys(rank.device for rank in self.ranks))
 
     @cached_property
     def network(self) -> Network:

@@ -41,9 +41,10 @@ class Device:
     tf32_flops_per_s: float | None = None
     bf16_flops_per_s: float | None = None
     pcie_bytes_per_s: float = 15.75e9  # third generation, sixteen lanes
-    source: str = "cluster.yaml"
+    source: str = ""
     aliases: tuple[str, ...] = ()
     like: str = ""
+    price_per_hour: float | None = None
 
     @property
     def shares_fp32_units(self) -> bool:
@@ -114,13 +115,17 @@ def _key(name: str) -> str:
 def described(name: str, data: Any, *, where: str, base: Device | None = None) -> Device:
     """Return a device as YAML describes it, or ``base`` with what it says otherwise."""
     required = () if base else ("memory", "fp32", "bandwidth")
-    values = records.mapping(where, data, known=list(_KEYS), required=required)
+    values = records.mapping(where, data, known=[*_KEYS, "price"], required=required)
+    price = values.pop("price", None)
     given: dict[str, Any] = {
         _KEYS[key][0]: _KEYS[key][1].parse(f"{where}: {key}", value)
         for key, value in values.items()
     }
+    given["source"] = "cluster.yaml" if given or base is None else base.source
+    if price is not None:
+        given["price_per_hour"] = records.real(f"{where}: price", price)
     if base is not None:
-        return replace(base, **given, source="cluster.yaml")
+        return replace(base, **given)
     given.setdefault("fp16_flops_per_s", given["fp32_flops_per_s"])
     return Device(name, **given)
 

@@ -67,21 +67,17 @@ def test_plan_gives_advice_beside_the_plan_that_trains(capsys, tmp_path, cluster
         assert wins == (point["bandwidth_bytes_per_s"] <= below * 1.0001)
 
 
-def test_plan_says_what_hybrid_sharding_costs_and_makes_such_a_plan(capsys, tmp_path, cluster):
+def test_a_plan_of_hybrid_sharding_is_the_row_of_compare_and_is_simulated(
+    capsys, tmp_path, cluster
+):
     out = tmp_path / "plan.yaml"
-    assert main(["plan", *cluster, *ASKED, "--pipeline"]) == DONE
-    said = capsys.readouterr().out
-    ways = said[said.index("Ways to train") :]
-    found = [ways.index(name) for name in ("pipeline", "hybrid", "together")]
-    assert found == sorted(found)
-    assert main(["plan", *cluster, *ASKED, "--json"]) == DONE
-    told = json.loads(capsys.readouterr().out)
-    hybrid, together = told["ways"]
-    assert "state_groups" not in told and together["step_s"] == told["step_s"]
-    # one exchange in fp32 in place of two gathers and a reduce
-    assert hybrid["step_s"] < 0.8 * together["step_s"]
     options = [*cluster, *ASKED, "--json"]
-    assert main(["plan", *options, "--hybrid-sharding", "auto", "-o", str(out)]) == DONE
+    assert main(["compare", *options]) == DONE
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    hybrid = rows["cephalo, hybrid sharding by node (over gloo)"]
+    # one exchange in fp32 in place of two gathers and a reduce
+    assert hybrid["step_s"] < 0.8 * rows["cephalo"]["step_s"]
+    assert main(["plan", *options, "--hybrid-sharding", "-o", str(out)]) == DONE
     chosen = json.loads(capsys.readouterr().out)
     assert chosen["state_groups"] == [0, 0, 1, 1] and chosen["step_s"] == hybrid["step_s"]
     assert main(["simulate", *options, "--plan", str(out)]) == DONE
@@ -97,12 +93,12 @@ def test_hybrid_sharding_that_has_no_room_leaves_the_other_way(capsys, tmp_path)
         "devices: {Tiny: {memory: 3 MiB, fp32: 10 TFLOP/s, bandwidth: 300 GB/s}}"
     )
     asked = ["--cluster", str(path), *ASKED]
-    assert main(["plan", *asked, "--json", "--hybrid-sharding", "auto"]) == DONE
-    told = json.loads(capsys.readouterr().out)
-    hybrid, together = told["ways"]
-    assert "state_groups" not in told and together["step_s"] == told["step_s"]
+    assert main(["compare", *asked, "--json"]) == DONE
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    hybrid = rows["cephalo, hybrid sharding by node (over gloo)"]
+    assert rows["cephalo"]["step_s"] > 0
     assert hybrid["step_s"] is None and "each of 2 groups holds the whole" in hybrid["reason"]
-    assert main(["plan", *asked, "--hybrid-sharding", "on"]) == INFEASIBLE
+    assert main(["plan", *asked, "--hybrid-sharding"]) == INFEASIBLE
     assert "each of 2 groups holds the whole state" in " ".join(capsys.readouterr().err.split())
 
 
@@ -155,9 +151,9 @@ def test_tables_and_sentences_say_what_was_found_and_that_it_is_advice():
     [
         (["--devices", "2x T4", *ASKED, "--pipeline"], "a cluster of at least two nodes"),
         (["--devices", "2x T4", *ASKED, "--figure", "a.png"], "give --pipeline too"),
-        (["--devices", "2x T4", *ASKED, "--hybrid-sharding", "on"], "with several nodes"),
+        (["--devices", "2x T4", *ASKED, "--hybrid-sharding"], "with several nodes"),
         (
-            ["--hybrid-sharding", "on", "--optimizer-offload", "auto"],
+            ["--hybrid-sharding", "--optimizer-offload", "auto"],
             "expected --optimizer-offload off, but got auto",
         ),
     ],
