@@ -146,7 +146,7 @@ def least_step_s(problem: Problem) -> float:
     choices = [problem.resharding(choice) for choice in problem.reshard_choices]
     # Even shares may travel faster, and the bound holds for them too.
     fitting = (
-        Search(choice.with_even_shares(), group_types(choice), math.inf).bound_s
+        Search(choice.with_even_shares(), group_types(choice), math.inf).bounds.step_s
         for choice in choices
         if not certainly_infeasible(choice, group_types(choice))
     )

@@ -5,7 +5,7 @@ the least forward, backward, tail and combined time over all mixtures of microba
 knapsacks). For each of these times, it then finds the least value for the slowest rank with which
 all ranks can place the global batch.
 
-:func:`raised_floors` also counts the resources that all ranks share. Suppose that ranks could mix
+:func:`column_bounds` also counts the resources that all ranks share. Suppose that ranks could mix
 their columns in any proportion. To get the most samples within a budget of bytes, they would buy
 samples where they cost the fewest bytes first: along the concave hull of (bytes, samples) of each
 type. If even that does not place the batch within a slowest time, no plan can.
@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -26,129 +25,85 @@ from lightning_cephalo.plan.problem import Problem, RankProfile
 from lightning_cephalo.plan.solver.columns import (
     Columns,
     RankType,
+    knapsack,
     needs_of,
     step_parts,
-    step_seconds,
     usable_sizes,
-    without_name,
 )
+
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class TimeBounds:
-    """Lower bounds that hold for every plan."""
+    """Lower bounds that hold for every plan; ``rates_s``: the least time of a sample, by type."""
 
-    least_s: np.ndarray
     rates_s: np.ndarray
     floors_s: tuple[float, float, float]
     step_s: float
 
-    @property
-    def largest(self) -> int:
-        """The largest batch of one rank in ``least_s``."""
-        return self.least_s.shape[2] - 1
-
-    def covers(self, step_s: float) -> bool:
-        """Return whether no batch above ``largest`` can be part of a step of ``step_s``."""
-        return bool((self.rates_s[:, 3] * (self.largest + 1) > step_s).all())
-
-    def largest_batches(self, problem: Problem, step_s: float) -> list[int]:
-        """Return, per type, the largest batch in ``least_s`` that a step may contain."""
-        result = []
-        for least in self.least_s:
-            within = step_seconds(problem, least[:3].T, self.floors_s) <= step_s
-            within &= least[3] <= step_s
-            result.append(int(np.flatnonzero(within).max(initial=0)))
-        return result
-
 
 def time_bounds(
-    problem: Problem, types: Sequence[RankType], largest: int, least_backward_s: float = 0.0
+    problem: Problem, types: Sequence[RankType], least_backward_s: float = 0.0
 ) -> TimeBounds:
-    """Return bounds from batches of up to ``largest`` samples per rank; they hold for all."""
-    least, rates = _least_times(problem, types, largest)
+    """Return bounds of the slowest times, and of a step without its fixed time."""
+    batch = problem.global_batch_size
     counts = np.array([kind.count for kind in types])
-    slowest = [
-        _least_slowest(least[:, kind], rates[:, kind], counts, problem.global_batch_size)
-        for kind in range(4)
+    ways = [
+        [_single_times(problem, kind.profile, mode) for mode in modes(problem, kind.profile)]
+        for kind in types
     ]
+    rates_s = np.array([np.min([_rates(single) for single, _ in own], axis=0) for own in ways])
+    combined_s = rates_s[:, 3]
+    largest = batch
+    if np.isfinite(combined_s).any() and combined_s.min() > 0:
+        longest = max(kind.profile.largest_microbatch_size for kind in types)
+        share = batch / combined_s.min() / (counts / combined_s).sum()
+        largest = min(batch, int(1.3 * share) + longest + 2)
+    least = np.array([np.min([_least(*way, largest) for way in own], axis=0) for own in ways])
+    slowest = [_least_slowest(least[:, part], rates_s[:, part], counts, batch) for part in range(4)]
     floors_s = slowest[0], max(slowest[1], least_backward_s), slowest[2]
     apart_s = float(step_parts(problem, np.array(floors_s)).sum())
-    return TimeBounds(least, rates, floors_s, max(apart_s, slowest[3]))
+    return TimeBounds(combined_s, floors_s, max(apart_s, slowest[3]))
 
 
-def first_largest(problem: Problem, types: Sequence[RankType]) -> int:
-    """Return a batch per rank that the fastest rank of a good plan will hardly exceed."""
-    _, rates = _least_times(problem, types, 0)
-    combined = rates[:, 3]
-    if not np.isfinite(combined).any() or (combined < 1e-100).any():
-        return problem.global_batch_size
-    counts = np.array([kind.count for kind in types])
-    speeds = np.where(np.isfinite(combined), 1 / combined, 0.0)
-    share = problem.global_batch_size * speeds.max() / (counts * speeds).sum()
-    longest = max(kind.profile.largest_microbatch_size for kind in types)
-    return min(problem.global_batch_size, int(1.3 * share) + longest + 2)
-
-
-def _least_times(
-    problem: Problem, types: Sequence[RankType], largest: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return ``least_s`` and ``rates_s`` of :class:`TimeBounds`."""
-    longest = max(kind.profile.largest_microbatch_size for kind in types)
-    least = np.full((len(types), 4, largest + 1), np.inf)
-    rates = np.full((len(types), 4), np.inf)
-    rows: dict[tuple[Any, ...], int] = {}  # of equal ranks in different groups
-    for row, kind in enumerate(types):
-        same = rows.setdefault(without_name(kind.profile), row)
-        if same != row:
-            least[row], rates[row] = least[same], rates[same]
-            continue
-        for mode in modes(problem, kind.profile):
-            single = _single_times(problem, kind.profile, mode, longest)
-            held = _held(problem, kind.profile, mode, largest)
-            np.minimum(least[row], _knapsack(single, held), out=least[row])
-            np.minimum(rates[row], (single / np.arange(1, longest + 1)).min(axis=1), out=rates[row])
-    return least, rates
-
-
-def _single_times(problem: Problem, profile: RankProfile, mode: Mode, longest: int) -> np.ndarray:
-    """Return times of one microbatch (4, longest), infinite where that size cannot run."""
-    # without copies of offloaded boundaries, so that the result stays a lower bound
-    single = np.full((4, longest), np.inf)
+def _single_times(
+    problem: Problem, profile: RankProfile, mode: Mode
+) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
+    """Return the times of one microbatch of each size (4, sizes), and which batches have room."""
     sizes = np.array(usable_sizes(problem, profile, mode), dtype=int)
+    # without copies of offloaded boundaries, so that the result stays a lower bound
+    single = np.full((4, profile.largest_microbatch_size), np.inf)
     if len(sizes):
         times = np.array(time_curves(profile, mode))[:, sizes - 1]
         single[:3, sizes - 1] = times
         single[3, sizes - 1] = problem.units * (times[0] + times[1]) + times[2]
-    return single
 
-
-def _held(problem: Problem, profile: RankProfile, mode: Mode, largest: int) -> np.ndarray:
-    """Return a mask (largest + 1,) of the batches that the rank's own memory can hold."""
-    batches = np.arange(largest + 1)
-    held = batches == 0
-    sizes = usable_sizes(problem, profile, mode)
-    if sizes:
-        fits = np.ones(len(batches), dtype=bool)
-        for need in needs_of(problem, profile, mode):
+    def have_room(batches: np.ndarray) -> np.ndarray:
+        fits = np.full(len(batches), bool(len(sizes)))
+        for need in needs_of(problem, profile, mode) if len(sizes) else ():
             # a lower bound: one microbatch, and the smallest peak
-            least = need.total(min(need.peaks[size - 1] for size in sizes), batches, 1)
-            fits &= least <= need.capacity
-        held |= fits
-    return held
+            peak = min(need.peaks[size - 1] for size in sizes)
+            fits &= need.total(peak, batches, 1) <= need.capacity
+        return fits | (batches == 0)
+
+    return single, have_room
 
 
-def _knapsack(single: np.ndarray, held: np.ndarray) -> np.ndarray:
+def _rates(single: np.ndarray) -> np.ndarray:
+    sizes = np.arange(1, single.shape[1] + 1)
+    return (single / sizes).min(axis=1, initial=np.inf)
+
+
+def _least(
+    single: np.ndarray, have_room: Callable[[np.ndarray], np.ndarray], largest: int
+) -> np.ndarray:
     """Return the least times of every batch over all multisets of sizes, (4, largest + 1)."""
-    longest, largest = single.shape[1], len(held) - 1
-    least = np.full((4, largest + 1), np.inf)
-    least[:, 0] = 0.0
-    backwards = single[:, ::-1]
-    for batch in range(1, largest + 1):
-        reach = min(longest, batch)
-        window = least[:, batch - reach : batch] + backwards[:, longest - reach :]
-        least[:, batch] = window.min(axis=1, initial=np.inf)
-    least[:, ~held] = np.inf
+    batches = np.arange(largest + 1)
+    least = np.where(batches == 0, 0.0, np.full((4, 1), np.inf))
+    for part, size in np.argwhere(np.isfinite(single)):
+        least[part], _ = knapsack(least[part], size + 1, single[part, size])
+    least[:, ~have_room(batches)] = np.inf
     return least
 
 
@@ -167,39 +122,36 @@ def _least_slowest(least: np.ndarray, rates: np.ndarray, counts: np.ndarray, bat
     return min(found, beyond)
 
 
-def raised_floors(
-    columns: Columns, ranks: np.ndarray, batch: int, shared: np.ndarray, floors_s: np.ndarray
-) -> np.ndarray | None:
-    """Raise each of ``floors_s`` (3,) to the least time with room for the batch; None: no time."""
-    bound = [index for index, total in enumerate(shared) if math.isfinite(total)]
+def column_bounds(
+    parts_s: np.ndarray, floors_s: np.ndarray, most: Callable[[np.ndarray], float], batch: int
+) -> tuple[np.ndarray, float] | None:
+    """Return raised floors of the parts of a step, and a bound of their sum; None: no room.
 
-    def place(inside: np.ndarray) -> bool:
-        """Return whether the columns ``inside`` (mask) have room for the batch."""
-        few = columns.take(inside)
-        return all(
-            _most_samples(few, ranks, few.used[:, index], shared[index]) >= batch * (1 - 1e-9)
-            for index in bound
-        )
+    Args:
+        parts_s: Parts of a step with each column's times, at least ``floors_s``.
+        most: Returns the samples for which some columns (a mask) have room.
+    """
 
-    raised = np.maximum(columns.times_s, floors_s)
-    if not place(np.ones(len(columns), dtype=bool)):
-        return None
-    result = np.array(floors_s, dtype=float)
-    for kind in range(3):
-        levels = np.unique(np.r_[floors_s[kind], raised[:, kind]])
+    def least(values: np.ndarray) -> float:
+        """Return the least value that the slowest column must have."""
+        levels = np.unique(values)
         low, high = 0, len(levels) - 1
         while low < high:
             middle = (low + high) // 2
-            inside = raised[:, kind] <= levels[middle]
-            if place(inside):
+            if most(values <= levels[middle]) >= batch * (1 - _ROUNDING):
                 high = middle
             else:
                 low = middle + 1
-        result[kind] = levels[low]
-    return result
+        return float(levels[low])
+
+    if most(np.ones(len(parts_s), dtype=bool)) < batch * (1 - _ROUNDING):
+        return None
+    raised = np.maximum(floors_s, [least(own) for own in parts_s.T])
+    step_s = least(np.maximum(parts_s, raised).sum(axis=1))
+    return raised, max(step_s, float(raised.sum()))
 
 
-def _most_samples(columns: Columns, ranks: np.ndarray, used: np.ndarray, budget: float) -> float:
+def most_samples(columns: Columns, ranks: np.ndarray, used: np.ndarray, budget: float) -> float:
     """Return the most samples that mixtures of columns hold within a budget; -inf: not even none.
 
     ``used`` (columns,) is the amount that each column takes of the budget of all ranks.

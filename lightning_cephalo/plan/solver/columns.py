@@ -106,26 +106,19 @@ _BESIDE_NAME = [field.name for field in dataclasses.fields(RankProfile) if field
 
 
 @dataclass(frozen=True)
-class ColumnLimits:
-    """Limits of a column; a column beyond them cannot be part of a plan worth having."""
+class Limits:
+    """Limits of a type's columns; a column beyond them cannot be part of a plan worth having."""
 
     step_s: float
-    floors_s: tuple[float, float, float]
+    floors_s: tuple[float, ...]
     largest_batch: int
     smallest_batch: int = 0
-    batches: np.ndarray | None = None
-
-    @property
-    def values(self) -> tuple[Any, ...]:
-        """What is the same in equal limits."""
-        batches = None if self.batches is None else self.batches.tobytes()
-        step = (self.step_s, self.floors_s)
-        return (*step, self.largest_batch, self.smallest_batch, batches)
+    batches: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns of all types, row by row."""
+    """Columns of all types, row by row; ``copies`` counts the microbatches of each size."""
 
     kind: np.ndarray
     mode: np.ndarray
@@ -142,6 +135,11 @@ class Columns:
     def take(self, rows: np.ndarray) -> Columns:
         """Return the columns of these rows (indices or mask), in that order."""
         return Columns(*(getattr(self, name)[rows] for name in _FIELDS))
+
+    def unbeaten(self, *costs: np.ndarray) -> np.ndarray:
+        """Return a mask of those that no other of a type and batch beats in all costs."""
+        of_batch = self.kind * (int(self.batch.max(initial=0)) + 1) + self.batch
+        return unbeaten(of_batch, np.column_stack(costs))
 
     def sizes(self, row: int) -> tuple[int, ...]:
         """Return the microbatch sizes of one column, the largest first."""
@@ -161,45 +159,38 @@ def joined(parts: Sequence[Columns]) -> Columns:
 def build_columns(
     problem: Problem,
     types: Sequence[RankType],
-    limits: Sequence[ColumnLimits],
+    limits: Sequence[Limits],
     room: Room | None = None,
     deadline: float = math.inf,
 ) -> Columns:
     """Return the columns of all types that no other column of the same batch beats.
 
-    While they are few, all multisets of microbatch sizes are tried. Measured curves are noisy, and
-    thousands of mixtures may differ by less than the noise. Then two forms remain: one size with a
-    smaller last one, as in (4, 4, 2), and even splits, as in (4, 3, 3).
+    While they are few, all multisets of microbatch sizes are tried. Otherwise, for every batch and
+    largest size, those remain that take the least time, or the fewest microbatches.
     """
     longest = max(kind.profile.largest_microbatch_size for kind in types)
     parts = []
     # equal ranks of hundreds of nodes are of different types where each node holds the whole state
     made: dict[tuple[Any, ...], Columns] = {}
     for index, (kind, limit) in enumerate(zip(types, limits, strict=True)):
-        key = (without_name(kind.profile), *limit.values)
-        if key in made:
-            same = made[key]
-            same = dataclasses.replace(same, kind=np.full(len(same), index))
-            parts.append(_with_groups(problem, kind, same))
-            continue
-        if time.perf_counter() > deadline:
-            raise SolverError(
-                f"No plan was found within the time limit: it was up behind {index} of {len(types)}"
-                " types of ranks. Raise time_limit_s, or describe equal ranks by equal profiles."
-            )
-        known = modes(problem, kind.profile)
-        found = joined(
-            [
-                _Builder(problem, kind.profile, limit, index, place, mode, longest, room).columns()
-                for place, mode in enumerate(known)
+        key = (without_name(kind.profile), limit)
+        if key not in made:
+            if time.perf_counter() > deadline:
+                raise SolverError(
+                    f"No plan was found within the time limit: it was up behind {index} of"
+                    f" {len(types)} types of ranks. Raise time_limit_s, or describe equal ranks by"
+                    " equal profiles."
+                )
+            own = [
+                _Builder(problem, kind.profile, limit, place, mode, longest, room).columns()
+                for place, mode in enumerate(modes(problem, kind.profile))
             ]
-        )
-        grown = len(known) > 1 or min(problem.states_bytes) < problem.full_state_bytes
-        if (grown or room is not None) and len(found):
-            found = found.take(_unbeaten_columns(problem, found))
-        made[key] = found
-        parts.append(_with_groups(problem, kind, found))
-    return joined(parts)
+            found = joined(own)
+            made[key] = found.take(found.unbeaten(found.times_s, found.used))
+        same = dataclasses.replace(made[key], kind=np.full(len(made[key]), index))
+        parts.append(_with_groups(problem, kind, same))
+    columns = joined(parts)
+    return columns.take(columns.count > 0) if problem.every_rank_runs else columns
 
 
 def shared_by_all(problem: Problem) -> np.ndarray:
@@ -215,12 +206,8 @@ def _with_groups(problem: Problem, kind: RankType, columns: Columns) -> Columns:
     """Return a type's columns with what they use of each group's devices."""
     if len(problem.groups) == 1:
         return columns
-    on_device = columns.used[:, DEVICE]
-    of_groups = [
-        on_device if kind.members[0] in members else np.zeros_like(on_device)
-        for members in problem.groups
-    ]
-    used = np.column_stack([columns.used, *of_groups])
+    is_own = [kind.members[0] in members for members in problem.groups]
+    used = np.column_stack([columns.used, np.outer(columns.used[:, DEVICE], is_own)])
     return dataclasses.replace(columns, used=used)
 
 
@@ -250,34 +237,29 @@ def step_parts(problem: Problem, times_s: np.ndarray) -> np.ndarray:
     return np.stack([forward_s, backward_s, times_s[..., 2]], axis=-1)
 
 
-def step_seconds(
-    problem: Problem, times_s: np.ndarray, floors_s: Sequence[float] | np.ndarray
-) -> np.ndarray:
-    """Return the seconds of a step without its fixed time, if these times (..., 3) were slowest."""
-    return step_parts(problem, np.maximum(times_s, np.asarray(floors_s))).sum(axis=-1)
+def knapsack(least: np.ndarray, size: int, cost: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return the least costs of all batches, if microbatches of one more size may be added.
 
-
-def batch_groups(columns: Columns) -> np.ndarray:
-    """Return group numbers, of shape (columns,).
-
-    They are equal for two columns of a type with as many samples.
+    Also returns how many of them each batch has.
     """
-    return columns.kind * (int(columns.batch.max(initial=0)) + 1) + columns.batch
-
-
-def _unbeaten_columns(problem: Problem, columns: Columns) -> np.ndarray:
-    costs = np.column_stack([columns.times_s, columns.used])
-    return unbeaten(batch_groups(columns), costs)
+    rows = -(-len(least) // size)
+    step = np.arange(rows)[:, None]
+    table = np.full(rows * size, np.inf)
+    table[: len(least)] = least
+    table = table.reshape(rows, size) - step * cost
+    lowest = np.minimum.accumulate(table, axis=0)
+    begun = np.maximum.accumulate(np.where(table <= lowest, step, 0), axis=0)
+    found, copies = lowest + step * cost, step - begun
+    return found.ravel()[: len(least)], copies.ravel()[: len(least)]
 
 
 @dataclass(frozen=True)
 class _Builder:
-    """Builds the columns of one rank of type ``kind`` in one mode; see :func:`build_columns`."""
+    """Builds the columns of one rank in one mode; see :func:`build_columns`."""
 
     problem: Problem
     profile: RankProfile
-    limits: ColumnLimits
-    kind: int
+    limits: Limits
     mode_index: int
     mode: Mode
     longest: int
@@ -293,79 +275,53 @@ class _Builder:
 
     @cached_property
     def curves(self) -> np.ndarray:
-        """Times of a microbatch of each size from 0 up, of shape (sizes, 3)."""
-        times_s = np.array(time_curves(self.profile, self.mode)).T.reshape(-1, 3)
-        return np.vstack([np.zeros(3), times_s])
-
-    @cached_property
-    def peaks(self) -> np.ndarray:
-        """Peaks of each need and size from 0 up, of shape (needs, sizes)."""
-        return np.array([[0.0, *need.peaks] for need in self.needs])
+        """Times of a microbatch of each size, of shape (sizes, 3)."""
+        return np.array(time_curves(self.profile, self.mode)).T.reshape(-1, 3)
 
     def columns(self) -> Columns:
-        found = self._single() if self.problem.single_microbatch else None
-        if found is None and len(self.sizes) * self.limits.largest_batch <= _FEW_COMBINATIONS:
-            found = self._all_mixtures()
+        limits, none = self.limits, np.zeros((1, self.longest), dtype=np.int32)
+        found = None
+        if self.problem.single_microbatch:
+            copies = np.eye(self.longest, dtype=np.int32)[np.array(self.sizes, dtype=int) - 1]
+            found = self._of(np.vstack([none, copies]))
+        elif len(self.sizes) * limits.largest_batch <= _FEW_COMBINATIONS:
+            found = self._all_mixtures(self._of(none))
         if found is None:
-            found = self._ragged_and_even()
-        found = found.take(found.batch >= self.limits.smallest_batch)
-        if not self.mode.offload:
-            return found
-        # Copy times count only now: earlier they would hide times that later microbatches add to.
-        copies_s = copy_time(self.problem, self.profile, 1, self.mode) * found.batch
-        times_s = found.times_s.copy()
-        times_s[:, :2] = np.maximum(times_s[:, :2], copies_s[:, None])
-        found = dataclasses.replace(found, times_s=times_s)
-        return found.take(self._within(found))
+            found = self._of(np.vstack([none, self._least_mixtures()]))
+        if self.mode.offload:
+            # Copies count only now: earlier they would hide times that microbatches add to.
+            copies_s = copy_time(self.problem, self.profile, 1, self.mode) * found.batch
+            times_s = found.times_s.copy()
+            times_s[:, :2] = np.maximum(times_s[:, :2], copies_s[:, None])
+            found = dataclasses.replace(found, times_s=times_s)
+        return found.take(self._within(found) & (found.batch >= limits.smallest_batch))
 
-    def _single(self) -> Columns:
-        """Return a column for each size, and the empty one."""
-        sizes = np.array(sorted(self.sizes), dtype=np.int64)
-        pairs = np.column_stack([sizes, 1 + 0 * sizes, 0 * sizes, 0 * sizes])
-        pairs = self._usable_pairs(pairs[sizes <= self.limits.largest_batch])
-        return joined([self._empty_column(), self._with_copies(self._of_pairs(pairs), pairs)])
-
-    def _all_mixtures(self) -> Columns | None:
+    def _all_mixtures(self, columns: Columns) -> Columns | None:
         """Return every multiset of the sizes that is not beaten, or None when they are too many.
 
         Sizes come by increasing peak, 1, 2, 4, ... times. Beaten columns drop out at each round:
         the same microbatch in addition does not change which of two is better.
         """
-        columns = self._empty_column()
         for size in self.sizes:
             doubled = 1
             while doubled * size <= self.limits.largest_batch:
-                fitting = columns.batch + doubled * size <= self.limits.largest_batch
-                grown = self._with_more(columns.take(fitting), size, doubled)
+                copies = columns.copies.copy()
+                copies[:, size - 1] += doubled
+                grown = self._of(copies)
                 grown = grown.take(self._within(grown))
                 if not len(grown):
                     break
-                merged = joined([columns, grown])
-                keep = self._unbeaten_however_grown(merged)
+                before = len(columns)
+                columns = joined([columns, grown])
+                keep = self._unbeaten_however_grown(columns)
+                columns = columns.take(keep)
                 # No new column survived: by induction none with more copies would.
-                if not keep[len(columns) :].any():
+                if not keep[before:].any():
                     break
-                columns = merged.take(keep)
                 if len(columns) > _FEW_COLUMNS:
                     return None
                 doubled *= 2
         return columns
-
-    def _with_more(self, columns: Columns, size: int, doubled: int) -> Columns:
-        """Return these columns, each with ``doubled`` more microbatches of ``size``."""
-        batch, count = columns.batch + doubled * size, columns.count + doubled
-        copies = columns.copies.copy()
-        copies[:, size - 1] += doubled
-        present = copies[:, None, : self.profile.largest_microbatch_size] > 0
-        peaks = (present * self.peaks[:, 1:]).max(axis=2)
-        return dataclasses.replace(
-            columns,
-            batch=batch,
-            count=count,
-            times_s=columns.times_s + doubled * self.curves[size],
-            **self._amounts(peaks, batch, count),
-            copies=copies,
-        )
 
     def _unbeaten_however_grown(self, columns: Columns) -> np.ndarray:
         """Return a mask of the columns that stay unbeaten when all get the same microbatches."""
@@ -374,78 +330,36 @@ class _Builder:
         costs = [columns.times_s, columns.needed]
         if any(need.per_microbatch for need in self.needs):
             costs.append(columns.count[:, None])
-        return unbeaten(batch_groups(columns), np.hstack(costs))
+        return unbeaten(columns.batch, np.hstack(costs))
 
-    def _ragged_and_even(self) -> Columns:
-        """Return columns of one size with a smaller last one, and even splits, for every batch."""
-        limits = self.limits
-        batches = np.arange(1, limits.largest_batch + 1)
-        if limits.batches is not None:
-            batches = limits.batches[(limits.batches > 0) & (limits.batches <= batches.size)]
-        batches = batches[batches >= limits.smallest_batch]
-        # Rows of (first size, its copies, second size, its copies). Each part is cut to the limits
-        # separately: rows for all counts of microbatches together would number the square of the
-        # batch.
-        kept = [np.zeros((0, 4), dtype=np.int64)]
-        for size in self.sizes:
-            rest = batches % size
-            pairs = np.column_stack([size + 0 * batches, batches // size, rest, rest > 0])
-            kept.append(self._usable_pairs(pairs))
-        for size in self.sizes:
-            count = -(-batches // size)
-            floor, larger = batches // count, batches % count
-            pairs = np.column_stack([floor + 1, larger, floor, count - larger])
-            kept.append(self._usable_pairs(pairs))
-        pairs = np.concatenate(kept)
-        columns = self._of_pairs(pairs)
-        rows = np.flatnonzero(_unbeaten_columns(self.problem, columns))
-        return joined([self._empty_column(), self._with_copies(columns.take(rows), pairs[rows])])
+    def _least_mixtures(self) -> np.ndarray:
+        """Return, for every batch and largest peak, the multisets of the least of some costs."""
+        units, found = self.problem.units, [np.zeros((0, self.longest), dtype=np.int32)]
+        batches = np.arange(self.limits.largest_batch + 1)
+        wanted = batches >= max(self.limits.smallest_batch, 1)
+        if self.limits.batches is not None:
+            wanted &= np.isin(batches, self.limits.batches)
+        weights = [(units, units, 1, 0), (0, units, 1, 0), (units, 0, 1, 0), (0, 0, 0, 1)]
+        for *of_times, of_count in weights if self.curves.any() else weights[-1:]:
+            least = np.where(batches == 0, 0.0, np.inf)
+            copies = np.zeros((len(batches), self.longest), dtype=np.int32)
+            for size in self.sizes:
+                cost = float(self.curves[size - 1] @ of_times) + of_count
+                least, more = knapsack(least, size, cost)
+                copies = copies[batches - more * size]
+                copies[:, size - 1] += more
+                found.append(copies[wanted & (more > 0) & np.isfinite(least)])
+        return np.unique(np.concatenate(found), axis=0)
 
-    def _with_copies(self, columns: Columns, pairs: np.ndarray) -> Columns:
-        copies = np.zeros((len(columns), self.longest + 1), dtype=np.int32)
-        every = np.arange(len(columns))
-        np.add.at(copies, (every, pairs[:, 0]), pairs[:, 1])
-        np.add.at(copies, (every, pairs[:, 2]), pairs[:, 3])
-        return dataclasses.replace(columns, copies=copies[:, 1:])
-
-    def _usable_pairs(self, pairs: np.ndarray) -> np.ndarray:
-        """Return the rows of ``pairs`` (rows, 4) that fit this rank and the limits."""
-        usable = np.zeros(self.profile.largest_microbatch_size + 1, dtype=bool)
-        usable[[0, *self.sizes]] = True
-        # A size without copies counts as size 0.
-        pairs = pairs * np.repeat(pairs[:, 1::2] > 0, 2, axis=1)
-        pairs = pairs[pairs[:, ::2].max(axis=1, initial=0) < len(usable)]
-        pairs = pairs[usable[pairs[:, 0]] & usable[pairs[:, 2]]]
-        return pairs[self._within(self._of_pairs(pairs))]
-
-    def _empty_column(self) -> Columns:
-        empty = self._of_pairs(np.zeros((1, 4), dtype=np.int64))
-        return dataclasses.replace(empty, copies=np.zeros((1, self.longest), dtype=np.int32))
-
-    def _of_pairs(self, pairs: np.ndarray) -> Columns:
-        """Return columns whose ``copies`` are not filled in yet."""
-        first, first_copies, second, second_copies = pairs.T
-        batch = first * first_copies + second * second_copies
-        count = first_copies + second_copies
-        curves = self.curves
-        return Columns(
-            kind=np.full(len(pairs), self.kind),
-            mode=np.full(len(pairs), self.mode_index),
-            batch=batch,
-            count=count,
-            times_s=first_copies[:, None] * curves[first] + second_copies[:, None] * curves[second],
-            **self._amounts(
-                np.maximum(self.peaks[:, first], self.peaks[:, second]).T, batch, count
-            ),
-            copies=np.zeros((len(pairs), 0), dtype=np.int32),
-        )
-
-    def _amounts(
-        self, peaks: np.ndarray, batch: np.ndarray, count: np.ndarray
-    ) -> dict[str, np.ndarray]:
-        """Return ``needed`` and ``used`` of columns, for peaks of shape (columns, needs)."""
-        totals = [need.total(peaks[:, n], batch, count) for n, need in enumerate(self.needs)]
-        used, rest = [], iter(zip(totals, self.needs, strict=True))
+    def _of(self, copies: np.ndarray) -> Columns:
+        """Return columns of so many microbatches of each size, of shape (columns, longest)."""
+        uses = copies[:, : self.profile.largest_microbatch_size]
+        batch, count = uses @ np.arange(1, uses.shape[1] + 1), uses.sum(axis=1)
+        totals = [
+            need.total((np.where(uses > 0, need.peaks, 0.0)).max(axis=1, initial=0.0), batch, count)
+            for need in self.needs
+        ]
+        rest, used = iter(zip(totals, self.needs, strict=True)), []
         for resource in RESOURCES:
             own = list(itertools.islice(rest, len(resource.needs)))
             amounts = [total for total, _ in own]
@@ -453,10 +367,20 @@ class _Builder:
         if self.room is not None:
             on_device, on_host = totals[: len(DEVICE_NEEDS)], totals[len(DEVICE_NEEDS)]
             used[DEVICE] = self.room.used(self.profile, on_device, on_host)
-        return {"needed": np.column_stack(totals), "used": np.column_stack(used)}
+        return Columns(
+            kind=np.zeros(len(copies), dtype=int),
+            mode=np.full(len(copies), self.mode_index),
+            batch=batch,
+            count=count,
+            times_s=uses @ self.curves,
+            needed=np.column_stack(totals),
+            used=np.column_stack(used),
+            copies=copies,
+        )
 
     def _within(self, columns: Columns) -> np.ndarray:
         capacities = np.array([need.capacity for need in self.needs])
-        fits = (columns.needed <= capacities).all(axis=1)
-        steps = step_seconds(self.problem, columns.times_s, self.limits.floors_s)
-        return fits & (steps <= self.limits.step_s)
+        times_s = np.maximum(columns.times_s, self.limits.floors_s)
+        steps_s = step_parts(self.problem, times_s).sum(axis=1)
+        fits = (columns.needed <= capacities).all(axis=1) & (steps_s <= self.limits.step_s)
+        return fits & (columns.batch <= self.limits.largest_batch)

@@ -23,8 +23,8 @@ from lightning_cephalo.plan.problem import Problem, RankProfile
 from lightning_cephalo.plan.solver.columns import (
     DEVICE,
     RESOURCES,
-    ColumnLimits,
     Columns,
+    Limits,
     RankType,
     Resource,
     build_columns,
@@ -300,7 +300,9 @@ class _Room:
         used = self._columns.used[:, DEVICE]
         cost = used / max(float(used.max(initial=0.0)), 1.0)
         outcome = self._solved(self._unshared(), cost=cost)
-        return float(outcome.values @ used) if outcome.status == "optimal" else None
+        if outcome.values is None or not outcome.is_proven:
+            return None
+        return float(outcome.values @ used)
 
     def further_ranks(self, index: int) -> int:
         """Return the fewest additional ranks of this type that suffice, or 0 if none are known."""
@@ -324,12 +326,12 @@ class _Room:
     def _solved(
         self, needs: Needs, slack: Slack = TIGHT, cost: np.ndarray | None = None
     ) -> Outcome:
-        outcome = Outcome("limit", None, 0.0)
+        outcome = Outcome(None, 0.0, is_proven=False)
         if time.perf_counter() < self.deadline:
             columns = self._columns
             left_s = self.deadline - time.perf_counter()
             outcome = choose(columns, needs, cost=cost, slack=slack, time_limit_s=left_s)
-        self.settled &= outcome.status != "limit"
+        self.settled &= outcome.is_proven
         return outcome
 
     def _needs(self) -> Needs:
@@ -349,10 +351,9 @@ class _Room:
             # one microbatch more than the global batch: the nearest batch may be larger
             most = problem.global_batch_size + kind.profile.largest_microbatch_size
             largest = int(min(most, _most_samples(problem, kind.profile)))
-            batches = _thinned(largest, problem.global_batch_size)
-            limits.append(ColumnLimits(math.inf, (0.0, 0.0, 0.0), largest, batches=batches))
-        columns = build_columns(problem, self.types, limits)
-        return columns.take(columns.count > 0) if problem.every_rank_runs else columns
+            batches = tuple(_thinned(largest, problem.global_batch_size).tolist())
+            limits.append(Limits(math.inf, (0.0, 0.0, 0.0), largest, batches=batches))
+        return build_columns(problem, self.types, limits)
 
 
 def _thinned(largest: int, batch: int) -> np.ndarray:

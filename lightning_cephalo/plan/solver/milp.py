@@ -1,16 +1,13 @@
-"""The mixed-integer programs, stated in CVXPY and solved by HiGHS.
+"""The mixed-integer program, stated in CVXPY and solved by HiGHS.
 
-In each program, ``x[c]`` is the number of ranks that run column ``c``, and :class:`Needs` holds the
-constraints over all ranks. Programs differ in what they minimise, and in the needs that may be
-missed at a price.
+``x[c]`` is the number of ranks that run column ``c``. :class:`Needs` holds the constraints over all
+ranks; :class:`Slack` says which of them may be missed, at a price.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import math
-import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +21,8 @@ _TOLERANCE = 1e-9
 _TRIES = 5
 # Further ranks of one type, at most.
 _MOST_RANKS = 256
-_Indices = Sequence[int] | np.ndarray
+# HiGHS has none of its own at a time limit: CVXPY gives zeros then.
+_FEASIBLE = 2
 
 
 @dataclass(frozen=True)
@@ -50,208 +48,144 @@ TIGHT = Slack()
 
 
 @dataclass(frozen=True)
-class Maximum:
-    """Price of the largest value among the chosen columns: ``max(floor, values)``."""
-
-    values: np.ndarray
-    floor: float = 0.0
-    resolution: float = 0.0
-
-    @property
-    def above(self) -> np.ndarray:
-        """Values above the floor, of shape (columns,)."""
-        above = np.maximum(self.values - self.floor, 0.0)
-        if self.resolution > 0:
-            above = np.floor(above / self.resolution) * self.resolution
-        return above
-
-
-@dataclass(frozen=True)
 class Outcome:
-    """Result of the solver."""
+    """Result of the solver: how many ranks run each column; None: none was found.
 
-    status: str
+    Attributes:
+        bound: Lower bound of the cost.
+        is_proven: Whether the cost is proven to be the least; without values, that there are none.
+    """
+
     values: np.ndarray | None
     bound: float
-    reason: str = ""
+    is_proven: bool
 
 
 def choose(
     columns: Columns,
     needs: Needs,
     *,
-    maxima: Sequence[Maximum] = (),
     cost: np.ndarray | None = None,
+    ladders: Sequence[np.ndarray] = (),
     slack: Slack = TIGHT,
-    limited: Sequence[Maximum] = (),
-    most: float = math.inf,
     gap: float = 0.0,
     time_limit_s: float,
 ) -> Outcome:
     """Choose how many ranks run each column, at the least cost.
 
-    The cost is the sum of ``maxima``, ``cost`` (columns,) and ``slack``. The sum of ``limited`` is
-    ``most`` at most.
+    The cost is ``cost`` (columns,) of every rank, the largest value of each of ``ladders``
+    (columns,), and the slack. Costs are near 1: the solver's tolerances are absolute.
     """
-    allowed = needs
+    shared = needs.shared
     for _ in range(_TRIES):
-        program = _Program()
-        chosen = program.choice(columns, allowed, cost, slack)
-        for maximum in maxima:
-            program.base += float(maximum.floor)
-            for variable, price in program.ladder(maximum, columns, chosen, needs.ranks):
-                program.cost[variable] = price
-        if limited:
-            ladders = [program.ladder(each, columns, chosen, needs.ranks) for each in limited]
-            program.limit([step for ladder in ladders for step in ladder], most)
-        outcome = program.solve(gap, time_limit_s)
+        outcome, further = _solved(columns, needs, shared, cost, ladders, slack, gap, time_limit_s)
         if outcome.values is None:
             return outcome
-        further = outcome.values[chosen].sum() - needs.ranks.sum()
-        excess = outcome.values[chosen] @ columns.used - needs.shared - further * slack.brings
+        excess = outcome.values @ columns.used - needs.shared - further * slack.brings
         if not (excess > 0).any():
-            return dataclasses.replace(outcome, values=outcome.values[chosen])
+            return outcome
         # The solver meets a row only within its tolerance: many bytes on a large cluster.
-        tighter = np.where(excess > 0, allowed.shared - 2 * excess, allowed.shared)
-        allowed = dataclasses.replace(allowed, shared=tighter)
-    return Outcome("infeasible", None, math.inf, "only within rounding")
+        shared = np.where(excess > 0, shared - 2 * excess, shared)
+    return Outcome(None, math.inf, is_proven=True)  # only within rounding
 
 
-class _Program:
-    """Integer variables and rows, added one after the other."""
-
-    def __init__(self) -> None:
-        self.cost: list[float] = []
-        self.upper: list[float] = []
-        self.base = 0.0
-        self._equal = _Rows()
-        self._at_most = _Rows()
-
-    def variables(self, cost: Sequence[float] | np.ndarray, upper: Any) -> np.ndarray:
-        """Add variables from 0 to ``upper`` and return their indices."""
-        first = len(self.cost)
-        self.cost.extend(cost)
-        self.upper.extend(np.broadcast_to(upper, len(cost)))
-        return np.arange(first, len(self.cost))
-
-    def choice(
-        self, columns: Columns, needs: Needs, cost: np.ndarray | None, slack: Slack
-    ) -> np.ndarray:
-        """Add a variable per column, within ``needs``, and return their indices."""
-        size = len(columns)
-        upper = needs.ranks + _MOST_RANKS * (np.arange(len(needs.ranks)) == slack.further)
-        chosen = self.variables(np.zeros(size) if cost is None else cost, upper[columns.kind])
-        further = self.variables([1.0] * (slack.further is not None), _MOST_RANKS)
-        fewer = self.variables([1.0] * slack.fewer, needs.batch - 1)
-        more = self.variables([1.0] * slack.more, math.inf)
-        members = [np.flatnonzero(columns.kind == kind) for kind in range(len(needs.ranks))]
-        for kind, own in enumerate(members):
-            added = further if kind == slack.further else further[:0]
-            row = [*np.ones(len(own)), *-np.ones(len(added))]
-            self._equal.add([*chosen[own], *added], row, needs.ranks[kind])
-        row = [*columns.batch, *np.ones(len(fewer)), *-np.ones(len(more))]
-        self._equal.add([*chosen, *fewer, *more], row, needs.batch)
-        brings = np.broadcast_to(slack.brings, needs.shared.shape)
-        for used, total, brought in zip(columns.used.T, needs.shared, brings, strict=True):
-            if math.isfinite(total):
-                # the solver's tolerances are absolute
-                scale = max(total, float(used.max(initial=0.0)), 1.0)
-                row = [*(used / scale), *np.full(len(further), -brought / scale)]
-                self._at_most.add([*chosen, *further], row, total / scale)
-        return chosen
-
-    def limit(self, steps: Sequence[tuple[int, float]], most: float) -> None:
-        """Let the prices of climbed steps of ladders sum to so much at most."""
-        self._at_most.add([variable for variable, _ in steps], [price for _, price in steps], most)
-
-    def ladder(
-        self, maximum: Maximum, columns: Columns, chosen: np.ndarray, ranks: np.ndarray
-    ) -> list[tuple[int, float]]:
-        """Add a binary variable per level above the floor; return each with its price.
-
-        A column may be used only when its level is climbed. A whole type shares one row per level,
-        which makes the relaxation far tighter than a row per column.
-        """
-        levels, level = np.unique(np.r_[0.0, maximum.above], return_inverse=True)
-        level = level.reshape(-1)[1:]
-        climbed = self.variables(np.zeros(len(levels) - 1), 1.0)
-        for lower, upper in itertools.pairwise(climbed):
-            self._at_most.add([upper, lower], [1.0, -1.0], 0.0)
-        for kind, count in enumerate(ranks):
-            own = np.flatnonzero((columns.kind == kind) & (level > 0))
-            for step in np.unique(level[own]):
-                reaching = own[level[own] >= step]
-                self._at_most.add(
-                    [*chosen[reaching], climbed[step - 1]],
-                    [*np.ones(len(reaching)), -float(count)],
-                    0.0,
-                )
-        return list(zip(climbed, np.diff(levels), strict=True))
-
-    def solve(self, gap: float, time_limit_s: float) -> Outcome:
-        """Return the solution of the least cost, or the best found within the time."""
-        cvxpy = load_solver()
-        width = len(self.cost)
-        cost, upper = np.array(self.cost), np.array(self.upper, dtype=float)
-        # The solver's tolerances are absolute: costs are divided by the largest one.
-        unit = max(self.base, float(cost.max(initial=0.0))) or 1.0
-        variables = cvxpy.Variable(width, integer=True, bounds=[np.zeros(width), upper])
-        constraints = [self._equal.matrix(width) @ variables == np.array(self._equal.right)]
-        if self._at_most.right:
-            matrix = self._at_most.matrix(width)
-            constraints.append(matrix @ variables <= np.array(self._at_most.right))
-        program = cvxpy.Problem(cvxpy.Minimize(cost / unit @ variables), constraints)
-        started = time.perf_counter()
-        # These steps replace program.solve(), which turns a time limit into a warning and hides
-        # the solver's bound.
-        data, chain, inverse = program.get_problem_data(cvxpy.HIGHS)
-        options = {
-            "time_limit": max(time_limit_s - (time.perf_counter() - started), 0.01),
-            "mip_rel_gap": gap,
-            "mip_abs_gap": max(_TOLERANCE, gap * self.base / unit),
-            "mip_feasibility_tolerance": _TOLERANCE,
-            "primal_feasibility_tolerance": _TOLERANCE,
-            "dual_feasibility_tolerance": _TOLERANCE,
-            "random_seed": 0,
-        }
+def _solved(
+    columns: Columns,
+    needs: Needs,
+    shared: np.ndarray,
+    cost: np.ndarray | None,
+    ladders: Sequence[np.ndarray],
+    slack: Slack,
+    gap: float,
+    time_limit_s: float,
+) -> tuple[Outcome, int]:
+    """Solve one program; return its outcome and the number of further ranks."""
+    cvxpy = load_solver()
+    size, kinds = len(columns), np.arange(len(needs.ranks))
+    is_further = kinds == slack.further
+    most = (needs.ranks + _MOST_RANKS * is_further)[columns.kind].astype(float)
+    x = cvxpy.Variable(size, integer=True, bounds=[np.zeros(size), most])
+    larger = int(columns.batch.max(initial=0))
+    limits = (needs.batch - 1) * slack.fewer, larger * slack.more, _MOST_RANKS * is_further.any()
+    fewer, more, further = (cvxpy.Variable(integer=True, bounds=[0, each]) for each in limits)
+    of_kinds = _matrix(np.ones(size), columns.kind, np.arange(size), (len(kinds), size))
+    rows = [
+        of_kinds @ x - is_further.astype(float) * further == needs.ranks,
+        columns.batch @ x + fewer - more == needs.batch,
+    ]
+    brings = np.broadcast_to(slack.brings, shared.shape)
+    for used, limit, brought in zip(columns.used.T, shared, brings, strict=True):
+        if math.isfinite(limit):
+            scale = max(limit, float(used.max(initial=0.0)), 1.0)
+            rows.append((used / scale) @ x - brought / scale * further <= limit / scale)
+    price = fewer + more + further
+    if cost is not None:
+        price = price + cost @ x
+    for values in ladders:
+        climbed, own = _ladder(values, columns, x, needs.ranks)
+        price, rows = price + climbed, [*rows, *own]
+    program = cvxpy.Problem(cvxpy.Minimize(price), rows)
+    options = {
+        "time_limit": max(time_limit_s, 0.01),
+        "mip_rel_gap": gap,
+        "mip_abs_gap": max(_TOLERANCE, gap),
+        "mip_feasibility_tolerance": _TOLERANCE,
+        "primal_feasibility_tolerance": _TOLERANCE,
+        "dual_feasibility_tolerance": _TOLERANCE,
+        "random_seed": 0,
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a solution within the time limit
         try:
-            raw = chain.solve_via_data(program, data, solver_opts=options)
+            program.solve(solver=cvxpy.HIGHS, **options)
         except (cvxpy.error.SolverError, ValueError) as error:
             raise SolverError(f"HiGHS failed: {error}") from error
-        status, info = raw["model_status"], raw["info"]
-        if status in ("kInfeasible", "kUnboundedOrInfeasible"):
-            return Outcome("infeasible", None, math.inf, status)
-        if status not in ("kOptimal", "kTimeLimit"):
-            raise SolverError(f"HiGHS stopped with {status}, expected an optimum or a time limit.")
-        bound = self.base + unit * max(float(info.mip_dual_bound), 0.0)
-        if not math.isfinite(info.objective_function_value) or info.primal_solution_status != 2:
-            return Outcome("limit", None, bound, status)
-        program.unpack(chain.invert(raw, inverse))
-        values = np.rint(np.asarray(variables.value)).astype(int)
-        return Outcome("optimal" if status == "kOptimal" else "limit", values, bound, status)
+    is_proven = program.status in ("optimal", "infeasible", "infeasible_or_unbounded")
+    info = program.solver_stats.extra_stats if x.value is not None else None
+    if info is None or info.primal_solution_status != _FEASIBLE:
+        return Outcome(None, math.inf if is_proven else 0.0, is_proven), 0
+    bound = max(float(info.mip_dual_bound), 0.0)
+    values = np.rint(np.asarray(x.value)).astype(int)
+    return Outcome(values, bound, is_proven), int(values.sum() - needs.ranks.sum())
 
 
-class _Rows:
-    """Rows of ``matrix @ variables`` and their right-hand sides."""
+def _ladder(
+    values: np.ndarray, columns: Columns, x: Any, ranks: np.ndarray
+) -> tuple[Any, list[Any]]:
+    """Return the largest of the values of chosen columns, and its rows: a binary for each level.
 
-    def __init__(self) -> None:
-        self.right: list[float] = []
-        self._columns: list[int] = []
-        self._values: list[float] = []
-        self._lengths: list[int] = []
+    A column may be used only when its level is climbed. A whole type shares one row per level,
+    which makes the relaxation far tighter than a row per column.
+    """
+    levels, at = np.unique(np.r_[0.0, values], return_inverse=True)
+    at = at.reshape(-1)[1:]
+    if len(levels) == 1:
+        return 0.0, []
+    climbed = load_solver().Variable(len(levels) - 1, boolean=True)
+    reaching: list[np.ndarray] = []
+    kinds, steps = [], []
+    for kind in range(len(ranks)):
+        own = np.flatnonzero((columns.kind == kind) & (at > 0))
+        for level in np.unique(at[own]):
+            reaching.append(own[at[own] >= level])
+            kinds.append(kind)
+            steps.append(level - 1)
+    lengths = np.array([len(each) for each in reaching])
+    every, flat = np.arange(len(reaching)), np.concatenate(reaching)
+    uses = _matrix(np.ones(len(flat)), np.repeat(every, lengths), flat, (len(every), len(columns)))
+    allows = _matrix(
+        ranks[kinds].astype(float), every, np.array(steps), (len(every), len(levels) - 1)
+    )
+    rows = [uses @ x <= allows @ climbed]
+    if len(levels) > 2:
+        rows.append(climbed[1:] <= climbed[:-1])
+    return np.diff(levels) @ climbed, rows
 
-    def add(self, columns: _Indices, values: Sequence[float] | np.ndarray, right: float) -> None:
-        self._columns.extend(columns)
-        self._values.extend(values)
-        self._lengths.append(len(columns))
-        self.right.append(float(right))
 
-    def matrix(self, width: int) -> Any:
-        from scipy import sparse
+def _matrix(values: np.ndarray, rows: Any, columns: Any, shape: tuple[int, int]) -> Any:
+    from scipy import sparse
 
-        starts = np.r_[0, np.cumsum(self._lengths)].astype(int)
-        shape = (len(self._lengths), width)
-        return sparse.csr_matrix((self._values, self._columns, starts), shape=shape)
+    return sparse.csr_matrix((values, (rows, columns)), shape=shape)
 
 
 def load_solver() -> Any:

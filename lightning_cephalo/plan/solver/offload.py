@@ -92,7 +92,7 @@ def fastest_moving(
             break
         least_s, _, variant, box = heapq.heappop(queue)
         try:
-            found = variant.search(box).fastest()
+            found = variant.search(box).run()
         except SolverError as error:
             bound_s, failure = min(bound_s, least_s), error
             continue
@@ -111,8 +111,7 @@ def fastest_moving(
         if math.isinf(limit_s) and queue:
             raise SolverError("No plan with state in host memory was found, and none is excluded.")
         return None, bound_s
-    roomier = _Variant(best.problem, best.even, deadline).roomiest(best)
-    return roomier, min(bound_s, best.step_s)
+    return best, min(bound_s, best.step_s)
 
 
 class _Variant:
@@ -121,8 +120,8 @@ class _Variant:
     def __init__(self, problem: Problem, even: bool, deadline: float) -> None:
         self.problem, self.even, self.deadline = problem, even, deadline
         self.types = group_types(problem)
-        bounds = Search(problem, self.types, deadline)
-        self.bound_s = bounds.bound_s + fixed_time(problem)
+        bounds = Search(problem, self.types, deadline).bounds
+        self.bound_s = bounds.step_s + fixed_time(problem)
         # where nothing hides behind collectives, only what exceeds them counts
         self._ignored_s = 0.0 if problem.shares_take_time else backward_collectives_s(problem)
         self.least_backward_s = max(bounds.floors_s[1], self._ignored_s)
@@ -194,17 +193,6 @@ class _Variant:
             return None
         step_s = step_time(self.problem, *map(float, times_s)) + exposed_s
         return MovingPlan(self.problem, self.even, self.types, found, exposed_s, step_s)
-
-    def roomiest(self, plan: MovingPlan) -> MovingPlan:
-        """Return the plan with the most room among those that are as fast."""
-        room = self.room(plan.exposed_s, (plan.backward_s, plan.backward_s))
-        search = Search(self.problem, self.types, self.deadline, room)
-        step_s = plan.step_s - plan.exposed_s - fixed_time(self.problem)
-        try:
-            other = self.priced(search.roomiest(replace(plan.found, step_s=step_s)))
-        except SolverError:
-            return plan
-        return plan if other is None or other.step_s > plan.step_s * (1 + EQUAL) else other
 
     def _least_exposed_s(self, found: Found, backward_s: float) -> float | None:
         columns, rows = found.columns, np.flatnonzero(found.chosen)

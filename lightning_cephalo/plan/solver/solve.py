@@ -61,12 +61,13 @@ def solve(problem: Problem, *, time_limit_s: float = 60.0) -> Plan:
     recomputes and offloads, where its profile leaves that open. For all ranks together, it decides
     whether units are resharded after the forward, if the problem leaves that open.
 
-    Among the plans within a thousandth of the shortest step, the result is one with even memory
-    headroom. Every rank gives the same part of its free memory to state.
+    Plans within a thousandth of the shortest step count as equally fast. Of these, the result is
+    one that offloads little and leaves room. Every rank gives the same part of its free memory to
+    state.
 
-    While the combinations are few, a rank's microbatches may have any sizes. Otherwise they have
-    one size with a smaller last one, or are an even split. The optimum and ``bound_s`` are among
-    those.
+    While the combinations are few, a rank's microbatches may have any sizes. Otherwise they are,
+    for a batch and a largest size, those that take the least time. The optimum and ``bound_s`` are
+    among those.
 
     Args:
         problem: ranks and work of the step.
@@ -74,8 +75,7 @@ def solve(problem: Problem, *, time_limit_s: float = 60.0) -> Plan:
 
     Returns:
         The plan, with every prediction filled in by :func:`~lightning_cephalo.plan.predict`. Its
-        ``gap`` is 0 when ``bound_s`` is proven to be the fastest step. With 16 or more types of
-        ranks, a gap of up to a thousandth counts as proof.
+        ``gap`` is 0 when ``bound_s`` is proven: a gap of up to a thousandth counts as proof.
 
     Raises:
         InfeasibleError: there is no plan; the message names the resource that binds and changes
@@ -191,7 +191,7 @@ class _Variant:
     @property
     def bound_s(self) -> float:
         """Lower bound of the step of all plans."""
-        return self.search.bound_s + self.fixed_s
+        return self.search.bounds.step_s + self.fixed_s
 
 
 _Candidates = list[tuple[_Variant, Found]]
@@ -232,7 +232,7 @@ def _variants(problem: Problem, deadline: float) -> Iterator[_Variant]:
         search = Search(variant, group_types(variant), deadline)
         # if every plan's backward hides the gathers too, keeping units gathered gains nothing
         is_second = variant.reshard_after_forward != problem.reshard_choices[0]
-        if not is_second or search.floors_s[1] < _longest_with_gathers_s(variant):
+        if not is_second or search.bounds.floors_s[1] < _longest_with_gathers_s(variant):
             yield _Variant(search, even)
 
 
@@ -258,7 +258,7 @@ def _best_plan(problem: Problem, found: _Candidates, bound_s: float) -> Plan:
             best = plan
     gap = (fastest_s - bound_s) / fastest_s if fastest_s > 0 else 0.0
     return dataclasses.replace(
-        best, bound_s=min(bound_s, _step_s(best)), gap=0.0 if gap <= _EXACT else gap
+        best, bound_s=min(bound_s, _step_s(best)), gap=0.0 if gap <= EQUAL else gap
     )
 
 
