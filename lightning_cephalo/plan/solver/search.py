@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from lightning_cephalo.common.errors import SolverError
-from lightning_cephalo.plan.cost import idle_bytes
+from lightning_cephalo.plan.cost import DEVICE_NEEDS
 from lightning_cephalo.plan.problem import Problem
 from lightning_cephalo.plan.solver.bounds import (
     TimeBounds,
@@ -194,8 +194,10 @@ class Search:
         worst = np.zeros((len(ranks), columns.used.shape[1]))
         np.maximum.at(worst, columns.kind, columns.used)
         shared = shared_by_all(self.problem)
-        if self.room is not None:
-            shared[DEVICE] = self.room.shared(self.problem.ranks)
+        if self.room is not None:  # several groups have the last entries
+            groups, everyone = self.problem.groups, self.problem.ranks
+            rooms = [self.room.shared([everyone[rank] for rank in own]) for own in groups]
+            shared[slice(DEVICE, 1) if len(groups) == 1 else slice(-len(groups), None)] = rooms
         shared = np.where(ranks @ worst > shared, shared, math.inf)
         return Needs(ranks, self.problem.global_batch_size, shared)
 
@@ -205,14 +207,14 @@ class Search:
         That of a plan is 1 at most. Offloading costs more than the room that it makes.
         """
         ranks = np.array([kind.count for kind in self.types])
-        capacities = np.array([self._capacity(kind) for kind in self.types])
+        capacities = np.array([kind.profile.capacity_bytes for kind in self.types])
         is_limited = np.isfinite(capacities).all()
         parts = (
             capacities / (ranks @ capacities)
             if is_limited
             else np.full(len(ranks), 1 / ranks.sum())
         )
-        full = columns.used[:, DEVICE] / capacities[columns.kind]
+        full = columns.needed[:, : len(DEVICE_NEEDS)].max(axis=1) / capacities[columns.kind]
         most = np.zeros(len(ranks))
         np.maximum.at(most, columns.kind, columns.used[:, HOST])
         on_host = columns.used[:, HOST] / (float(ranks @ most) or 1.0)
@@ -222,28 +224,5 @@ class Search:
         dearest = 1 + bool(most.any()) + _BALANCE
         return (room + on_host + _BALANCE * work**2 / ranks.sum()) / dearest
 
-    def _capacity(self, kind: RankType) -> float:
-        """Return the bytes of one rank of a type, or what they count as where state may move."""
-        profile = kind.profile
-        return profile.capacity_bytes if self.room is None else self.room.capacity(profile)
-
     def _left_s(self) -> float:
         return self.deadline - time.perf_counter()
-
-
-def variants(problem: Problem, *, has_even_state: bool) -> Iterator[tuple[Problem, bool]]:
-    """Yield a problem for each choice for all ranks together, and whether shares are even in it.
-
-    Even shares count if they travel faster, as bytes of every rank or as state that is shared.
-    """
-    has_even_state |= problem.has_even_state
-    for reshard in problem.reshard_choices:
-        asked = problem.resharding(reshard)
-        even = asked.with_even_shares()
-        found = [(asked, False)]
-        if even.collectives_s != asked.collectives_s:
-            found.append((dataclasses.replace(even, has_even_state=has_even_state), True))
-        for variant, is_even in found:
-            # a rank without samples holds these bytes too, and no column says so
-            if min(rank.capacity_bytes for rank in variant.ranks) >= idle_bytes(variant):
-                yield variant, is_even

@@ -1,12 +1,7 @@
 """Finds the fastest plan, with a proven lower bound of its step (``docs/design/planner.md``).
 
-A larger share of the state takes its device longer to update. Searches count the least that the
-slowest rank's updates can take (``plan/updates.py``). If shares by free memory then take longer
-than a thousandth of the step allows, ranks with slow updates get less. If memory does not allow
-that, plans are searched whose shares take so much time (``offload``).
-
-Where optimizer state may live in host memory, plans that move it are searched, too (``offload``).
-All of this runs once for each choice for all ranks together (``search.variants``).
+``boxes`` chooses what ranks run. Here they get their shares of the state: by free memory, as far as
+the time of their updates and moves allows, which may take half of a thousandth of the step.
 """
 
 from __future__ import annotations
@@ -15,39 +10,35 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from lightning_cephalo.common import records
 from lightning_cephalo.common.errors import PlanError, SolverError
 from lightning_cephalo.plan.cost import (
+    DEVICE_NEEDS,
     PLAIN,
     Mode,
-    fixed_time,
+    host_need,
     modes,
     predict,
     rank_plan,
 )
 from lightning_cephalo.plan.plan import Plan, RankPlan
 from lightning_cephalo.plan.problem import Problem
+from lightning_cephalo.plan.solver.boxes import Choice, fastest
 from lightning_cephalo.plan.solver.columns import Columns, RankType, group_types
 from lightning_cephalo.plan.solver.infeasible import certainly_infeasible, refuse
-from lightning_cephalo.plan.solver.offload import (
-    fastest_moving,
-    least_step_s,
-    with_moved_state,
-)
-from lightning_cephalo.plan.solver.search import EQUAL, ROOMIER, Found, Search, variants
-from lightning_cephalo.plan.solver.state import quickest_update_s, with_state
+from lightning_cephalo.plan.solver.room import Room
+from lightning_cephalo.plan.solver.search import EQUAL
+from lightning_cephalo.plan.solver.state import filled_up, kept_by_runs, share_state, to_the_byte
 from lightning_cephalo.plan.state_groups import even_shares
-from lightning_cephalo.plan.updates import least_update_s, with_updates
-from lightning_cephalo.plan.windows import backward_windows
 
-_EXACT = 1e-9
 # Seconds in which to find out whether state in host memory would do.
 _REASON_S = 3.0
+_ROUNDING = 1e-9
 
 
 def solve(problem: Problem, *, time_limit_s: float = 60.0) -> Plan:
@@ -94,7 +85,7 @@ def solve(problem: Problem, *, time_limit_s: float = 60.0) -> Plan:
 def _moving_fits(problem: Problem, deadline: float) -> bool:
     """Return whether there is a plan with state in host memory; False if that is not known."""
     try:
-        return fastest_moving(problem, deadline, math.inf)[0] is not None
+        return fastest(problem, deadline)[0] is not None
     except SolverError:
         return False
 
@@ -103,212 +94,91 @@ def solve_if_possible(problem: Problem, *, time_limit_s: float = 60.0) -> Plan |
     """Return the plan of :func:`solve`, or None where there is none: the reason takes longer."""
     if not isinstance(problem, Problem):
         raise PlanError(f"solve: expected a Problem, but got {records.shortened(problem)}.")
-    plan = _solved(problem, time_limit_s)
-    if plan is None and problem.no_idle_ranks:  # then some rank has no room for samples
-        plan = _solved(dataclasses.replace(problem, no_idle_ranks=False), time_limit_s)
-    return plan
-
-
-def _solved(problem: Problem, time_limit_s: float) -> Plan | None:
     started = time.perf_counter()
-    limit = records.real("solve: time_limit_s", time_limit_s, above_minimum=True, infinite=True)
-    plan = None
-    if problem.optimizer_offload is not True or not problem.can_move_state:
-        plan = _resident(problem, started + limit)
-    # shares of each of several groups are not searched
-    is_gap = plan is not None and (plan.gap or 0.0) > EQUAL and len(problem.groups) == 1
-    waits = problem.can_move_state or (problem.shares_take_time and is_gap)
-    if waits:
-        plan = _or_moving(problem, plan, started + limit)
-    if plan is None:
-        return None
-    return dataclasses.replace(plan, solve_s=time.perf_counter() - started)
-
-
-def _resident(problem: Problem, deadline: float) -> Plan | None:
-    """Return the plan with all optimizer state on the devices."""
-    if certainly_infeasible(problem, group_types(problem)):
-        return None
-    found, bound_s = _searched(problem, deadline)
-    return _best_plan(problem, found, bound_s) if found else None
-
-
-def _or_moving(problem: Problem, plan: Plan | None, deadline: float) -> Plan | None:
-    """Return the plan, or a faster one whose shares of the state are chosen by their time."""
-    limit_s = math.inf if plan is None else _step_s(plan) * (1 - EQUAL)
-    if least_step_s(problem) >= limit_s:
-        return plan
-    try:
-        moving, bound_s = fastest_moving(problem, deadline, limit_s)
-    except SolverError:
-        if plan is None:
-            raise
-        return _proven(plan, min(plan.bound_s or 0.0, least_step_s(problem)))
-    if plan is not None:  # both bounds hold for the same plans, unless state may move
-        bound_s = (min if problem.can_move_state else max)(bound_s, plan.bound_s or 0.0)
-    if moving is None or moving.step_s > limit_s:
-        return None if plan is None else _proven(plan, bound_s)
-    types, columns = moving.types, moving.found.columns
-    runs = _runs(moving.problem, types, columns, moving.found.chosen)
-    bare = with_moved_state(
-        moving,
-        [rank_plan(profile, *run) for profile, run in zip(problem.ranks, runs, strict=True)],
-    )
-    asked = problem.resharding(moving.problem.reshard_after_forward is True)
-    padded = moving.even and problem.padded_bytes > 0
-    even = problem.are_even([rank.state_fraction for rank in bare])
-    found = priced(asked, bare, backend="cvxpy/HiGHS", padded=padded if even else None)
-    return found if plan is not None and _step_s(found) > limit_s else _proven(found, bound_s)
-
-
-def _proven(plan: Plan, bound_s: float) -> Plan:
-    """Return a plan with this bound of all plans, and how far that is."""
-    step_s = _step_s(plan)
-    bound_s = min(bound_s, step_s)
-    gap = (step_s - bound_s) / step_s if step_s > 0 else 0.0
-    return dataclasses.replace(plan, bound_s=bound_s, gap=0.0 if gap <= EQUAL else gap)
-
-
-@dataclass(frozen=True)
-class _Variant:
-    """A problem to search, in which all choices for all ranks together are made.
-
-    All ranks take the least time for updates that any plan takes on its slowest one.
-    """
-
-    search: Search
-    even: bool
-
-    @property
-    def problem(self) -> Problem:
-        return self.search.problem
-
-    @functools.cached_property
-    def fixed_s(self) -> float:
-        """Seconds of a step that no search changes; even shares have a shorter fill."""
-        return fixed_time(self.problem)
-
-    @property
-    def bound_s(self) -> float:
-        """Lower bound of the step of all plans."""
-        return self.search.bounds.step_s + self.fixed_s
-
-
-_Candidates = list[tuple[_Variant, Found]]
-
-
-def _searched(problem: Problem, deadline: float) -> tuple[_Candidates, float]:
-    """Search the variants and return their results and a lower bound of all plans' steps.
-
-    Raises SolverError when time is up without any plan.
-    """
-    found: _Candidates = []
-    bound_s, least_s, failure = math.inf, math.inf, None
-    # the most promising first
-    for variant in sorted(_variants(problem, deadline), key=lambda each: each.bound_s):
-        if found and (
-            variant.bound_s > least_s * (1 + EQUAL + _EXACT) or time.perf_counter() > deadline
-        ):
-            bound_s = min(bound_s, variant.bound_s)
-            continue
-        try:
-            own = variant.search.run()
-        except SolverError as error:
-            failure = error
-            bound_s = min(bound_s, variant.bound_s)
-            continue
-        if own is not None:
-            bound_s = min(bound_s, own.bound_s + variant.fixed_s)
-            least_s = min(least_s, own.step_s + variant.fixed_s)
-            found.append((variant, own))
-    if failure is not None and not found:
-        raise failure
-    return found, bound_s
-
-
-def _variants(problem: Problem, deadline: float) -> Iterator[_Variant]:
-    for variant, even in variants(problem, has_even_state=True):
-        variant = with_updates(variant, least_update_s(variant))
-        search = Search(variant, group_types(variant), deadline)
-        # if every plan's backward hides the gathers too, keeping units gathered gains nothing
-        is_second = variant.reshard_after_forward != problem.reshard_choices[0]
-        if not is_second or search.bounds.floors_s[1] < _longest_with_gathers_s(variant):
-            yield _Variant(search, even)
-
-
-def _longest_with_gathers_s(problem: Problem) -> float:
-    """Return the longest window of the backward that gathers make longer; 0 for none."""
-    with_gathers, without = (backward_windows(problem.resharding(each)) for each in (True, False))
-    pairs = zip(with_gathers, without, strict=True)
-    longer = (own_s for (own_s, count), (less_s, _) in pairs if count and own_s > less_s)
-    return max(longer, default=0.0)
-
-
-def _best_plan(problem: Problem, found: _Candidates, bound_s: float) -> Plan:
-    """Return what offloads least within a thousandth of the fastest, and of that the roomiest."""
-    fastest_s = min(own.step_s + variant.fixed_s for variant, own in found)
-    plans = [_as_plan(problem, variant, own, fastest_s) for variant, own in found]
-    if problem.shares_take_time:  # they may all have less room than the fastest updates need
-        least_s = min(map(_step_s, plans))
-        fastest_s = fastest_s if least_s <= fastest_s * (1 + EQUAL + _EXACT) else least_s
-    equals = [plan for plan in plans if _step_s(plan) <= fastest_s * (1 + EQUAL + _EXACT)]
-    best = min(equals, key=_step_s)
-    for plan in equals:
-        if (-_offloaded(plan), _headroom(plan)) > (-_offloaded(best), _headroom(best) + ROOMIER):
-            best = plan
-    gap = (fastest_s - bound_s) / fastest_s if fastest_s > 0 else 0.0
-    return dataclasses.replace(
-        best, bound_s=min(bound_s, _step_s(best)), gap=0.0 if gap <= EQUAL else gap
+    limit_s = records.real("solve: time_limit_s", time_limit_s, above_minimum=True, infinite=True)
+    plan = _solved(problem, started + limit_s)
+    if plan is None and problem.no_idle_ranks:  # then some rank has no room for samples
+        plan = _solved(dataclasses.replace(problem, no_idle_ranks=False), started + limit_s)
+    return (
+        None if plan is None else dataclasses.replace(plan, solve_s=time.perf_counter() - started)
     )
 
 
-def _step_s(plan: Plan) -> float:
+def _solved(problem: Problem, deadline: float) -> Plan | None:
+    if not problem.can_move_state and certainly_infeasible(problem, group_types(problem)):
+        return None
+    choice, bound_s = fastest(problem, deadline)
+    if choice is None:
+        return None
+    runs = _runs(choice.problem, choice.types, choice.found.columns, choice.found.chosen)
+    bare = [rank_plan(profile, *run) for profile, run in zip(problem.ranks, runs, strict=True)]
+    ranks = _with_shares(choice, bare)
+    even = choice.problem.are_even([rank.state_fraction for rank in ranks])
+    plan = priced(
+        problem.resharding(choice.problem.reshard_after_forward is True),
+        ranks,
+        backend="cvxpy/HiGHS",
+        # shares that are even by chance may leave no room for padding
+        padded=choice.even and problem.padded_bytes > 0 if even else None,
+    )
     assert plan.step_s is not None
-    return plan.step_s
-
-
-def _offloaded(plan: Plan) -> float:
-    return sum(rank.host_bytes or 0.0 for rank in plan.ranks)
-
-
-def _headroom(plan: Plan) -> float:
-    """Return the fraction of its capacity that the fullest rank keeps free."""
-    return min(
-        1 - (rank.memory_bytes or 0.0) / (rank.capacity_bytes or math.inf) for rank in plan.ranks
+    gap = (choice.step_s - bound_s) / choice.step_s if choice.step_s > 0 else 0.0
+    return dataclasses.replace(
+        plan,
+        bound_s=min(bound_s, plan.step_s),
+        gap=0.0 if gap <= EQUAL * (1 + _ROUNDING) else gap,
     )
 
 
-def _as_plan(problem: Problem, variant: _Variant, found: Found, fastest_s: float) -> Plan:
-    problem = problem.resharding(variant.problem.reshard_after_forward is True)
-    runs = _runs(problem, variant.search.types, found.columns, found.chosen)
-    even = even_shares(variant.problem.active_groups, len(runs))
-    bare = [
-        rank_plan(profile, sizes, mode, share if variant.even else 0.0)
-        for profile, (sizes, mode), share in zip(problem.ranks, runs, even, strict=True)
-    ]
-    if variant.even:
-        return _of_shares(problem, variant, bare)
+def _with_shares(choice: Choice, runs: Sequence[RankPlan]) -> list[RankPlan]:
+    """Return what ranks run, each with its share of the state, and where that lives.
+
+    Devices are filled first; each rank moves as little as its share allows.
+    """
+    problem = choice.problem
+    even = even_shares(problem.active_groups, len(runs))
+    if problem.has_even_state:
+        return [replace(run, state_fraction=share) for run, share in zip(runs, even, strict=True)]
+    backward_s = (float(choice.found.columns.times_s[:, 1].max()),) * 2
+    most_share = max(even) * (1 + _ROUNDING) if choice.even else 1.0
+    exposed_s = choice.exposed_s + EQUAL / 2 * choice.step_s
+    room = Room(problem, exposed_s, backward_s, most_share)
+    stays = replace(problem, optimizer_offload=False)
+    resident = Room(stays, exposed_s, backward_s)
     capacities = [profile.capacity_bytes for profile in problem.ranks]
-    plan = _of_shares(problem, variant, with_state(problem, bare, capacities))
-    left_s = fastest_s * (1 + EQUAL) - _step_s(plan)
-    if not problem.shares_take_time or left_s >= 0:
-        return plan
-    least_s = quickest_update_s(problem, bare, capacities)
-    quickest = _of_shares(problem, variant, with_state(problem, bare, capacities, least_s))
-    left_s = fastest_s * (1 + EQUAL) - _step_s(quickest)
-    if left_s <= 0:
-        return quickest
-    # no step grows by more than its updates
-    roomier = with_state(problem, bare, capacities, least_s + left_s)
-    return _of_shares(problem, variant, roomier)
-
-
-def _of_shares(problem: Problem, variant: _Variant, ranks: Sequence[RankPlan]) -> Plan:
-    """Return the plan of ranks whose shares of the state are chosen."""
-    are_even = variant.problem.are_even([rank.state_fraction for rank in ranks])
-    # shares that are even by chance may leave no room for padding
-    padded = variant.even and problem.padded_bytes > 0 if are_even else None
-    return priced(problem, ranks, backend="cvxpy/HiGHS", padded=padded)
+    used = kept_by_runs(problem, runs, capacities)
+    least, most, needs = [], [], []
+    for profile, run in zip(problem.ranks, runs, strict=True):
+        mode, sizes = Mode.of(run), run.microbatch_sizes
+        on_device = [need(problem, profile, mode).of(sizes) for need in DEVICE_NEEDS]
+        needs.append((on_device, host_need(problem, profile, mode).of(sizes)))
+        most.append(float(room.most(profile, *needs[-1])))
+        is_resident = problem.optimizer_offload is not True or not problem.can_move_state
+        least.append(float(resident.most(profile, *needs[-1])) if is_resident else 0.0)
+    shares = list(even)
+    for members in problem.groups if not choice.even else ():
+        own_least, own_most, own_used, own_capacity = (
+            [each[rank] for rank in members] for each in (least, most, used, capacities)
+        )
+        if math.fsum(own_least) >= 1:
+            wanted = share_state(problem.full_state_bytes, own_used, own_capacity)
+            own_least = list(map(min, wanted, own_least))
+        for rank, share in zip(members, filled_up(own_least, own_most), strict=True):
+            shares[rank] = share
+    found = []
+    for profile, run, share, needed in zip(problem.ranks, runs, shares, needs, strict=True):
+        moved = room.least_moved(profile, *needed, share)
+        more = moved.device_bytes(problem)
+        share = to_the_byte(problem, profile, run, share, profile.capacity_bytes, more)
+        found.append(
+            replace(
+                run,
+                state_fraction=share,
+                resident_fraction=moved.resident_fraction,
+                host_update_fraction=moved.host_update_fraction,
+            )
+        )
+    return found
 
 
 def _runs(

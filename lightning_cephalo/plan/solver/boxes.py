@@ -1,38 +1,31 @@
-"""Finds the fastest plan where a rank's share of the state takes time.
+"""Finds the fastest choice for all ranks, also where a rank's share of the state takes time.
 
 How much state a rank can hold depends on the seconds that its share may add to a step, and on the
 backward that hides moves, and lets collectives hide fewer updates. For given limits on both, the
 search is that of a problem whose shares take no time, with other rooms (``room``). So all limits
 are searched: boxes of seconds and backwards are halved where the bound is the least, until no box
-can hold a faster plan.
+can hold a faster plan. Where shares take no time, one box holds all plans.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from lightning_cephalo.common.errors import SolverError
-from lightning_cephalo.plan.cost import (
-    DEVICE_NEEDS,
-    Mode,
-    fixed_time,
-    host_need,
-    step_time,
-)
-from lightning_cephalo.plan.plan import RankPlan
+from lightning_cephalo.plan.cost import DEVICE_NEEDS, fixed_time, idle_bytes, step_time
 from lightning_cephalo.plan.problem import Problem
 from lightning_cephalo.plan.solver.columns import RankType, group_types
 from lightning_cephalo.plan.solver.room import Room
-from lightning_cephalo.plan.solver.search import EQUAL, Found, Search, variants
-from lightning_cephalo.plan.solver.state import filled_up, to_the_byte
+from lightning_cephalo.plan.solver.search import EQUAL, Found, Search
 from lightning_cephalo.plan.windows import backward_collectives_s, backward_windows
 
 _MOST_BOXES = 48
@@ -43,13 +36,16 @@ _ROUNDING = 1e-9
 class _Box:
     """Limits: shares of plans in it add ``exposed_s``, a unit's backward takes ``backward_s``."""
 
-    exposed_s: tuple[float, float]
-    backward_s: tuple[float, float]
+    exposed_s: tuple[float, float] = (0.0, math.inf)
+    backward_s: tuple[float, float] = (0.0, math.inf)
 
 
 @dataclass(frozen=True)
-class MovingPlan:
-    """What ranks run and hold, where their shares of the state take time."""
+class Choice:
+    """What ranks run, how long the step is, and how much of it shares of the state add.
+
+    ``problem`` has every choice for all ranks together; with ``even`` their shares are equal.
+    """
 
     problem: Problem
     even: bool
@@ -58,26 +54,15 @@ class MovingPlan:
     exposed_s: float
     step_s: float
 
-    @property
-    def backward_s(self) -> float:
-        """Seconds of the slowest rank's backward of one unit."""
-        return float(self.found.columns.times_s[:, 1].max(initial=0.0))
 
+def fastest(problem: Problem, deadline: float) -> tuple[Choice | None, float]:
+    """Return the fastest choice, and a lower bound of the step of all plans.
 
-def least_step_s(problem: Problem) -> float:
-    """Return a lower bound of the step of all plans whose shares take time, without a search."""
-    found = (_Variant(*each, 0.0) for each in variants(problem, has_even_state=False))
-    return min((each.bound_s + each.least_exposed_s for each in found), default=math.inf)
-
-
-def fastest_moving(
-    problem: Problem, deadline: float, limit_s: float
-) -> tuple[MovingPlan | None, float]:
-    """Return the fastest plan where shares take time, and a lower bound of all of them."""
+    Raises SolverError when time is up without any plan, and when none is found nor excluded.
+    """
     count, best = itertools.count(), None
     queue: list[tuple[float, int, _Variant, _Box]] = []
-    for each, even in variants(problem, has_even_state=False):
-        variant = _Variant(each, even, deadline)
+    for variant in _variants(problem, deadline):
         if math.isfinite(variant.bound_s):
             box = _Box((variant.least_exposed_s, math.inf), (variant.least_backward_s, math.inf))
             least_s = variant.bound_s + variant.least_exposed_s
@@ -85,7 +70,7 @@ def fastest_moving(
     bound_s, failure = math.inf, None
     for _ in range(_MOST_BOXES):
         # a plan that is slower than this by less is as good
-        enough_s = limit_s if best is None else min(limit_s, best.step_s * (1 - EQUAL / 2))
+        enough_s = math.inf if best is None else best.step_s * (1 - EQUAL)
         while queue and queue[0][0] >= enough_s:
             bound_s = min(bound_s, heapq.heappop(queue)[0])
         if not queue or (best is not None and time.perf_counter() > deadline):
@@ -102,16 +87,47 @@ def fastest_moving(
         plan = variant.priced(found)
         if plan is not None and (best is None or plan.step_s < best.step_s):
             best = plan
-        for half in variant.halves(box, least_s, best.step_s if best else limit_s):
+        halves = variant.halves(box, least_s, best.step_s if best else math.inf)
+        for half in halves:
             heapq.heappush(queue, (least_s, next(count), variant, half))
+        if not halves:
+            bound_s = min(bound_s, least_s)
     bound_s = min([bound_s, *(each[0] for each in queue)])
-    if best is None:
-        if failure is not None:
-            raise failure
-        if math.isinf(limit_s) and queue:
-            raise SolverError("No plan with state in host memory was found, and none is excluded.")
-        return None, bound_s
-    return best, min(bound_s, best.step_s)
+    if best is None and (failure is not None or queue):
+        raise failure or SolverError("No plan was found, and none is excluded.")
+    return best, bound_s if best is None else min(bound_s, best.step_s)
+
+
+def _variants(problem: Problem, deadline: float) -> Iterator[_Variant]:
+    """Yield a variant for each choice for all ranks together.
+
+    Even shares count if they travel faster.
+    """
+    for reshard in problem.reshard_choices:
+        asked = problem.resharding(reshard)
+        even = asked.with_even_shares()
+        found = [(asked, False)]
+        if even.collectives_s != asked.collectives_s:
+            takes_time = even.shares_take_time or even.can_move_state
+            has_even_state = even.has_even_state or not takes_time
+            found.append((dataclasses.replace(even, has_even_state=has_even_state), True))
+        for each, is_even in found:
+            # a rank without samples holds these bytes too, and no column says so
+            if min(rank.capacity_bytes for rank in each.ranks) < idle_bytes(each):
+                continue
+            variant = _Variant(each, is_even, deadline)
+            # if every plan's backward hides the gathers too, keeping units gathered gains nothing
+            is_second = reshard != problem.reshard_choices[0]
+            if not is_second or variant.floors_s[1] < _longest_with_gathers_s(each):
+                yield variant
+
+
+def _longest_with_gathers_s(problem: Problem) -> float:
+    """Return the longest window of the backward that gathers make longer; 0 for none."""
+    with_gathers, without = (backward_windows(problem.resharding(each)) for each in (True, False))
+    pairs = zip(with_gathers, without, strict=True)
+    longer = (own_s for (own_s, count), (less_s, _) in pairs if count and own_s > less_s)
+    return max(longer, default=0.0)
 
 
 class _Variant:
@@ -120,7 +136,9 @@ class _Variant:
     def __init__(self, problem: Problem, even: bool, deadline: float) -> None:
         self.problem, self.even, self.deadline = problem, even, deadline
         self.types = group_types(problem)
+        self._takes_time = problem.shares_take_time or problem.can_move_state
         bounds = Search(problem, self.types, deadline).bounds
+        self.floors_s = bounds.floors_s
         self.bound_s = bounds.step_s + fixed_time(problem)
         # where nothing hides behind collectives, only what exceeds them counts
         self._ignored_s = 0.0 if problem.shares_take_time else backward_collectives_s(problem)
@@ -130,26 +148,37 @@ class _Variant:
     @cached_property
     def least_exposed_s(self) -> float:
         """Lower bound of what shares add: that of ranks without samples, in any backward."""
+        if not self._takes_time:
+            return 0.0
         any_room = self.room(math.inf, (self.least_backward_s, math.inf))
         idle = [self.problem.fixed_bytes] * len(DEVICE_NEEDS)
 
         def holds(exposed_s: float) -> bool:
             room = any_room.exposing(exposed_s)
-            shares = (kind.count * float(room.most(kind.profile, idle, 0.0)) for kind in self.types)
-            return math.fsum(shares) >= 1.0 - _ROUNDING
+            shares = [
+                (kind, kind.count * float(room.most(kind.profile, idle, 0.0)))
+                for kind in self.types
+            ]
+            return self._least_held(shares) >= 1.0 - _ROUNDING
 
         # not a bound if rounding alone excludes all plans: a search finds that out
         return self._least(holds)[0] if holds(math.inf) else 0.0
 
-    @property
-    def _most_share(self) -> float:
-        return (1 + _ROUNDING) / len(self.problem.ranks) if self.even else 1.0
+    def _least_held(self, shares: Sequence[tuple[RankType, float]]) -> float:
+        """Return what the group holds that holds the least, of all of the state."""
+        return min(
+            math.fsum(share for kind, share in shares if kind.members[0] in members)
+            for members in self.problem.groups
+        )
 
     def room(self, exposed_s: float, backward_s: tuple[float, float]) -> Room:
-        return Room(self.problem, exposed_s, backward_s, self._most_share)
+        most_share = (1 + _ROUNDING) / len(self.problem.ranks) if self.even else 1.0
+        return Room(self.problem, exposed_s, backward_s, most_share)
 
     def search(self, box: _Box) -> Search:
         """Return the search whose plans are no slower than any in the box."""
+        if not self._takes_time:
+            return Search(self.problem, self.types, self.deadline)
         room = self.room(box.exposed_s[1], box.backward_s)
         slow = box.backward_s[0]
         least_s = slow if slow > self._ignored_s else 0.0
@@ -157,6 +186,8 @@ class _Variant:
 
     def halves(self, box: _Box, least_s: float, limit_s: float) -> list[_Box]:
         """Return the two halves of a box, without what is slower than a limit for certain."""
+        if not self._takes_time:
+            return []
         (least, most), (slow, slowest) = box.exposed_s, box.backward_s
         units = self.problem.units
         most = min(most, least + limit_s - least_s)
@@ -168,9 +199,7 @@ class _Variant:
             return []
         wide_s, long_s = most - least, units * (slowest - slow)
         # nothing else hides behind the backward, or behind its collectives
-        takes_time = self.problem.can_move_state or self.problem.shares_take_time
-        hides = takes_time and self.problem.early_update
-        if hides and long_s > 0 and long_s >= wide_s:
+        if self.problem.early_update and long_s > 0 and long_s >= wide_s:
             paced_s = backward_collectives_s(self.problem)
             middle = self._middle(slow, slowest, units)
             middle = paced_s if slow < paced_s < slowest else middle
@@ -185,14 +214,16 @@ class _Variant:
             return (low + high) / 2
         return low + max(low, (4 * self.bound_s or 1.0) / units)
 
-    def priced(self, found: Found) -> MovingPlan | None:
+    def priced(self, found: Found) -> Choice | None:
         """Return the plan of these columns that exposes the least; None if it cannot be."""
-        times_s = found.columns.times_s.max(axis=0)
-        exposed_s = self._least_exposed_s(found, float(times_s[1]))
+        times_s = [float(each) for each in found.columns.times_s.max(axis=0)]
+        exposed_s: float | None = 0.0
+        if self._takes_time:
+            exposed_s = self._least_exposed_s(found, times_s[1])
         if exposed_s is None:
             return None
-        step_s = step_time(self.problem, *map(float, times_s)) + exposed_s
-        return MovingPlan(self.problem, self.even, self.types, found, exposed_s, step_s)
+        step_s = step_time(self.problem, *times_s) + exposed_s
+        return Choice(self.problem, self.even, self.types, found, exposed_s, step_s)
 
     def _least_exposed_s(self, found: Found, backward_s: float) -> float | None:
         columns, rows = found.columns, np.flatnonzero(found.chosen)
@@ -201,12 +232,11 @@ class _Variant:
         def holds(exposed_s: float) -> bool:
             room, shares = any_room.exposing(exposed_s), []
             for row in rows:
-                needed = columns.needed[row]
-                profile = self.types[int(columns.kind[row])].profile
+                needed, kind = columns.needed[row], self.types[int(columns.kind[row])]
                 on_device, on_host = needed[: len(DEVICE_NEEDS)], needed[len(DEVICE_NEEDS)]
-                share = float(room.most(profile, on_device, on_host))
-                shares.append(int(found.chosen[row]) * share)
-            return math.fsum(shares) >= 1.0
+                share = float(room.most(kind.profile, on_device, on_host))
+                shares.append((kind, int(found.chosen[row]) * share))
+            return self._least_held(shares) >= 1.0
 
         return self._least(holds)[1] if holds(math.inf) else None
 
@@ -224,43 +254,3 @@ class _Variant:
             else:
                 low = middle
         return low, high
-
-
-def with_moved_state(plan: MovingPlan, runs: Sequence[RankPlan]) -> list[RankPlan]:
-    """Return what ranks run, each with its share of the state, and where that lives.
-
-    Devices are filled first; each rank moves as little as its share allows.
-    """
-    problem = plan.problem
-    backward_s = (plan.backward_s, plan.backward_s)
-    most_share = (1 + _ROUNDING) / len(runs) if plan.even else 1.0
-    room = Room(problem, plan.exposed_s, backward_s, most_share)
-    resident = Room(replace(problem, optimizer_offload=False), plan.exposed_s, backward_s)
-    least, most, needs = [], [], []
-    for profile, run in zip(problem.ranks, runs, strict=True):
-        mode = Mode.of(run)
-        on_device = [need(problem, profile, mode).of(run.microbatch_sizes) for need in DEVICE_NEEDS]
-        on_host = host_need(problem, profile, mode).of(run.microbatch_sizes)
-        needs.append((on_device, on_host))
-        most.append(float(room.most(profile, on_device, on_host)))
-        stays = problem.optimizer_offload is not True
-        least.append(float(resident.most(profile, on_device, on_host)) if stays else 0.0)
-    held = math.fsum(least)
-    if plan.even:
-        shares = [1 / len(runs)] * len(runs)
-    else:
-        shares = filled_up(least, most) if held < 1 else [share / held for share in least]
-    found = []
-    for profile, run, share, needed in zip(problem.ranks, runs, shares, needs, strict=True):
-        moved = room.least_moved(profile, *needed, share)
-        more = moved.device_bytes(problem)
-        share = to_the_byte(problem, profile, run, share, profile.capacity_bytes, more)
-        found.append(
-            replace(
-                run,
-                state_fraction=share,
-                resident_fraction=moved.resident_fraction,
-                host_update_fraction=moved.host_update_fraction,
-            )
-        )
-    return found
