@@ -718,26 +718,6 @@ def test_slices_of_even_shares_are_padded_where_that_was_measured_faster_and_fit
     assert unpadded.shares_are_even
 
 
-def test_a_hair_of_time_is_given_for_headroom_between_even_and_uneven_shares():
-    ranks = [affine("small", 1, 105), affine("large", 1, 1000)]
-
-    def fractions(even_gather_s: float) -> list[float]:
-        problem = Problem(
-            ranks,
-            units=2,
-            gather_s=20.0,
-            even_gather_s=even_gather_s,
-            state_bytes=200,
-            global_batch_size=2,
-        )
-        plan = checked(problem, solve(problem))
-        assert plan.gap == 0
-        return [rank.state_fraction for rank in plan.ranks]
-
-    assert fractions(17.99)[0] < 0.2  # even shares would take 44.68 s, these take 44.7 s
-    assert fractions(17.5) == [0.5, 0.5]
-
-
 def test_boundaries_are_offloaded_only_with_recomputation():
     rank = dataclasses.replace(
         affine("a", 1, 40, longest=2),

@@ -66,7 +66,7 @@ def test_memory_decides_what_speed_may_not():
     assert [rank.microbatch_sizes for rank in plan.ranks] == [(2, 2), (4,)]
     held = [rank.state_fraction for rank in plan.ranks]
     assert held == pytest.approx([0.45, 0.55], abs=2e-3)  # half of a thousandth is for room
-    assert predict(tight, plan).ranks[1].update_s == pytest.approx(2.2)
+    assert predict(tight, plan).ranks[1].update_s == pytest.approx(2.2, abs=0.008)
     assert plan.gap == 0
 
 

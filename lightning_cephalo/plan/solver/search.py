@@ -119,8 +119,8 @@ class Search:
         floors_s, least_s = bounds
         steps_s = np.maximum(parts_s, floors_s).sum(axis=1)
         best, limit_s = None, least_s
-        for slack in _SLACKS:
-            limit_s = min(least_s * slack, widest_s)
+        for slack in _SLACKS if least_s > 0 else (math.inf,):
+            limit_s = min(least_s * slack, widest_s) if math.isfinite(slack) else widest_s
             best = self._chosen(columns, steps_s, parts_s, floors_s, needs, limit_s)
             if best is not None or limit_s == widest_s:
                 break
