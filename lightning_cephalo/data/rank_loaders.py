@@ -10,6 +10,7 @@ compared, so that a stream that differs between ranks is refused. With
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from itertools import chain, islice, repeat
 from typing import Any
 
@@ -54,6 +55,9 @@ class RankLoader:
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.loader, name, value)  # such as Lightning's worker_init_fn
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return copy, (self.dealt_from,)  # of a Trainer that is copied
 
     def __len__(self) -> int:
         return len(self.loader)
