@@ -99,7 +99,7 @@ def read_job(view: TrainerView, groups: Groups, options: Options, deals: bool) -
     limits = tuple(own.limits for own in everyones)
     ready_samples = None
     if any(own.first_rows for own in everyones):
-        without = [rank for rank, own in enumerate(everyones) if not all(own.first_rows)]
+        without = [rank for rank, own in enumerate(everyones) if not all(own.first_rows or (0,))]
         if without:
             raise PlanError(
                 f"The training dataloader yields no batch on the ranks {without}. Check its data,"
