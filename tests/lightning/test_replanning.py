@@ -144,7 +144,7 @@ def _wishes():
     said = []
 
     for wish in (True, "auto", False):
-        job = Job(Options(replan=wish), (Limits.none(),))
+        job = Job(Options(replan=wish), (Limits(),))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             said.append((replanning.may_replan(job), [str(each.message) for each in caught]))
