@@ -15,7 +15,7 @@ from lightning_cephalo.plan import Problem
 from lightning_cephalo.profiling.isolation import isolated, moved_to_device
 from lightning_cephalo.profiling.memory_model import RetainedBytes, resting_bytes, state_fields
 from lightning_cephalo.profiling.network import with_network_times
-from lightning_cephalo.profiling.optimizer_time import OptimizerTime, clipping, optimizer_time
+from lightning_cephalo.profiling.optimizer_time import OptimizerTime, optimizer_time
 from lightning_cephalo.profiling.probe import Prober, ProfiledStep
 from lightning_cephalo.profiling.rank_curves import merge_equal_ranks, profile_of, remember
 from lightning_cephalo.profiling.state_rates import with_unit_parameters
@@ -72,8 +72,8 @@ def measure(
             retaining = measure_without_recompute(prober, measured, options)
         # a backend allocates when it first communicates, and cannot use memory that torch caches
         accelerator.empty_cache()
-        clip = clipping(view.clip_value, view.clips_by_value)
-        updates = optimizer_time(model, clock, view.optimizers, clip)
+        clip = view.clip_value, view.clips_by_value
+        updates = optimizer_time(model, clock, view.optimizers, *clip)
         blocks = [
             visit
             for visit in model.executor.visits
@@ -87,7 +87,9 @@ def measure(
         capacity = device.capacity_bytes
         problem = with_network_times(problem, model, clock, capacity, reduced / units)
         # clipping waits for the other ranks' norms
-        update_s = updates.overhead_s + (0.0 if clip is None else problem.step_overhead_s / 2)
+        update_s = updates.overhead_s + (
+            0.0 if view.clip_value is None else problem.step_overhead_s / 2
+        )
         unit_update_s = update_s * problem.unit_part
         problem = replace(problem, update_overhead_s=update_s, unit_update_s=unit_update_s)
 

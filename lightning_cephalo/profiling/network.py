@@ -65,25 +65,24 @@ def with_network_times(
     """
     model.executor.reshard()
     given, count = model.fractions, len(model.fractions)
-    even_shares = (1 / count,) * count
     weights = [3.0 if fractions_are_even(given) and rank % 2 else 1.0 for rank in range(count)]
     other = tuple(weight / sum(weights) for weight in weights)
-    shares, padded_bytes, times = [given], 0, {}
+    padded_bytes = model.padded_bytes().total
+    held = sum(f.contents.master_bytes * (2 if f.trainable else 1) for f in model.flats)
+    # Twice: the old shards are freed only after the new ones are filled.
+    needed = model.gathered_bytes + padded_bytes + 2 * held * other[model.control.rank]
     # groups of ranks that each hold the whole state cut it anyhow
-    has_other = model.units[1:] and count > 1 and not model.state_groups
-    if has_other and _have_room(model, other, capacity_bytes):
-        shares.append(other)
-        padded_bytes = model.padded_bytes().total
-        if padded_bytes and not _have_room(model, even_shares, capacity_bytes - padded_bytes):
-            padded_bytes = 0
-    for fractions in shares:
+    has_other = len(model.units) > 1 and count > 1 and not model.state_groups
+    has_other = model.control.all(has_other and needed < capacity_bytes)
+    times = {}
+    for fractions in (given, other) if has_other else (given,):
+        is_even = fractions_are_even(fractions)
         if fractions != model.fractions:
             model.change_fractions(fractions)
-        is_even = fractions_are_even(fractions)
-        model.padding.is_on = is_even and padded_bytes > 0
+        model.padding.is_on = has_other and is_even and padded_bytes > 0
         times[is_even] = mean_times(model, clock, model.of_kind(UnitKind.BLOCK))
         model.padding.is_on = False
-    if model.fractions != given:
+    if has_other:
         model.change_fractions(given)
     uneven, even = times.get(False, times[is_even]), times.get(True, times[is_even])
     root = _sum_of(model, clock, UnitKind.ROOT, UnitKind.EMBEDDING)
@@ -105,14 +104,6 @@ def with_network_times(
     if even.total_s >= (1 - _NOISE) * uneven.total_s:
         return problem
     return replace(problem, **even.fields("even_", reduced), padded_bytes=padded_bytes)
-
-
-def _have_room(model: ShardedModel, fractions: Sequence[float], capacity_bytes: float) -> bool:
-    """Return whether every rank could hold its parameters and gradients with these shares."""
-    held = sum(f.contents.master_bytes * (2 if f.trainable else 1) for f in model.flats)
-    # Twice: the old shards are freed only after the new ones are filled.
-    needed = model.gathered_bytes + 2 * held * fractions[model.control.rank]
-    return model.control.all(needed < capacity_bytes)
 
 
 def _sum_of(model: ShardedModel, clock: Callable[[], float], *kinds: UnitKind) -> MeanTimes:

@@ -7,7 +7,6 @@ first as many small tensors as the rank has, then one large one, whose extra tim
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import math
 import statistics
@@ -15,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_cephalo.adapters.optimizer import clip_by_norm
@@ -44,11 +43,12 @@ def optimizer_time(
     model: ShardedModel,
     clock: Callable[[], float],
     optimizers: Sequence[Optimizer] = (),
-    clip: Callable[[Sequence[Tensor]], object] | None = None,
+    clip_value: float | None = None,
+    clips_by_value: bool = False,
 ) -> OptimizerTime:
     """Return this rank's times of clipping and updating, on tensors of their own; collective."""
-    element_wise = (o for o in optimizers if known_scope(o) is Scope.ELEMENT)
-    optimizer = next(element_wise, None)
+    optimizer = next((own for own in optimizers if known_scope(own) is Scope.ELEMENT), None)
+    clip = nn.utils.clip_grad_value_ if clips_by_value else clip_by_norm
 
     def update_s(numels: Sequence[int]) -> float:
         """Return the median seconds of an update of tensors of these sizes."""
@@ -59,45 +59,30 @@ def optimizer_time(
         times: list[float] = []
         while len(times) <= _REPEATS and sum(times) < _LONG_S:
             start_s = clock()
-            if clip is not None:
-                clip(parameters)
+            if clip_value is not None:
+                clip(parameters, clip_value)
             step_without_hooks(update)
             times.append(clock() - start_s)
         return statistics.median(times[1:] or times)  # the first repetition creates the state
 
-    own = OptimizerTime(0.0, 0.0)
-    model.control.barrier()
-    # the times of the other ranks count for a rank that is already full
-    with contextlib.suppress(torch.OutOfMemoryError):
-        own = _of_rank(model, update_s)
-    gc.collect()  # the frames of a failed update hold its tensors
-    overheads, rates = zip(*model.control.gather(list(own)), strict=True)
-    return OptimizerTime(
-        max(overheads), own.parameters_per_s or min(filter(None, rates), default=math.inf)
-    )
-
-
-def clipping(largest: float | None, by_value: bool) -> Callable[..., object] | None:
-    """Return the clipping of gradients as a function; None: they are not clipped."""
-    if largest is None:
-        return None
-    clip = nn.utils.clip_grad_value_ if by_value else clip_by_norm
-    return lambda parameters: clip(parameters, largest)
-
-
-def _of_rank(model: ShardedModel, update_s: Callable[[Sequence[int]], float]) -> OptimizerTime:
     flats = [flat for flat in model.flats if flat.trainable]
     rows = [local_part(p).numel() for flat in flats for p in flat.sharded if p.requires_grad]
     # no larger than an even share, which the rank has room for; small shares are mostly calls
     share = sum(flat.contents.numel for flat in flats) // model.control.world_size
-    if not share:
-        return OptimizerTime(0.0, math.inf)
-    most = max(1, _ROWS_NUMEL // max(len(rows), 1))
-    stand_ins = [min(numel, most) for numel in rows]
-    own_s = update_s(stand_ins) if rows else 0.0
+    stand_ins = [min(numel, max(1, _ROWS_NUMEL // len(rows))) for numel in rows]
     on_host = model.accelerator.computes_on_host
     limit = _LARGE_NUMEL if on_host else _LAUNCHED_LARGE_NUMEL
     large = max(2, min(share - sum(stand_ins), limit), min(share, _ROWS_NUMEL))
-    more_s = update_s([large]) - update_s([1])
-    rate = (large - 1) / more_s if more_s > _LEAST_S else math.inf
-    return OptimizerTime(max(0.0, own_s - sum(stand_ins) / rate), rate)
+    overhead_s, rate = 0.0, math.inf
+    model.control.barrier()
+    try:
+        if share:
+            own_s = update_s(stand_ins) if rows else 0.0
+            more_s = update_s([large]) - update_s([1])
+            rate = (large - 1) / more_s if more_s > _LEAST_S else math.inf
+            overhead_s = max(0.0, own_s - sum(stand_ins) / rate)
+    except torch.OutOfMemoryError:
+        rate = 0.0  # the times of the other ranks count for a rank that is already full
+    gc.collect()  # the frames of a failed update hold its tensors
+    overheads, rates = zip(*model.control.gather([overhead_s, rate]), strict=True)
+    return OptimizerTime(max(overheads), rate or min(filter(None, rates), default=math.inf))

@@ -38,20 +38,14 @@ Start: TypeAlias = Callable[[], list[Callable[[], None]]]
 
 def has_state_rates(problem: Problem) -> bool:
     """Return whether a problem has the costs of moving state; an older file does not."""
-    return any(
-        math.isfinite(rank.to_device_bytes_per_s) or rank.host_updated_parameters_per_s
-        for rank in problem.ranks
-    )
+    return any(math.isfinite(rank.to_device_bytes_per_s) for rank in problem.ranks)
 
 
 def trained_sizes(model: ShardedModel) -> tuple[int, ...]:
     """Return the trained parameters of each block, behind those of all else; as on all ranks."""
-    sizes = [
-        (unit.kind is UnitKind.BLOCK, sum(flat.contents.numel for flat in unit.trained))
-        for unit in model.units
-    ]
-    rest = sum(size for is_block, size in sizes if not is_block)
-    return (rest, *(size for is_block, size in sizes if is_block))
+    sizes = {id(u): sum(flat.contents.numel for flat in u.trained) for u in model.units}
+    blocks = [sizes[id(block)] for block in model.of_kind(UnitKind.BLOCK)]
+    return (sum(sizes.values()) - sum(blocks), *blocks)
 
 
 def homes_of_units(model: ShardedModel, homes: Sequence[StateHome]) -> tuple[StateHome, ...]:
@@ -89,9 +83,9 @@ def with_state_rates(
     nbytes = int(min(_COPIED_BYTES, max(_LEAST_BYTES, capacity_bytes * _PART)))
     doing = "allocating host memory to measure copies"
     copy = control.together(doing, partial(_copies, accelerator, nbytes))
-    copied, updated = nbytes / _best_s(model, copy), 0.0
+    rates = [nbytes / _best_s(model, copy), 0.0]
     if with_host_updates:
-        updated = _HOST_ELEMENTS / _best_update_s(model, copy)
+        rates[1] = _HOST_ELEMENTS / _best_update_s(model, copy)
     del copy
     accelerator.empty_cache()
     ranks = [
@@ -101,9 +95,7 @@ def with_state_rates(
             to_device_bytes_per_s=copied,
             to_host_bytes_per_s=copied,
         )
-        for rank, (updated, copied) in zip(
-            problem.ranks, control.gather([updated, copied]), strict=True
-        )
+        for rank, (copied, updated) in zip(problem.ranks, control.gather(rates), strict=True)
     ]
     return replace(problem, ranks=tuple(merge_equal_ranks(ranks)))
 

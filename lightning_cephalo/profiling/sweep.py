@@ -124,11 +124,11 @@ def measure_times(prober: Prober, options: ProfileOptions, device: str) -> Measu
         if not any(sizes):
             if total:
                 return measured
+            gathered = format_bytes(prober.model.gathered_bytes)
             raise TooLittleMemoryError(
-                f"No rank has memory for a microbatch of {samples(smallest)} in addition to"
-                f" the model's {format_bytes(prober.model.gathered_bytes)} of gathered buffers. Use"
-                " recompute=True, smaller units (units=), a lower precision, or more or larger"
-                " devices."
+                f"No rank has memory for a microbatch of {samples(smallest)} beside {gathered} of"
+                " gathered buffers. Use recompute=True, smaller units (units=), a lower precision,"
+                " or more or larger devices."
             )
         for _ in range(_TIMES_OF_SMALL if max(sizes) <= _SMALL * smallest else _TIMES):
             measured.time(prober, sizes[control.rank] or options.idle(measured))
@@ -168,11 +168,7 @@ def measure_memory(prober: Prober, measured: Measured, options: ProfileOptions) 
 def measure_without_recompute(
     prober: Prober, recomputing: Measured, options: ProfileOptions
 ) -> Measured:
-    """Measure steps that retain the activations inside units; collective.
-
-    Only a few microbatches that ran with recomputation run. Forward and root are assumed to be
-    unchanged.
-    """
+    """Measure a few microbatches that ran, with retained activations; collective."""
     model, measured = prober.model, Measured()
     model.release_buffers()  # retained graphs have memory of their own
     model.executor.recompute = False
