@@ -1,11 +1,8 @@
 """Counts the state that optimizers will hold, and finds what has the rows of parameters.
 
 Optimizers are made before the plan, and most hold no state yet: a trial on small tensors tells what
-they will hold. Units may differ: an optimizer trains a part of the model, or one of its groups has
-another option. Plans count that of the unit with the most, as units may move whole.
-
-State of optimizers that update whole parameters lies on owners, whatever rows ranks hold: it moves
-with the owners (``owned_update.py``).
+they will hold. Of units that differ, plans count the one with the most, as units may move whole.
+State of optimizers that update whole parameters stays on owners (``owned_update.py``).
 """
 
 from __future__ import annotations

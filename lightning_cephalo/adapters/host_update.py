@@ -68,8 +68,11 @@ class HostUpdates:
         part = part_of(optimizer, chosen, on_host=True)
         for group in part.param_groups if isinstance(part, _FUSED) else ():
             group.update(fused=True, foreach=False)
-        for parameter, entries in part.state.items():  # other dicts than those of the optimizer
-            part.state[parameter] = pytree.tree_map_only(Tensor, _number_here, dict(entries))
+        # other dicts than those of the optimizer; rows lie in host memory, other tensors may not
+        for parameter, entries in part.state.items():
+            part.state[parameter] = pytree.tree_map_only(
+                Tensor, lambda v: v if isinstance(v, DTensor) else v.cpu(), dict(entries)
+            )
         pairs = [
             [(p, self._on_host(unit, p)) for p in group["params"]] for group in part.param_groups
         ]
@@ -133,8 +136,3 @@ class HostUpdates:
             )
             self._held[id(parameter)] = _OnHost(own, gradient)
         return self._held[id(parameter)]
-
-
-def _number_here(value: Tensor) -> Tensor:
-    """Return a tensor of state, which lies in host memory if it is no rows but a number."""
-    return value if isinstance(value, DTensor) else value.cpu()

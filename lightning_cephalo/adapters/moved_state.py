@@ -28,9 +28,6 @@ from lightning_cephalo.sharding.placement import local_part
 from lightning_cephalo.sharding.spent_gradients import is_spent
 from lightning_cephalo.sharding.unit import Unit
 
-Key = tuple[int, str]
-"""A parameter's id, and the name of an entry of its state."""
-
 
 @dataclass
 class _Staging:
@@ -58,7 +55,8 @@ class MovedState:
         self.homes = tuple(homes)  # by unit; empty: all state is on the device
         self._room = HostRoom(self._accelerator, capacity_bytes)
         self._host = HostUpdates(self._accelerator, self._in, self._leaving, self._room)
-        self._rows: list[dict[Key, Tensor]] = [{} for _ in self._parameters]
+        # by unit, and in it by a parameter's id and the name of an entry of its state
+        self._rows: list[dict[tuple[int, str], Tensor]] = [{} for _ in self._parameters]
         device = self._accelerator.device
         empty = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(STAGED_UNITS)]
         self._staging = [_Staging(memory) for memory in empty if homes]
@@ -66,7 +64,7 @@ class MovedState:
 
     def _forget_step(self) -> None:
         self._fetched: dict[int, _Staging] = {}
-        self._staged: dict[Key, Tensor] = {}  # what stands for rows of state on the device
+        self._staged: dict[tuple[int, str], Tensor] = {}  # what stands for these on the device
         self.updated: set[int] = set()  # ids of parameters
 
     @property

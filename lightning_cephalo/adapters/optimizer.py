@@ -35,12 +35,13 @@ from lightning_cephalo.sharding.placement import agreed, in_rows, local_part, ro
 from lightning_cephalo.sharding.same_values import cut_gradients
 from lightning_cephalo.sharding.spent_gradients import is_spent
 
+Chosen = Sequence[Sequence[Tensor]]
+"""Some parameters of each group."""
+
 
 @contextmanager
 def local_update(
-    optimizer: Optimizer,
-    owned: OwnedUpdate | None = None,
-    elsewhere: Executor | None = None,
+    optimizer: Optimizer, owned: OwnedUpdate | None = None, elsewhere: Executor | None = None
 ) -> Iterator[None]:
     """While active, ``optimizer.step`` updates plain tensors; hooks and closures find DTensors."""
     # rows are right for element-wise updates, and for all on a single rank
@@ -113,9 +114,7 @@ def _rows_shown(
 
 
 def update_rows(
-    optimizer: Optimizer,
-    chosen: Sequence[Sequence[Tensor]],
-    staged: Mapping[tuple[int, str], Tensor],
+    optimizer: Optimizer, chosen: Chosen, staged: Mapping[tuple[int, str], Tensor]
 ) -> None:
     """Update this rank's rows of some parameters of each group, as ``step`` updates them.
 
@@ -128,9 +127,7 @@ def update_rows(
     optimizer.state.update(update.state)
 
 
-def part_of(
-    optimizer: Optimizer, chosen: Sequence[Sequence[Tensor]], *, on_host: bool = False
-) -> Optimizer:
+def part_of(optimizer: Optimizer, chosen: Chosen, *, on_host: bool = False) -> Optimizer:
     """Return a copy of an optimizer that holds some parameters of each group, and their state."""
     state = {p: optimizer.state[p] for p in chain.from_iterable(chosen) if p in optimizer.state}
     part = copy_of(optimizer, chosen, state, on_host=on_host)

@@ -74,16 +74,15 @@ class OwnedUpdate:
         except Exception as error:
             failure = error
         messages = control.gather(message)
-        if all(each is not None for each in messages):
-            parameters = self._parameters()
-            made = [self._whole[p].detach() if owners.owns(p) else None for p in parameters]
-            with torch.no_grad():
-                owners.spread(parameters, made, [local_part(p).detach() for p in parameters])
-            self._take(messages)
-        for own in self._whole.values():
-            own.grad, own.data = None, own.new_empty(0)
         if any(each is None for each in messages):
             control.raise_if_any_failed(failure, doing)
+        parameters = self._parameters()
+        made = [self._whole[p].detach() if owners.owns(p) else None for p in parameters]
+        with torch.no_grad():
+            owners.spread(parameters, made, [local_part(p).detach() for p in parameters])
+        self._take(messages)
+        for own in self._whole.values():
+            own.grad, own.data = None, own.new_empty(0)
 
     def _room(self, parameter: DTensor) -> Tensor | None:
         """Return memory for a whole parameter and its gradient, if this rank owns it."""

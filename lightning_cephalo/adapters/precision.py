@@ -1,12 +1,12 @@
 """Adapts precision plugins to gradients in shards.
 
-Clipping would be correct unchanged: the optimizer's parameters are DTensors, whose norm is that of
-all ranks. It is faster over this rank's rows, with one message for all gradients. A gradient scaler
-needs one change: ranks must agree whether a step overflowed.
+Clipping by norm would be correct unchanged, as the optimizer's parameters are DTensors. Over rows
+it is faster, with one message for all gradients. With a scaler, ranks agree on overflows.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -33,12 +33,9 @@ class RanksGradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        found = found_inf.clone()
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for parameter in parameters_of(optimizer):
-            if parameter.grad is not None:
-                gradient = local_part(parameter.grad)
-                by_dtype.setdefault(gradient.dtype, []).append(gradient)
+        found, by_dtype = found_inf.clone(), defaultdict[torch.dtype, list[Tensor]](list)
+        for gradient in (p.grad for p in parameters_of(optimizer) if p.grad is not None):
+            by_dtype[gradient.dtype].append(local_part(gradient))
         for chosen in by_dtype.values():
             scale = inv_scale.to(found.device)
             torch._amp_foreach_non_finite_check_and_unscale_(chosen, found, scale)

@@ -31,15 +31,13 @@ from lightning_cephalo.sharding.placement import like_parameter
 
 # Steps of a trial: more than the periods of common slow updates (5, 6 and 10).
 _STEPS = 12
-# Parameters of a trial.
-_MOST = 16
-# Moments of Adam.
-MOMENTS = 2
+# Parameters of a trial, and the shapes of those of one kind.
+_MOST, _SHAPES = 16, ((6, 4, 3, 2, 2), (5, 7, 2, 3, 1))
 # A difference, relative to the largest change, below which results count as equal: batched kernels
 # sum in another order.
 _ALIKE = 1e-3
-# Those of one kind.
-_SHAPES = ((6, 4, 3, 2, 2), (5, 7, 2, 3, 1))
+# Moments of Adam.
+MOMENTS = 2
 
 
 class Scope(Enum):
@@ -50,10 +48,8 @@ class Scope(Enum):
 
 
 _ELEMENT_WISE = "SGD Adam AdamW Adamax NAdam RAdam RMSprop Adagrad Adadelta ASGD Rprop"
-_SCOPES = {
-    **dict.fromkeys(_ELEMENT_WISE.split(), Scope.ELEMENT),
-    **dict.fromkeys(("Adafactor", "Muon"), Scope.PARAMETER),
-}
+_SCOPES = dict.fromkeys(_ELEMENT_WISE.split(), Scope.ELEMENT)
+_SCOPES |= dict.fromkeys(("Adafactor", "Muon"), Scope.PARAMETER)
 
 
 def known_scope(optimizer: Optimizer) -> Scope | None:
@@ -97,8 +93,6 @@ def state_bytes_per_element(optimizer: Optimizer) -> dict[int, int]:
     return {id(parameter): nbytes for group, nbytes in pairs for parameter in group}
 
 
-# -- trials ---------------------------------------------------------------------------------------
-
 _Place = tuple[int, int]
 """A parameter's group, and its index there."""
 _Pieces = Mapping[_Place, tuple[Tensor, Tensor]]
@@ -114,14 +108,13 @@ def try_out(optimizer: Optimizer, *, by_rows: bool) -> str:
     ``by_rows``: the parts are rows of all parameters, and a trial that cannot run refutes nothing.
     It runs on the CPU, so that ranks with different devices find the same.
     """
-    own = set(map(id, parameters_of(optimizer)))
-
-    def is_held(value: Any) -> bool:
-        leaves = [*pytree.tree_leaves(value), *(value if isinstance(value, Mapping) else ())]
-        return any(id(leaf) in own or isinstance(leaf, Optimizer | nn.Module) for leaf in leaves)
-
-    attributes = vars(optimizer).keys() - {"state", "param_groups", "defaults"}
-    held = sorted(name for name in attributes if is_held(vars(optimizer)[name]))
+    own, others = set(map(id, parameters_of(optimizer))), (Optimizer, nn.Module)
+    held = [
+        name
+        for name, value in vars(optimizer).items()
+        if name not in ("state", "param_groups", "defaults")
+        and any(id(x) in own or isinstance(x, others) for x in pytree.tree_leaves(value))
+    ]
     if held:
         return (
             "it holds parameters, a module or another optimizer in its attributes"

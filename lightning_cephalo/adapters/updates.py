@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
@@ -29,8 +30,7 @@ class OptimizerUpdates:
         if optimizer not in self._owned:
             owners = Owners(self._model.fractions, self._model.control.rank)
             self._owned[optimizer] = OwnedUpdate(optimizer, owners, self._model.control)
-        owned: OwnedUpdate = self._owned[optimizer]
-        return owned
+        return cast(OwnedUpdate, self._owned[optimizer])
 
     def scope(self, optimizer: Optimizer) -> Scope:
         """Return the scope, or raise on all ranks if training would not be as on one device."""
@@ -42,8 +42,7 @@ class OptimizerUpdates:
             # processors may differ in what they compute
             is_whole = control.any(own is Scope.PARAMETER)
             self._scopes[optimizer] = Scope.PARAMETER if is_whole else own
-        found: Scope = self._scopes[optimizer]
-        return found
+        return cast(Scope, self._scopes[optimizer])
 
     def _scope(self, optimizer: Optimizer) -> Scope:
         name, found = type(optimizer).__name__, known_scope(optimizer) or self._tried(optimizer)
