@@ -11,7 +11,6 @@ import io
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +21,16 @@ from lightning_cephalo.common import files
 from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.common.quantities import byte_unit, format_bytes, format_seconds
 from lightning_cephalo.plan import Plan, Problem, cost
+from lightning_cephalo.plan.memory_timeline import MemoryTimeline
 from lightning_cephalo.plan.program import OPERATIONS, Operation
-from lightning_cephalo.plan.timeline import Event, Kind, Simulation, Stream, Timeline
+from lightning_cephalo.plan.timeline import (
+    MEASURED_KINDS,
+    Event,
+    Held,
+    Simulation,
+    Stream,
+    Timeline,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,18 +39,14 @@ if TYPE_CHECKING:
 INK, GREY, PALE, PAPER = "#010203", "#999999", "#e8e8e8", "#fefefe"
 ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
 BLUE, VERMILION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
-SIMULATED = "simulated"
-LAYERS: dict[str, str] = {
-    Kind.OTHER.value: GREY,
-    Kind.PARAMETER_ROWS.value: BLUE,
-    Kind.OPTIMIZER_STATE.value: GREEN,
-    Kind.GRADIENT_ROWS.value: PURPLE,
-    Kind.GATHERED.value: ORANGE,
-    Kind.FULL_GRADIENTS.value: VERMILION,
-    Kind.ACTIVATIONS.value: SKY,
-    Kind.INSIDE.value: YELLOW,
-    SIMULATED: SKY,
-}
+# colours of what a recorded step tells apart, in the order of ``Held.sizes``
+MEASURED = dict(
+    zip(
+        (kind.value for kind in MEASURED_KINDS),
+        (GREY, BLUE, GREEN, PURPLE, ORANGE, VERMILION, SKY, YELLOW),
+        strict=True,
+    )
+)
 MOST_ROWS = 16
 MOST_MEMORIES = 8
 
@@ -70,23 +73,6 @@ _TRACKS = (
     (Stream.TO_HOST,),
     (Stream.HOST,),
 )
-
-
-@dataclass(frozen=True)
-class Memory:
-    """What a rank holds in a step: bytes of each layer, from each of the times on."""
-
-    label: str
-    times_s: Sequence[float]
-    layers: Mapping[str, Sequence[float]]
-    planned_bytes: float | None = None
-    capacity_bytes: float | None = None
-    planned_parts: str = ""
-
-    @property
-    def peak_bytes(self) -> float:
-        return max(sum(sizes) for sizes in zip(*self.layers.values(), strict=True))
-
 
 # -- files and pages ----------------------------------------------------------------------------
 
@@ -214,39 +200,45 @@ def timeline(axes: Axes, rows: Sequence[tuple[str, Sequence[Event]]], end_s: flo
     add_legend(axes.figure, colours)
 
 
-def memory(panels: Sequence[Axes], shown: Sequence[Memory], end_s: float) -> None:
+def memory(
+    panels: Sequence[Axes],
+    shown: Sequence[tuple[str, MemoryTimeline]],
+    colours: Mapping[str, str],
+    end_s: float,
+) -> None:
     """Draw what ranks hold over a step, a panel each, with the plan's peak and the capacity."""
-    unit, bytes_each = byte_unit(max(one.peak_bytes for one in shown))
-    used: set[str] = set()
-    for axes, one in zip(panels, shown, strict=True):
-        layers = {name: sizes for name, sizes in one.layers.items() if any(sizes)}
-        used |= layers.keys()
-        scale = time_axis(axes, end_s)
+    unit, bytes_each = byte_unit(max(one.peak_bytes or 1.0 for _, one in shown))
+    used: dict[str, str] = {}
+    for axes, (label, one) in zip(panels, shown, strict=True):
+        peak_bytes, scale = one.peak_bytes or 0.0, time_axis(axes, end_s)
+        sizes = zip(*(held.sizes for held in (*one.held, one.held[-1])), strict=True)
+        layers = {name: each for name, each in zip(colours, sizes, strict=True) if any(each)}
+        used |= {name: colours[name] for name in layers}
         axes.stackplot(
-            [time_s * scale for time_s in (*one.times_s, end_s)],
-            *([size / bytes_each for size in (*sizes, sizes[-1])] for sizes in layers.values()),
+            [*(held.time_s * scale for held in one.held), end_s * scale],
+            *([size / bytes_each for size in each] for each in layers.values()),
             step="post",
-            colors=[LAYERS[name] for name in layers],
+            colors=[colours[name] for name in layers],
             linewidth=0,
         )
-        title = f"{one.label}: {format_bytes(one.peak_bytes)} at its peak"
+        title = f"{label}: {format_bytes(peak_bytes)} at its peak"
         if one.planned_bytes is not None:
-            title += f", {format_bytes(one.planned_bytes)} predicted{one.planned_parts}"
-        is_over = one.capacity_bytes is not None and one.peak_bytes > one.capacity_bytes
+            title += f", {format_bytes(one.planned_bytes)} predicted"
+        is_over = one.capacity_bytes is not None and peak_bytes > one.capacity_bytes
         axes.set_title(title, loc="left", color=VERMILION if is_over else INK)
         # the two lines may be as high as each other
-        for text, size, style, at, side in (
+        for text, limit, style, at, side in (
             ("predicted peak", one.planned_bytes, "dashed", 1, "right"),
             ("may use", one.capacity_bytes, "solid", 0.005, "left"),
         ):
-            if size is not None and size < 3 * max(one.peak_bytes, 1.0):
-                height, place = size / bytes_each, ("axes fraction", "data")
+            if limit is not None and limit < 3 * max(peak_bytes, 1.0):
+                height, place = limit / bytes_each, ("axes fraction", "data")
                 axes.axhline(height, color=INK, linewidth=1, linestyle=style)
-                said = f"{text} {format_bytes(size)}"
+                said = f"{text} {format_bytes(limit)}"
                 axes.annotate(said, (at, height), xycoords=place, ha=side, va="bottom")
         axes.set(ylim=(0, 1.1 * axes.get_ylim()[1]), ylabel=unit)
         axes.label_outer()
-    add_legend(panels[0].figure, {name: LAYERS[name] for name in LAYERS if name in used})
+    add_legend(panels[0].figure, used)
 
 
 # -- files of the command line ------------------------------------------------------------------
@@ -273,12 +265,14 @@ def memory_figure(
     predicted = cost.predict(problem, plan).ranks
     shown = []
     for label, kind in kinds:
-        rank, (times_s, sizes) = kind.ranks[0], zip(*kind.memory, strict=True)
+        rank, held = kind.ranks[0], tuple(Held(time_s, (size,)) for time_s, size in kind.memory)
         limits = predicted[rank].memory_bytes, problem.ranks[rank].capacity_bytes
-        parts = _parts(problem, plan, rank)
-        shown.append(Memory(label, times_s, {SIMULATED: sizes}, *limits, parts))
+        shown.append((label, MemoryTimeline(rank, label, (), held, (), *limits)))
     with drawing(path, 0.8 + 1.7 * len(shown), rows=len(shown)) as panels:
-        memory(panels, shown, simulation.step_s)
+        memory(panels, shown, {"simulated": SKY}, simulation.step_s)
+        for axes, (_, one) in zip(panels, shown, strict=True):
+            title = axes.get_title(loc="left")
+            axes.set_title(f"{title}: {_parts(problem, plan, one.rank)}", loc="left")
         panels[-1].set_xlabel(f"{panels[-1].get_xlabel()}{left_out}")
 
 
@@ -314,7 +308,7 @@ def _parts(problem: Problem, plan: Plan, rank: int) -> str:
     held = need.kept(part.batch_size, len(sizes))
     peak = need.of(sizes) - need.fixed - held
     return (
-        f": state {format_bytes(part.state_fraction * need.state)}, gathered buffers"
+        f"state {format_bytes(part.state_fraction * need.state)}, gathered buffers"
         f" {format_bytes(need.fixed)}, boundaries and kept activations {format_bytes(held)},"
         f" peak of a microbatch {format_bytes(peak)}"
     )

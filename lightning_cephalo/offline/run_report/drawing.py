@@ -13,7 +13,6 @@ from lightning_cephalo.common.texts import printable
 from lightning_cephalo.offline import figures
 from lightning_cephalo.offline.figures import INK, MOST_MEMORIES, MOST_ROWS, SKY
 from lightning_cephalo.plan.memory_timeline import MemoryTimeline
-from lightning_cephalo.plan.timeline import MEASURED_KINDS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,22 +32,12 @@ def step_timeline(timelines: Sequence[MemoryTimeline]) -> Markup:
 def memories(timelines: Sequence[MemoryTimeline]) -> Markup:
     """Return the memory of the fullest ranks by kind over the step."""
     fullest = sorted(timelines, key=lambda one: -(one.peak_bytes or 0.0))[:MOST_MEMORIES]
-    kinds = [kind.value for kind in MEASURED_KINDS]
-    shown = [
-        figures.Memory(
-            _name(one),
-            [held.time_s for held in one.held],
-            dict(zip(kinds, zip(*(held.sizes for held in one.held), strict=True), strict=True)),
-            one.planned_bytes,
-            one.capacity_bytes,
-        )
-        for one in sorted(fullest, key=lambda one: one.rank)
-    ]
+    shown = [(_name(one), one) for one in sorted(fullest, key=lambda one: one.rank)]
     end_s = max(one.end_s for one in fullest)
     return figures.svg(
         "Memory of ranks over the recorded step",
         0.8 + 1.7 * len(shown),
-        lambda panels: figures.memory(panels, shown, end_s),
+        lambda panels: figures.memory(panels, shown, figures.MEASURED, end_s),
         rows=len(shown),
     )
 

@@ -19,10 +19,8 @@ from lightning_cephalo.offline.run_report import drawing
 from lightning_cephalo.offline.run_report.findings import findings, missing_in
 from lightning_cephalo.offline.run_report.lost_time import LostTime, lost_time
 from lightning_cephalo.plan import RankPlan
-from lightning_cephalo.plan.timeline import Stream
 
 _RANKS_IN_FULL = 64
-_COPIES = (Stream.COPY, Stream.TO_HOST, Stream.TO_DEVICE, Stream.HOST)
 _PARTS = (
     ("compute", "compute_s", figures.BLUE),
     ("update", "update_s", figures.GREEN),
@@ -45,8 +43,8 @@ def page(folder: Path) -> str:
 
 
 def page_of(name: str, record: RunRecord) -> str:
-    lost = lost_time([rank.recording for rank in record.ranks])
     timelines = record.timelines()
+    lost = lost_time(timelines)
     ranks = record.ranks[:_RANKS_IN_FULL]
     measured = [rank.measured_memory for rank in ranks if rank.measured_memory is not None]
     environment = Environment(
@@ -76,7 +74,6 @@ def page_of(name: str, record: RunRecord) -> str:
         longest_s=max((one.step_s for one in lost), default=0.0) or 1.0,
         parts=_PARTS,
         timelines=timelines,
-        has_copies=any(event.stream in _COPIES for one in timelines for event in one.events),
         held=[timeline for timeline in timelines if timeline.held],
         ranks=list(zip(ranks, record.plan.ranks, strict=False)),
         are_timed=any(rank.busy_s is not None for rank in ranks),
