@@ -187,8 +187,6 @@ class ConnectedStrategy(ParallelStrategy):
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        if self._inside_microbatch:
-            self.session.user_collectives.called("all_gather")
         self._ending.refuse_alone("a gather over ranks")
         if group is None or group is torch.distributed.group.WORLD:
             require_equal_shapes(tensor, self._connection.control)

@@ -95,7 +95,6 @@ class Steps(ABC):
             _call(partial(step, piece, *rest, **kwargs), count, log, index)
             for index, (piece, count) in enumerate(pieces)
         ]
-        session.user_collectives.before_step(len(calls), trains=True, failed=failure is not None)
         note = (lambda: self._notes.of(log.note())) if is_seen else tuple
         with self._view.precision.train_step_context():
             outcome = self._forward_of(calls, note, failure)
@@ -237,7 +236,6 @@ def evaluate(
         return result
 
     call = _call(step, samples, log) if samples else None
-    session.user_collectives.before_step(1 if samples else 0, trains=False)
     executor = session.model.executor
     outcome = executor.evaluate(call, f"running {name}", lambda: notes.of(log.note()))
     notes.learn(outcome.notes)

@@ -96,8 +96,6 @@ def compare_losses(session: Session, batch: Any, pieces: Sequence[Piece], step: 
         runs = control.together("cutting a batch", partial(_runs, session, batch, pieces))
         # a manual step runs on every rank or on none
         if not is_manual or control.all(runs[0] is not None):
-            # a collective of the user's waits for ranks that run no step
-            session.user_collectives.before_step(int(runs[0] is not None), trains=False)
             found = _compared(session, step, runs, _evaluate(session, undo))
     except BaseException as error:
         if is_lost_connection(error) or not isinstance(error, Exception):

@@ -23,7 +23,7 @@ from lightning_cephalo.adapters.logging import StepLogs
 from lightning_cephalo.adapters.precision import compute_dtype, loss_scaler
 from lightning_cephalo.adapters.torchmetrics import metrics_within, synchronise_lists
 from lightning_cephalo.adapters.updates import OptimizerUpdates
-from lightning_cephalo.adapters.user_collectives import CollectiveWatch, UserCollectives
+from lightning_cephalo.adapters.user_collectives import CollectiveWatch
 from lightning_cephalo.adapters.user_module import refuse_copies, switch_off_caches
 from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.common.errors import TooLittleMemoryError
@@ -107,13 +107,11 @@ class Session:
             metrics = metrics_within(module, view.callbacks)
             end = synchronise_lists(metrics, control, lambda: executor.inside_microbatch)
             self._at_end.callback(end)
-        measured = (1,) if options.planner.single_microbatch else None
-        self.user_collectives = UserCollectives(control, measured)
         self.manual: PhasedSteps | None = None
         if job.trains and not module.automatic_optimization:
             self.manual = PhasedSteps(executor)
         elif control.world_size > 1:
-            watch = CollectiveWatch(self.user_collectives.called)
+            watch = CollectiveWatch()
             self._at_end.callback(watch.close)
             executor.hooks.watch = watch.watched
         self.batches = Batches(job, control, is_manual=self.manual is not None)
@@ -221,7 +219,6 @@ class Session:
         self.plan = plan
         if self.model.executor.updates.mover is not None:  # else the optimizers are not in use yet
             self._host_state.follow(plan, self.optimizers)
-        self.user_collectives.planned = [len(rank.microbatch_sizes) for rank in plan.ranks]
         self.batches.follow(own)
         options, executor = self.job.options, self.model.executor
         executor.reshard_after_forward = chosen(
@@ -244,7 +241,6 @@ class Session:
         plan.check(world_size=self.control.world_size, global_batch_size=job.global_batch_size)
         check_plan(plan, job.limits)
         check_homes(plan, job.optimizers.stays, loss_scaler(self.view.precision) is not None)
-        self.user_collectives.check(counts)
         refusals = (
             (
                 members_of(plan.state_groups, plan.world_size) != self.model.members,

@@ -1,36 +1,35 @@
-"""Collectives of the user's step are seen, whoever else communicates."""
+"""Collectives of the user's step are refused, whoever else communicates."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from launch import run_ranks
 
 from lightning_cephalo.adapters.user_collectives import CollectiveWatch
+from lightning_cephalo.common.errors import UnsupportedError
 
 
-def _seen(rank):
+def _refused(rank):
     alone = dist.new_group([0])
-    seen = []
-    collectives = CollectiveWatch(lambda *call: seen.append(call))
-    dist.all_reduce(torch.ones(2))  # the strategy's own
-    with collectives.watched():
-        dist.all_reduce(torch.ones(2))
-        if rank == 0:  # the other rank does not come
-            dist.all_reduce(torch.ones(2), group=alone)
-            dist.send(torch.ones(2), 1)
-        else:
-            dist.recv(torch.ones(2), 0)
-        with torch.inference_mode():
-            dist.broadcast(torch.ones(2), 0)
-    collectives.close()
-    with collectives.watched():
-        dist.all_reduce(torch.ones(2))
-    return seen
+    watch, refused = CollectiveWatch(), []
+    value = torch.ones(2)
+    dist.all_reduce(value)  # the strategy's own
+    calls = [lambda: dist.all_reduce(value), lambda: dist.broadcast(value, 0)]
+    if rank == 0:  # the other rank does not come
+        calls += [lambda: dist.all_reduce(value, group=alone), lambda: dist.send(value, 1)]
+    for call in calls:
+        with watch.watched(), torch.inference_mode(), pytest.raises(UnsupportedError) as error:
+            call()
+        refused.append(str(error.value).split("(")[0])
+    watch.close()
+    with watch.watched():
+        dist.all_reduce(value)
+    return refused, value.tolist()
 
 
-def test_collectives_are_reported_with_whether_all_ranks_take_part():
-    first, second = run_ranks(2, _seen)
-    of_all = [("allreduce", True), ("broadcast", True)]
-    assert first == [of_all[0], ("allreduce", False), ("send", False), of_all[1]]
-    assert second == [of_all[0], ("recv", False), of_all[1]]
+def test_every_collective_of_a_step_is_refused_and_none_outside_of_it():
+    first, second = run_ranks(2, _refused)
+    assert first == (["allreduce", "broadcast", "allreduce", "send"], [4.0, 4.0])
+    assert second == (["allreduce", "broadcast"], [4.0, 4.0])

@@ -392,12 +392,10 @@ class Gathers(Recorder):
         return loss
 
 
-def test_gathering_in_a_step_with_unequal_counts(tmp_path: Path) -> None:
-    for plan in ("3:1", "idle first", "idle last"):
+def test_gathering_in_a_step_is_refused(tmp_path: Path) -> None:
+    for plan in ("3:1", "even", "idle first", "idle last"):
         found = failures(lambda plan=plan: trainer_of(plan).fit(Gathers(tmp_path), loader(plan)))
-        assert_everywhere(
-            found, UnsupportedError, "all_gather()", "single_microbatch=True", "loss_over_batch()"
-        )
+        assert_everywhere(found, UnsupportedError, "allgather()", "loss_over_batch()")
 
 
 class Reduces(Recorder):
@@ -408,10 +406,8 @@ class Reduces(Recorder):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         if batch_idx >= self.first:
-            total = loss.detach().clone()
             with torch.inference_mode():
-                torch.distributed.all_reduce(total)
-            self.record.note("reduced", float(total))
+                torch.distributed.all_reduce(loss.detach().clone())
         return loss
 
 
@@ -422,39 +418,30 @@ class ReducesLater(Reduces):
 def test_collectives_of_torch_in_a_step_are_treated_like_gathers(tmp_path: Path) -> None:
     for plan, kind in (("3:1", Reduces), ("idle first", ReducesLater)):
         found = failures(lambda p=plan, k=kind: trainer_of(p).fit(k(tmp_path), loader(p)))
-        assert_everywhere(found, UnsupportedError, "allreduce()", "single_microbatch=True")
-
-    def fit(count: int) -> None:
-        trainer_of("even").fit(Reduces(tmp_path), loader("even", count))
-
-    in_ranks(2, fit, 24)
-    assert_everywhere(failures(lambda: fit(21)), UnsupportedError, "allreduce()", "drop_last=True")
+        assert_everywhere(found, UnsupportedError, "allreduce()", "loss_over_batch()")
 
 
-def test_gathering_in_a_step_with_equal_counts_works_or_says_what_differs(tmp_path: Path) -> None:
-    trainer_fit = lambda count: trainer_of("even").fit(Gathers(tmp_path), loader("even", count))  # noqa: E731
-    in_ranks(2, trainer_fit, 24)
-    # the last step has five samples: two microbatches on one rank, one on the other
-    found = failures(lambda: trainer_fit(21))
-    assert_everywhere(found, UnsupportedError, "all_gather()", "drop_last=True")
-
-
-def test_gathering_in_validation_works_where_every_rank_has_samples(tmp_path: Path) -> None:
+def test_gathering_in_validation_is_refused_in_steps_and_of_other_shapes(tmp_path: Path) -> None:
     class GathersLater(Recorder):
+        gathers = True
+
         def validation_step(self, batch: Any, batch_idx: int) -> Any:
-            assert self.all_gather(self.per_sample(batch).mean()).shape == (2,)
+            if self.gathers:
+                self.all_gather(self.per_sample(batch).mean())
 
         def on_validation_epoch_end(self) -> None:
             with pytest.raises(UnsupportedError, match=r"rank 0: \[1\] .* rank 1: \[2\] "):
                 self.all_gather({"rows": torch.zeros(1 + self.global_rank)})
 
-    def fit(count: int) -> None:
-        trainer_of("3:1").fit(GathersLater(tmp_path), loader("3:1"), loader("3:1", count))
+    def fit(count: int, gathers: bool = True) -> None:
+        module = GathersLater(tmp_path)
+        module.gathers = gathers
+        trainer_of("3:1").fit(module, loader("3:1"), loader("3:1", count))
 
-    in_ranks(2, fit, 16)
+    in_ranks(2, fit, 16, False)
     for count in (9, 1):  # the last step, or the only one, has one sample, on the first rank
         found = failures(lambda count=count: fit(count))
-        assert_everywhere(found, UnsupportedError, "all_gather()", "in a hook")
+        assert_everywhere(found, UnsupportedError, "allgather()", "in a hook")
 
 
 # transformers names the switch anew

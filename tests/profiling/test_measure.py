@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.utilities import CombinedLoader
 from profiled import GPT, BatchNormNet, fit, in_ranks, loader, profile
 from torch import nn
@@ -261,23 +260,6 @@ def test_several_loaders_give_batches_in_proportion_to_their_own():
 
     found = in_ranks(2, several)[0]
     assert found and all(right == 2 * left for left, right in found)
-
-
-class GatheringGPT(GPT):
-    """Communicates in its step."""
-
-    def training_step(self, batch, batch_idx):
-        loss = super().training_step(batch, batch_idx)
-        assert self.all_gather(torch.ones(1)).sum() == dist.get_world_size()
-        return loss
-
-
-def test_a_step_that_communicates_is_profiled_with_one_microbatch():
-    def communicating():
-        strategy = {"single_microbatch": True}
-        return profile(GatheringGPT(), loader(), strategy=strategy).to_dict()
-
-    assert in_ranks(2, communicating)[0]["single_microbatch"]
 
 
 class RateLogger(GPT):
