@@ -14,7 +14,8 @@ from lightning_cephalo.common.errors import PlanError, RemoteRankError, SolverEr
 from lightning_cephalo.common.quantities import format_mib
 from lightning_cephalo.execution.memory_errors import OutOfMemoryInStepError
 from lightning_cephalo.plan import Plan, Problem, solve
-from lightning_cephalo.plan.memory_pressure import plan_for_batches, with_less_memory
+from lightning_cephalo.plan.memory_pressure import with_less_memory
+from lightning_cephalo.plan.solver.solve import solve_if_possible
 from lightning_cephalo.preparation.plan_change import REFUSALS, PlanChanges
 
 _LIMIT_S = 30.0
@@ -71,9 +72,11 @@ def _solved(problem: Problem, old: Plan, held: Sequence[float | None]) -> Relief
     try:
         capped = with_less_memory(problem, old, held)
         plan = solve(capped, time_limit_s=_LIMIT_S)
+        now: Plan | None = plan
+        if [rank.batch_size for rank in plan.ranks] != batches:
+            now = solve_if_possible(capped, time_limit_s=_LIMIT_S, batches=batches)
     except (PlanError, SolverError) as failure:
         return f"No other plan was found that takes less memory there. {failure}"
-    now = plan_for_batches(capped, plan, batches)
     if now is None:
         limits = [
             f"{format_mib(capped.ranks[rank].capacity_bytes)} on rank {rank}" for rank in short

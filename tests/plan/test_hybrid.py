@@ -12,7 +12,6 @@ from lightning_cephalo.offline.simulate import simulate
 from lightning_cephalo.plan import Plan, PlanError, Problem, RankPlan, RankProfile, solve
 from lightning_cephalo.plan.cost import predict
 from lightning_cephalo.plan.even import even_step_s
-from lightning_cephalo.plan.memory_pressure import plan_for_batches
 from lightning_cephalo.plan.replan import moved_share
 from lightning_cephalo.plan.state_groups import even_shares, members_of
 
@@ -78,7 +77,7 @@ def test_what_does_not_fit_says_what_would():
 
 def test_other_plans_keep_the_groups_and_count_what_moves_inside_of_them():
     plan = solve(GROUPED)
-    other = plan_for_batches(GROUPED, plan, [4, 1, 1])
+    other = solve(GROUPED, batches=[4, 1, 1])
     assert other is not None and other.state_groups == plan.state_groups
     first = Plan(ranks_of(0.5, 0.5, 1.0), state_groups=(0, 0, 1))
     second = Plan(ranks_of(0.25, 0.75, 1.0), state_groups=(0, 0, 1))

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_cephalo.plan import InfeasibleError, Problem, RankProfile, predict, solve
-from lightning_cephalo.plan.memory_pressure import plan_for_batches, with_less_memory
+from lightning_cephalo.plan import InfeasibleError, PlanError, Problem, RankProfile, predict, solve
+from lightning_cephalo.plan.memory_pressure import with_less_memory
+from lightning_cephalo.plan.solver.solve import solve_if_possible
 
 
 def _problem(draw: random.Random) -> Problem:
@@ -65,10 +66,11 @@ def test_plans_for_other_batches_keep_them_and_fit_where_any_does():
             plan = solve(problem)
         except InfeasibleError:
             continue
-        assert plan_for_batches(problem, plan, [r.batch_size for r in plan.ranks]) is plan
+        same = solve_if_possible(problem, batches=[r.batch_size for r in plan.ranks])
+        assert same is not None and same.step_s == pytest.approx(plan.step_s, rel=2e-3)
         cuts = sorted(draw.randrange(13) for _ in range(2))
         batches = [cuts[0], cuts[1] - cuts[0], 12 - cuts[1]]
-        other = plan_for_batches(problem, plan, batches)
+        other = solve_if_possible(problem, batches=batches)
         if other is None:
             missing += 1
             assert not _some_fit(problem, batches), seed
@@ -110,12 +112,14 @@ def test_shares_go_where_there_is_room():
     profile = RankProfile("a", [1.0], [1.0], [1.0], [10.0], 50.0)
     ranks = [profile, replace(profile, capacity_bytes=200.0)]
     problem = Problem(ranks, units=1, state_bytes=100, global_batch_size=4, boundary_bytes=8)
-    plan = solve(problem)
-    other = plan_for_batches(problem, plan, [4, 0])
+    other = solve_if_possible(problem, batches=[4, 0])
     assert other is not None
     assert other.ranks[0].microbatch_sizes == (1, 1, 1, 1)
     assert other.ranks[0].state_fraction <= 0.08 + 1e-6
-    assert plan_for_batches(problem, plan, [6, 0]) is None
+    with pytest.raises(InfeasibleError, match=r"No plan has room for the batches \[4, 0\]"):
+        solve(replace(problem, state_bytes=220), batches=[4, 0])
+    with pytest.raises(PlanError, match=r"batches of 2 ranks that sum to 4, but got \[6, 0\]"):
+        solve(problem, batches=[6, 0])
 
 
 @pytest.mark.parametrize("offload", ["auto", True])
@@ -146,7 +150,7 @@ def test_state_moves_for_batches_that_are_loaded_where_devices_lack_room(offload
     others = [other for other in ([3, 1], [2, 2], [1, 3]) if other != _batches(plan)]
     assert len(others) == 2 and plan.moves_state
     for batches in others:
-        found = plan_for_batches(problem, plan, batches)
+        found = solve_if_possible(problem, batches=batches)
         assert found is not None and _batches(found) == batches and found.moves_state
         for part in predict(problem, found).ranks:
             assert part.memory_bytes <= rank.capacity_bytes * (1 + 1e-9)

@@ -60,6 +60,7 @@ def time_bounds(
         longest = max(kind.profile.largest_microbatch_size for kind in types)
         share = batch / combined_s.min() / (counts / combined_s).sum()
         largest = min(batch, int(1.3 * share) + longest + 2)
+    largest = max([largest, *(kind.batch for kind in types if kind.batch is not None)])
     least = np.array([np.min([_least(*way, largest) for way in own], axis=0) for own in ways])
     slowest = [_least_slowest(least[:, part], rates_s[:, part], counts, batch) for part in range(4)]
     floors_s = slowest[0], max(slowest[1], least_backward_s), slowest[2]

@@ -55,14 +55,16 @@ class Choice:
     step_s: float
 
 
-def fastest(problem: Problem, deadline: float) -> tuple[Choice | None, float]:
-    """Return the fastest choice, and a lower bound of the step of all plans.
+def fastest(
+    problem: Problem, deadline: float, batches: Sequence[int] | None = None
+) -> tuple[Choice | None, float]:
+    """Return the fastest choice, and a lower bound of the step of all plans with these batches.
 
     Raises SolverError when time is up without any plan, and when none is found nor excluded.
     """
     count, best = itertools.count(), None
     queue: list[tuple[float, int, _Variant, _Box]] = []
-    for variant in _variants(problem, deadline):
+    for variant in _variants(problem, deadline, batches):
         if math.isfinite(variant.bound_s):
             box = _Box((variant.least_exposed_s, math.inf), (variant.least_backward_s, math.inf))
             least_s = variant.bound_s + variant.least_exposed_s
@@ -98,7 +100,9 @@ def fastest(problem: Problem, deadline: float) -> tuple[Choice | None, float]:
     return best, bound_s if best is None else min(bound_s, best.step_s)
 
 
-def _variants(problem: Problem, deadline: float) -> Iterator[_Variant]:
+def _variants(
+    problem: Problem, deadline: float, batches: Sequence[int] | None
+) -> Iterator[_Variant]:
     """Yield a variant for each choice for all ranks together.
 
     Even shares count if they travel faster.
@@ -115,7 +119,7 @@ def _variants(problem: Problem, deadline: float) -> Iterator[_Variant]:
             # a rank without samples holds these bytes too, and no column says so
             if min(rank.capacity_bytes for rank in each.ranks) < idle_bytes(each):
                 continue
-            variant = _Variant(each, is_even, deadline)
+            variant = _Variant(each, is_even, deadline, batches)
             # if every plan's backward hides the gathers too, keeping units gathered gains nothing
             is_second = reshard != problem.reshard_choices[0]
             if not is_second or variant.floors_s[1] < _longest_with_gathers_s(each):
@@ -133,9 +137,11 @@ def _longest_with_gathers_s(problem: Problem) -> float:
 class _Variant:
     """A problem in which all choices for all ranks together are made."""
 
-    def __init__(self, problem: Problem, even: bool, deadline: float) -> None:
+    def __init__(
+        self, problem: Problem, even: bool, deadline: float, batches: Sequence[int] | None
+    ) -> None:
         self.problem, self.even, self.deadline = problem, even, deadline
-        self.types = group_types(problem)
+        self.types = group_types(problem, batches)
         self._takes_time = problem.shares_take_time or problem.can_move_state
         bounds = Search(problem, self.types, deadline).bounds
         self.floors_s = bounds.floors_s

@@ -72,10 +72,14 @@ DEVICE, HOST = range(len(RESOURCES))
 
 @dataclass(frozen=True)
 class RankType:
-    """Ranks that differ in name only: ``members`` are their indices in the problem."""
+    """Ranks that differ in name only: ``members`` are their indices in the problem.
+
+    ``batch`` is what each of them must run; None: the plan decides.
+    """
 
     profile: RankProfile
     members: tuple[int, ...]
+    batch: int | None = None
 
     @property
     def count(self) -> int:
@@ -83,17 +87,20 @@ class RankType:
         return len(self.members)
 
 
-def group_types(problem: Problem) -> tuple[RankType, ...]:
+def group_types(problem: Problem, batches: Sequence[int] | None = None) -> tuple[RankType, ...]:
     """Group equal ranks, in order of first appearance; the name does not count.
 
-    Ranks of two groups that each hold the whole state are of different types.
+    Ranks of two groups that each hold the whole state are of different types, and those with
+    different given ``batches``.
     """
     group_of = {rank: number for number, own in enumerate(problem.groups) for rank in own}
+    given: Sequence[int | None] = batches or [None] * len(problem.ranks)
     members: dict[tuple, list[int]] = {}
     for index, rank in enumerate(problem.ranks):
-        members.setdefault((group_of[index], *without_name(rank)), []).append(index)
+        key = (group_of[index], given[index], *without_name(rank))
+        members.setdefault(key, []).append(index)
     return tuple(
-        RankType(problem.ranks[indices[0]], tuple(indices)) for indices in members.values()
+        RankType(problem.ranks[own[0]], tuple(own), given[own[0]]) for own in members.values()
     )
 
 

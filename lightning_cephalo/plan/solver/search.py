@@ -184,7 +184,12 @@ class Search:
         # A rank takes at least what all others leave when each takes its largest batch.
         rest = batch - sum(kind.count * own for kind, own in zip(self.types, most, strict=True))
         floors_s = self.bounds.floors_s
-        limits = [Limits(limit_s, floors_s, int(own), int(rest + own)) for own in most]
+        limits = [
+            Limits(limit_s, floors_s, int(own), int(rest + own))
+            if kind.batch is None
+            else Limits(limit_s, floors_s, kind.batch, kind.batch)
+            for kind, own in zip(self.types, most, strict=True)
+        ]
         deadline = self.deadline + _COLUMNS_S
         return build_columns(self.problem, self.types, limits, self.room, deadline)
 

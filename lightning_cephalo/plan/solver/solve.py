@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 
 from lightning_cephalo.common import records
-from lightning_cephalo.common.errors import PlanError, SolverError
+from lightning_cephalo.common.errors import InfeasibleError, PlanError, SolverError
 from lightning_cephalo.plan.cost import (
     DEVICE_NEEDS,
     PLAIN,
@@ -41,7 +41,9 @@ _REASON_S = 3.0
 _ROUNDING = 1e-9
 
 
-def solve(problem: Problem, *, time_limit_s: float = 60.0) -> Plan:
+def solve(
+    problem: Problem, *, time_limit_s: float = 60.0, batches: Sequence[int] | None = None
+) -> Plan:
     """Return the plan with the shortest step.
 
     The plan places exactly the global batch, and every rank stays within its capacity.
@@ -63,6 +65,7 @@ def solve(problem: Problem, *, time_limit_s: float = 60.0) -> Plan:
     Args:
         problem: ranks and work of the step.
         time_limit_s: after this long, the best plan so far is returned with its gap.
+        batches: samples of every rank; None: the plan decides.
 
     Returns:
         The plan, with every prediction filled in by :func:`~lightning_cephalo.plan.predict`. Its
@@ -74,7 +77,12 @@ def solve(problem: Problem, *, time_limit_s: float = 60.0) -> Plan:
         SolverError: the solver failed, or found no plan in time.
         PlanError: an argument is invalid.
     """
-    plan = solve_if_possible(problem, time_limit_s=time_limit_s)
+    plan = solve_if_possible(problem, time_limit_s=time_limit_s, batches=batches)
+    if plan is None and batches is not None:
+        raise InfeasibleError(
+            f"No plan has room for the batches {list(batches)}. Leave batches out, to have them"
+            " planned, or raise the ranks' capacity_bytes."
+        )
     if plan is None:
         deadline = time.perf_counter() + _REASON_S
         problem = dataclasses.replace(problem, no_idle_ranks=False)  # which needs less memory
@@ -90,24 +98,35 @@ def _moving_fits(problem: Problem, deadline: float) -> bool:
         return False
 
 
-def solve_if_possible(problem: Problem, *, time_limit_s: float = 60.0) -> Plan | None:
+def solve_if_possible(
+    problem: Problem, *, time_limit_s: float = 60.0, batches: Sequence[int] | None = None
+) -> Plan | None:
     """Return the plan of :func:`solve`, or None where there is none: the reason takes longer."""
     if not isinstance(problem, Problem):
         raise PlanError(f"solve: expected a Problem, but got {records.shortened(problem)}.")
+    if batches is not None and (len(batches), sum(batches)) != (
+        len(problem.ranks),
+        problem.global_batch_size,
+    ):
+        raise PlanError(
+            f"solve: expected batches of {len(problem.ranks)} ranks that sum to"
+            f" {problem.global_batch_size}, but got {list(batches)}."
+        )
     started = time.perf_counter()
     limit_s = records.real("solve: time_limit_s", time_limit_s, above_minimum=True, infinite=True)
-    plan = _solved(problem, started + limit_s)
+    plan = _solved(problem, started + limit_s, batches)
     if plan is None and problem.no_idle_ranks:  # then some rank has no room for samples
-        plan = _solved(dataclasses.replace(problem, no_idle_ranks=False), started + limit_s)
-    return (
-        None if plan is None else dataclasses.replace(plan, solve_s=time.perf_counter() - started)
-    )
+        idle = dataclasses.replace(problem, no_idle_ranks=False)
+        plan = _solved(idle, started + limit_s, batches)
+    if plan is None:
+        return None
+    return dataclasses.replace(plan, solve_s=time.perf_counter() - started)
 
 
-def _solved(problem: Problem, deadline: float) -> Plan | None:
+def _solved(problem: Problem, deadline: float, batches: Sequence[int] | None) -> Plan | None:
     if not problem.can_move_state and certainly_infeasible(problem, group_types(problem)):
         return None
-    choice, bound_s = fastest(problem, deadline)
+    choice, bound_s = fastest(problem, deadline, batches)
     if choice is None:
         return None
     runs = _runs(choice.problem, choice.types, choice.found.columns, choice.found.chosen)
