@@ -9,8 +9,7 @@ import argparse
 import json
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -152,10 +151,10 @@ def _plan(options: argparse.Namespace, notes: Console) -> None:
     if options.hybrid_sharding:
         asked = asked.in_nodes()
     found = None
-    with _status(notes, "solving"):
+    with notes.status("solving"):
         plan = solve(asked.problem, time_limit_s=options.time_limit)
     if options.pipeline:
-        with _status(notes, "searching pipelines"):
+        with notes.status("searching pipelines"):
             found = answers.pipelines(asked, plan, time_limit_s=options.time_limit)
     _write(notes, options.output, plan.save)
     if found is not None:
@@ -175,7 +174,7 @@ def _plan(options: argparse.Namespace, notes: Console) -> None:
 
 def _simulate(options: argparse.Namespace, notes: Console) -> None:
     asked = _scenario(options, notes)
-    with _status(notes, "simulating"):
+    with notes.status("simulating"):
         if options.plan is None:
             plan = solve(asked.problem, time_limit_s=options.time_limit)
         else:
@@ -206,14 +205,14 @@ def _report(options: argparse.Namespace, notes: Console) -> None:
 def _compare(options: argparse.Namespace, notes: Console) -> None:
     asked = _scenario(options, notes)
     deadline = _deadline(options)
-    with _status(notes, "comparing") as say:
+    with notes.status("comparing") as status:
         rows = answers.compare(
             asked,
             options.add,
             prices=prices_of(options.price, asked.cluster),
             deadline=deadline,
             time_limit_s=options.time_limit,
-            say=say,
+            say=status.update,
         )
     if options.json:
         _print_json(rows)
@@ -245,7 +244,7 @@ def _scenario(options: argparse.Namespace, notes: Console) -> Scenario:
     # An installed script has its own folder in that place instead.
     sys.path.insert(0, "")
     try:
-        with _status(notes, "counting what the model asks of a device"):
+        with notes.status("counting what the model asks of a device"):
             asked = scenario.read(options)
     finally:
         sys.path.remove("")
@@ -263,19 +262,6 @@ def _write(notes: Console, path: Path | None, write: Callable[[Path], Any]) -> N
 
 def _print_json(data: Any) -> None:
     print(json.dumps(answers.plain(data), indent=2, allow_nan=False))
-
-
-@contextmanager
-def _status(notes: Console, doing: str) -> Iterator[Any]:
-    """Show an animated status line on a terminal, and nothing elsewhere.
-
-    Yields a function that changes its text.
-    """
-    if not notes.is_terminal:
-        yield lambda text: None
-        return
-    with notes.status(doing) as status:
-        yield status.update
 
 
 def _parser() -> argparse.ArgumentParser:

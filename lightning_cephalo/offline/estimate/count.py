@@ -137,51 +137,44 @@ class FusedAttention(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class UnitStubs:
-    """Replaces the forwards of a model's units by stubs that count.
+@contextmanager
+def unit_stubs(
+    units: list[nn.Module], outside: Counter
+) -> Iterator[tuple[list[UnitCount], dict[int, Tensor]]]:
+    """Replace the forwards of units by stubs that count; yield the calls, and inputs to keep.
 
-    Each kind of call is counted once, on its own. The stub returns fresh leaf tensors, as the
-    code between units sees them as outputs of a unit.
+    Each kind of call is counted once, on its own. A stub returns fresh leaf tensors, as the code
+    between units sees them as outputs of a unit. Inputs are by storage, for the backward.
     """
+    calls: list[UnitCount] = []
+    kept: dict[int, Tensor] = {}  # alive, so no other tensor gets their keys
+    seen: dict[Any, tuple[UnitCount, Any]] = {}
 
-    def __init__(self, units: list[nn.Module], outside: Counter) -> None:
-        self.calls: list[UnitCount] = []
-        self.boundary_bytes = 0.0
-        self._units = units
-        self._outside = outside
-        self._seen: dict[Any, tuple[UnitCount, Any]] = {}
-        self._kept: dict[int, Tensor] = {}
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Stub the units' forwards inside the block."""
-        for unit in self._units:
-            unit.forward = self._stub(unit, unit.forward)
-        try:
-            yield
-        finally:
-            for unit in self._units:
-                del unit.forward
-
-    def _stub(self, unit: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def stub(unit: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
         shapes = tuple(tuple(parameter.shape) for parameter in unit.parameters())
 
         def call(*args: Any, **kwargs: Any) -> Any:
             leaves, spec = pytree.tree_flatten((args, kwargs))
             for leaf in leaves:
-                if isinstance(leaf, Tensor) and leaf.requires_grad and _key(leaf) not in self._kept:
-                    self._kept[_key(leaf)] = leaf  # kept alive, so no other tensor gets its key
-                    self.boundary_bytes += bytes_in(leaf)
-            inputs = tuple(_signature(leaf) for leaf in leaves)
-            signature = (type(unit), shapes, str(spec), inputs)
-            if signature not in self._seen:
-                with self._outside.paused():
-                    self._seen[signature] = _count_unit(unit, forward, leaves, spec)
-            count, outputs = self._seen[signature]
-            self.calls.append(count)
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    kept.setdefault(_key(leaf), leaf)
+            signature = (type(unit), shapes, str(spec), tuple(map(_signature, leaves)))
+            if signature not in seen:
+                with outside.paused():
+                    seen[signature] = _count_unit(unit, forward, leaves, spec)
+            count, outputs = seen[signature]
+            calls.append(count)
             return pytree.tree_map_only(Tensor, _leaf_like, outputs)
 
         return call
+
+    for unit in units:
+        unit.forward = stub(unit, unit.forward)
+    try:
+        yield calls, kept
+    finally:
+        for unit in units:
+            del unit.forward
 
 
 def _count_unit(

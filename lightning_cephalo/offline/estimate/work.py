@@ -17,15 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightning_cephalo.accelerator.emulated.operators import bytes_in
 from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.offline.estimate.count import (
     Counter,
     FusedAttention,
     Tally,
     UnitCount,
-    UnitStubs,
     ZeroValues,
     set_aside_gradients,
+    unit_stubs,
 )
 from lightning_cephalo.sharding.discovery import UnitKind, find_units
 
@@ -173,12 +174,13 @@ def _count(
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # a model's advice for real runs
-        stubs = UnitStubs(units, counter)
-        with stubs.installed():
+        with unit_stubs(units, counter) as (calls, kept):
             loss = run(module, samples)
         loss.backward()
-        outside = counter.peak_bytes - stubs.boundary_bytes
-    return _Count(stubs.calls, counter.tally, stubs.boundary_bytes, max(0.0, outside))
+        boundary_bytes = bytes_in(list(kept.values()))
+    return _Count(
+        calls, counter.tally, boundary_bytes, max(0.0, counter.peak_bytes - boundary_bytes)
+    )
 
 
 def _mean_pass(one: list[Tally], two: list[Tally]) -> Pass:
