@@ -213,36 +213,30 @@ def _between(data: Any, nodes: int) -> LinkMatrix:
             f"between_nodes: expected a square matrix, {nodes} rows of {nodes} links, but got rows "
             f"of {[len(row) for row in rows]}. Write one row per node, also for each of 'count'."
         )
-    matrix = tuple(
-        tuple(_link_of_pair(one, other, link) for other, link in enumerate(row))
-        for one, row in enumerate(rows)
-    )
-    for one, other in itertools.combinations(range(nodes), 2):
-        if matrix[one][other] != matrix[other][one]:
+    try:
+        matrix = tuple(
+            tuple(
+                None
+                if link is None and one == other
+                else _link(f"between_nodes[{one}][{other}]", link, NETWORK_LATENCY_S)
+                for other, link in enumerate(row)
+            )
+            for one, row in enumerate(rows)
+        )
+    except PlanError as error:
+        raise PlanError(
+            f"{error} Between nodes that are connected through others, write the slowest link on "
+            f"the way."
+        ) from None
+    for one, other in itertools.combinations_with_replacement(range(nodes), 2):
+        if matrix[one][other] != (None if one == other else matrix[other][one]):
             raise PlanError(
-                f"between_nodes: expected the same link both ways, but nodes {one} and {other} "
-                f"have {rows[one][other]!r} one way and {rows[other][one]!r} the other. "
-                f"Write the slower one in both places."
+                f"between_nodes: expected null for a node itself and the same link both ways, but "
+                f"nodes {one} and {other} have {rows[one][other]!r} one way and "
+                f"{rows[other][one]!r} the other. Write the slower one in both places; the link "
+                f"inside of a node is its 'link'."
             )
     return matrix
-
-
-def _link_of_pair(one: int, other: int, data: Any) -> Link | None:
-    where = f"between_nodes[{one}][{other}]"
-    if one != other:
-        try:
-            return _link(where, data, NETWORK_LATENCY_S)
-        except PlanError as error:
-            raise PlanError(
-                f"{error} Between nodes that are connected through others, write the slowest link "
-                f"on the way."
-            ) from None
-    if data is not None:
-        raise PlanError(
-            f"{where}: expected null, as this is a node and itself, but got "
-            f"{records.shortened(data)}. The link inside of a node is its 'link'."
-        )
-    return None
 
 
 def _link(where: str, data: Any, latency_s: float) -> Link:

@@ -207,7 +207,7 @@ def test_one_link_for_all_pairs_is_the_matrix_of_it():
         ),
         (
             "[[9 GB/s, 1 GB/s, 1 GB/s], [1 GB/s, null, 1 GB/s], [1 GB/s, 1 GB/s, null]]",
-            ["between_nodes[0][0]", "expected null", "got '9 GB/s'", "'link'"],
+            ["expected null", "nodes 0 and 0 have '9 GB/s'", "'link'"],
         ),
         (
             "[[null, nan GB/s, 1 GB/s], [nan GB/s, null, 1 GB/s], [1 GB/s, 1 GB/s, null]]",
