@@ -73,10 +73,9 @@ def shown(batch: Any, spec: Any = None) -> tuple[Any, tuple[bool, ...]]:
 
 
 def loss_and_weight(result: Any, samples: int) -> tuple[Tensor, float | Tensor]:
-    """Return the loss and the weight from the result of ``training_step`` for one microbatch.
+    """Return a microbatch's loss and weight; StepResultError or TypeError without a scalar loss.
 
-    A weight on the device remains a tensor: reading it would wait for the device. Raises
-    StepResultError or TypeError if there is no scalar loss.
+    A weight on the device remains a tensor: reading it would wait for the device.
     """
     loss, weight = result, float(samples)
     if isinstance(result, Mapping):
@@ -138,8 +137,8 @@ class EmptyPredictions:
 def joined_result(results: Sequence[Any], weights: Sequence[float], counts: Sequence[int]) -> Any:
     """Join the results of a step's microbatches into one detached result; None without any.
 
-    The loss and other scalars become weighted means, and a tensor ``"weight"`` becomes the sum.
-    Tensors with one row per sample are concatenated. Anything else is the last microbatch's.
+    Scalars become weighted means, but a tensor ``"weight"`` the sum. Rows of samples are joined.
+    Anything else is the last microbatch's.
     """
     if not results:
         return None

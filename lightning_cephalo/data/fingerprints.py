@@ -20,13 +20,12 @@ class _Edges(pickle.Pickler):
     """Of arrays it writes the type, the shape and both ends, in microseconds."""
 
     def reducer_override(self, value: Any) -> Any:
-        ends: Any = None
         if isinstance(value, torch.Tensor) and is_array(value):
             flat = value.detach().reshape(-1)
             ends = torch.cat((flat[:_EDGE], flat[-_EDGE:])).cpu().view(torch.uint8).numpy()
         elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
             ends = np.concatenate((value.reshape(-1)[:_EDGE], value.reshape(-1)[-_EDGE:]))
-        if ends is None:
+        else:
             return NotImplemented
         return tuple, ((str(value.dtype), str(value.shape), ends.tobytes()),)
 

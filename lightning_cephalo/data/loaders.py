@@ -6,8 +6,7 @@ the user's loader                 one global step
 DataLoader(batch_size=b)          the next ``b * world_size`` samples of the user's sampler
 DataLoader(batch_sampler=...)     the next ``world_size`` lists of the batch sampler, concatenated
 DataLoader(IterableDataset)       the next ``b * world_size`` samples of the stream
-IterableDataset, batch_size=None  the next ready batch of any size, cut by the plan
-not a DataLoader                  the same
+ready batches, of any iterable    the next one, of any size, cut by the plan
 ================================  ==================================================================
 
 All of them give the same samples, in the same order, as one device with the global batch size.
@@ -55,11 +54,7 @@ from lightning_cephalo.data.rank_loaders import DealtSamples, DealtStream, OwnPa
 
 
 def dealt_loader(loader: Any, dealing: Dealing) -> RankLoader:
-    """Returns a loader that yields this rank's part of each global batch; collective.
-
-    Raises ValueError for a DistributedSampler, ready batches of a map-style dataset, and a global
-    batch size that does not fit the batch sampler.
-    """
+    """Returns a loader of this rank's part of each global batch; collective, or ValueError."""
     loader, ranks = original_of(loader), len(dealing.sizes)
     # A collective: called unconditionally, before anything can differ between ranks.
     generators = generators_of(loader)
@@ -76,17 +71,14 @@ def dealt_loader(loader: Any, dealing: Dealing) -> RankLoader:
 
 
 def own_part(loader: Any, dealing: Dealing) -> OwnPart:
-    """Returns a user's loader of this rank's own samples, so that ranks end together; collective.
-
-    Training streams get the batch size of the plan.
-    """
+    """Returns a loader of this rank's own samples, which ends with the other ranks'; collective."""
     source = loader = original_of(loader)
     if dealing.trains and 0 in dealing.sizes:
         raise UnsupportedError(
-            f"The plan gives rank {dealing.sizes.index(0)} no samples, but with"
-            " use_distributed_sampler=False each rank trains samples of its own, which would be"
-            " lost. Give each rank samples in the plan, or leave use_distributed_sampler out."
+            f"The plan gives rank {dealing.sizes.index(0)} no samples, so its own would be lost."
+            " With use_distributed_sampler=False give each rank samples in the plan."
         )
+    # the plan's memory holds for its batch sizes
     if dealing.trains and is_stream(loader) and not yields_ready_batches(loader):
         source = with_batch_size(loader, dealing.sizes[dealing.rank])
     return OwnPart(source, dealing, loader)
@@ -182,8 +174,7 @@ def refuse_one_pass(loader: Any) -> None:
     if isinstance(loader, Iterator) and type(loader).__module__ in ("builtins", "itertools"):
         raise UnsupportedError(
             f"The dataloader is a {type(loader).__name__}, which can be read once, but its first"
-            " batches are also read beforehand. Give an object whose __iter__ starts anew: a"
-            " class with `def __iter__(self): yield ...`, or a DataLoader."
+            " batches are also read beforehand. Give one whose __iter__ starts anew."
         )
 
 
@@ -196,8 +187,7 @@ def with_changes(loader: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
 
 def with_batch_size(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
     """Returns a copy of a stream's loader with another batch size."""
-    kind: Any = type(loader.batch_sampler)
-    lists = kind(loader.sampler, size, loader.drop_last)
+    lists = BatchSampler(loader.sampler, size, loader.drop_last)
     return with_changes(loader, batch_size=size, batch_sampler=lists)
 
 
@@ -267,4 +257,4 @@ def learn_layout(loader: Any, *, splitter: Splitter | None = None) -> BatchLayou
         # Ready batches come in one size, so there is nothing to compare.
         return BatchLayout(splitter=splitter)
     larger, smaller = sample_batches(loader, LEARNED)
-    return BatchLayout.learn(larger, smaller, splitter=splitter)
+    return BatchLayout.learn(larger, smaller, splitter)

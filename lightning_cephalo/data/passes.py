@@ -1,10 +1,8 @@
 """The passes over a loader: what they deal, where one stands, and how a resumed run continues it.
 
-Every rank runs the user's own sampler with the same result, and takes its slice. So the samples of
-step t over all ranks are those of one device with the global batch size, in the same order.
-
-A pass follows from a seed, an epoch, its number, and the generators' states when it began. So a
-position is small, and depends on no plan, no number of ranks, and no prefetched batch.
+Every rank runs the user's own sampler with the same result, and takes its slice, so that a step has
+the samples of one device. A pass follows from a seed, an epoch, its number, and the generators'
+states when it began. So a position depends on no plan, number of ranks, or prefetched batch.
 """
 
 from __future__ import annotations
@@ -157,10 +155,7 @@ class Passes:
         return self.running
 
     def dealt_steps(self, trained: int, ahead: int) -> int | None:
-        """Returns the dealt steps of the latest pass; None if more than training has iterated.
-
-        ``ahead`` steps may have been read already.
-        """
+        """Returns the dealt steps, at most ``ahead`` of training; None if others have iterated."""
         dealt = self.running.steps
         return dealt if not self.begun or trained <= dealt <= trained + ahead else None
 
@@ -183,15 +178,13 @@ class Passes:
     def position(
         self, trained: int, length: int | None, *, cycles: bool, ahead: int
     ) -> Position | None:
-        """Returns where training stands in the latest pass; None if that is unknown.
+        """Returns where training stands, reading ``ahead`` of it; None if that is unknown.
 
-        A loader that ``cycles`` begins anew within an epoch; without a ``length`` it is unknown.
+        A loader that ``cycles`` begins anew within an epoch.
         """
-        step = trained
-        if cycles and trained:
-            if not length:
-                return None
-            step = (trained - 1) % length + 1
+        if cycles and trained and not length:
+            return None
+        step = (trained - 1) % length + 1 if cycles and trained and length else trained
         least = step if length is None else min(step, length)
         if self.begun and not least <= self.running.steps <= step + ahead:
             return None
@@ -206,8 +199,7 @@ class Passes:
         def plain(_: object, leaf: Any) -> Any:
             return leaf.tolist() if isinstance(leaf, np.ndarray | np.generic) else leaf
 
-        states: list[Any] = mapped(read_states(generators_of(self._source)), plain)
-        return states
+        return list(mapped(read_states(generators_of(self._source)), plain))
 
     def _restore(self, states: Sequence[Any]) -> None:
         write_states(generators_of(self._source), states)

@@ -20,12 +20,7 @@ from torch.utils.data import DataLoader
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.data.batch_layout import NoSamples, own_copy
 from lightning_cephalo.data.fingerprints import fingerprint
-from lightning_cephalo.data.passes import (
-    Dealing,
-    Pass,
-    Passes,
-    warn_of_too_few_samples,
-)
+from lightning_cephalo.data.passes import Dealing, Pass, Passes, warn_of_too_few_samples
 from lightning_cephalo.data.shares import deal
 
 _END: Any = object()
@@ -112,13 +107,11 @@ class _Stream(RankLoader):
 
 
 class OwnPart(_Stream):
-    """Yields this rank's own samples, and `NoSamples` until the last rank has run out.
-
-    So every sample counts once. With ``every_rank`` all end with the first.
-    """
+    """Yields this rank's own samples, then `NoSamples` until the last rank has run out."""
 
     def __iter__(self) -> Iterator[Any]:
         own = vars(self)
+        # where every rank must have samples, all end with the first
         ends = all if self._dealing.every_rank else any
         for batch in chain(self.loader, repeat(_END)):
             is_batch = batch is not _END and batch is not None
@@ -128,15 +121,13 @@ class OwnPart(_Stream):
                 return
             # Lightning skips a step whose batch is None, and the other ranks would wait for it.
             # A hook may change the containers that it gets.
-            shown = own.get("_shown", ())
-            yield batch if is_batch else NoSamples(own_copy(shown, with_arrays=True))
+            yield (
+                batch if is_batch else NoSamples(own_copy(own.get("_shown", ()), with_arrays=True))
+            )
 
 
 class DealtStream(_Stream):
-    """Yields this rank's part of each step of a stream that every rank reads whole.
-
-    On iteration all ranks raise UnsupportedError if they read different samples.
-    """
+    """Yields this rank's part of each step of a stream that every rank reads whole."""
 
     def __iter__(self) -> Iterator[Any]:
         own, number, ranks = self.passes.begin(), 0, len(self._dealing.sizes)
@@ -184,8 +175,7 @@ class DealtStream(_Stream):
         if len(everyones) > 1 and own[1] and not own[2]:
             raise UnsupportedError(
                 f"The stream {kind} yields batches that cannot be pickled, to compare them between"
-                " ranks. Yield tensors, arrays, numbers, strings, or objects that hold these."
-                f"{_OWN_PART}"
+                f" ranks. Yield tensors, arrays, numbers, strings, or objects of these.{_OWN_PART}"
             )
         if all(row == everyones[0] for row in everyones):
             return
@@ -197,6 +187,5 @@ class DealtStream(_Stream):
             f"Step {number} of the stream {kind} has other samples on some ranks ({rows}). Every"
             " rank must read the whole stream in the same order. So seed what shuffles, and leave"
             " out split_dataset_by_node (Hugging Face), split_by_node (WebDataset:"
-            " nodesplitter=None) or code of your own that reads the rank."
-            f"{_OWN_PART}"
+            f" nodesplitter=None) or code of your own that reads the rank.{_OWN_PART}"
         )
