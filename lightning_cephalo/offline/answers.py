@@ -167,12 +167,12 @@ class Pipelines:
         }
 
     def row(self) -> ComparisonRow:
-        """Return the row of the fastest pipelines, or one that says that none fits."""
+        """Return the row of the fastest pipeline, or one that says that none fits."""
         best = self.advice.best
         if best is None:
             return ComparisonRow("pipeline", reason="no pipeline of node groups fits")
         name = f"{pipeline_name(best)} (advice only: {crossover_text(self.crossover)})"
-        plans = [stage.plan for pipeline in best.pipelines for stage in pipeline.stages]
+        plans = (stage.plan for stage in best.stages)
         return _row(name, self.advice.problem.batch, best.step_s, *plans)
 
 

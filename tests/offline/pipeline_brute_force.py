@@ -1,7 +1,7 @@
-"""The fastest pipelines by trying all of them: groupings, orders, cuts, ways, waves and splits.
+"""The fastest pipeline by trying all of them: groupings, orders, cuts, ways and waves.
 
 Waves are divided by a planner that is quick and not the best: the search is to find the fastest
-pipelines whatever plans its stages have.
+pipeline whatever plans its stages have.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from pipeline_cases import problem_of, rank
 
 from lightning_cephalo.offline.pipeline.closed_form import pipeline_s
 from lightning_cephalo.offline.pipeline.problem import PipelineProblem
-from lightning_cephalo.offline.pipeline.search import Sync, wave_counts
+from lightning_cephalo.offline.pipeline.search import wave_counts
 from lightning_cephalo.offline.pipeline.stages import (
     Stage,
     planned_times,
@@ -27,8 +27,6 @@ from lightning_cephalo.plan import Plan, Problem, RankPlan
 from lightning_cephalo.plan.cost import device_need
 from lightning_cephalo.plan.solver.solve import priced
 from lightning_cephalo.plan.solver.state import share_state
-
-_PARTS = 32
 
 
 def random_problem(dice: random.Random) -> PipelineProblem:
@@ -76,21 +74,20 @@ def quick_plan(problem: Problem, time_limit_s: float = 0.0) -> Plan | None:
 def fastest_s(problem: PipelineProblem) -> float:
     """Return the shortest step of all pipelines; infinite if none fits."""
     planned: dict[Stage, StageTimes | None] = {}
-    everything = tuple(range(len(problem.blocks)))
-    found = min((s for s, _ in _pipelines(problem, everything, problem.batch, 2, planned, None)),
-                default=math.inf)  # fmt: skip
-    part = -(-problem.batch // _PARTS)
-    for size in range(1, len(everything)):
-        for one in itertools.combinations(everything, size):
-            other = tuple(block for block in everything if block not in one)
-            sync = Sync(problem, one, other)
-            for samples in range(part, problem.batch, part):
-                sides = [
-                    list(_pipelines(problem, side, count, 1, planned, sync))
-                    for side, count in ((one, samples), (other, problem.batch - samples))
+    found = math.inf
+    for groups in _ordered_partitions(list(range(len(problem.blocks)))):
+        if not 2 <= len(groups) <= problem.units:
+            continue
+        for waves, units in itertools.product(
+            wave_counts(problem.batch), _compositions(problem.units, len(groups))
+        ):
+            size = math.ceil(problem.batch / waves)
+            for way in itertools.product(*(_gatherings(count) for count in units)):
+                stages = [
+                    Stage(group, count, own, at == 0, at == len(groups) - 1, waves, size)
+                    for at, (group, count, own) in enumerate(zip(groups, units, way, strict=True))
                 ]
-                for (a_s, a_sync), (b_s, b_sync) in itertools.product(*sides):
-                    found = min(found, max(a_s, b_s) + max(a_sync, b_sync))
+                found = min(found, _seconds(problem, stages, planned))
     return found
 
 
@@ -99,39 +96,9 @@ def _gatherings(units: int) -> tuple[Gathering, ...]:
     return (Gathering.HOLD,) if units <= 2 else (Gathering.HOLD, Gathering.REGATHER)
 
 
-def _pipelines(
-    problem: PipelineProblem,
-    blocks: Sequence[int],
-    samples: int,
-    least_stages: int,
-    planned: dict[Stage, StageTimes | None],
-    sync: Sync | None,
-) -> Iterator[tuple[float, float]]:
-    """Yield the seconds of every pipeline, and those of its exchange; the unbeaten ones only."""
-    found: dict[float, float] = {}
-    for groups in _ordered_partitions(list(blocks)):
-        if not least_stages <= len(groups) <= problem.units:
-            continue
-        for waves, units in itertools.product(
-            wave_counts(samples), _compositions(problem.units, len(groups))
-        ):
-            size = math.ceil(samples / waves)
-            ways = itertools.product(*(_gatherings(count) for count in units))
-            for way in ways:
-                stages = [
-                    Stage(group, count, own, at == 0, at == len(groups) - 1, waves, size)
-                    for at, (group, count, own) in enumerate(zip(groups, units, way, strict=True))
-                ]
-                step_s = _seconds(problem, stages, planned)
-                if step_s is not None:
-                    sync_s = max(map(sync.seconds, stages)) if sync else 0.0
-                    found[sync_s] = min(step_s, found.get(sync_s, math.inf))
-    yield from ((step_s, sync_s) for sync_s, step_s in found.items())
-
-
 def _seconds(
     problem: PipelineProblem, stages: list[Stage], planned: dict[Stage, StageTimes | None]
-) -> float | None:
+) -> float:
     times: list[StageTimes] = []
     for stage in stages:
         if stage not in planned:
@@ -139,7 +106,7 @@ def _seconds(
             planned[stage] = None if plan is None else planned_times(problem, stage, plan)
         own = planned[stage]
         if own is None:
-            return None
+            return math.inf
         times.append(own)
     times[-1] = with_shared_root(problem, stages[0], stages[-1], times[-1])
     crossings = [

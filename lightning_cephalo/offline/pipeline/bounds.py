@@ -21,7 +21,6 @@ from lightning_cephalo.plan import RankProfile
 
 # Rounding must not reject a stage that fits to the byte.
 _ROUNDING = 1e-9
-_NO_TIME_S = 1e-12
 GATHERINGS = (Gathering.HOLD, Gathering.REGATHER)
 
 
@@ -33,7 +32,6 @@ class _Kind:
     count: int
     least_s: np.ndarray  # (3, batch): forward, backward, tail of 1, 2, ... samples
     least_peak_bytes: float
-    speed: float  # samples that a unit's forward and backward pass in a second, at best
 
 
 class LeastTimes:
@@ -41,7 +39,7 @@ class LeastTimes:
 
     def __init__(self, problem: PipelineProblem) -> None:
         self.problem = problem
-        self._of_profile: dict[RankProfile, tuple[np.ndarray, float, float]] = {}
+        self._of_profile: dict[RankProfile, tuple[np.ndarray, float]] = {}
         self._kinds: dict[tuple[int, ...], list[_Kind]] = {}
         self._rates: dict[tuple[int, ...], np.ndarray] = {}
 
@@ -66,7 +64,7 @@ class LeastTimes:
             self._rates[blocks] = np.array([passes[0] + passes[1], passes[2]])
         return self._rates[blocks]
 
-    def _profile(self, profile: RankProfile) -> tuple[np.ndarray, float, float]:
+    def _profile(self, profile: RankProfile) -> tuple[np.ndarray, float]:
         if profile not in self._of_profile:
             backward = profile.backward_s
             peaks = profile.compute_bytes
@@ -78,10 +76,7 @@ class LeastTimes:
             least = np.array([_knapsack(c, self.problem.batch, smallest) for c in curves])
             # A rank may take fewer samples than fit.
             least = np.minimum.accumulate(least[:, ::-1], axis=1)[:, ::-1]
-            samples = np.arange(1, len(curves[0]) + 1)
-            sample_s = [(np.array(curve) / samples).min(initial=np.inf) for curve in curves[:2]]
-            speed = 1 / max(sum(sample_s), _NO_TIME_S)
-            self._of_profile[profile] = (least, min(peaks, default=0.0), speed)
+            self._of_profile[profile] = (least, min(peaks, default=0.0))
         return self._of_profile[profile]
 
 
@@ -121,7 +116,7 @@ def _placed(
 
 
 class StageTable:
-    """Seconds of a stage, of shape (2, units + 1): hold and regather, by units.
+    """Seconds of a stage by ways to gather and units, of shape (3, 2, units + 1).
 
     Bounds until a plan replaces them; infinite where nothing fits.
     """
@@ -134,9 +129,8 @@ class StageTable:
         self._slowest_s = np.full((2, units + 1, 3), np.inf)
         self._times: dict[tuple[int, int], StageTimes] = {}
         self.planned: set[tuple[int, int]] = set()
-        self.sum_s = np.full((2, units + 1), np.inf)
-        self.forward_s = np.full((2, units + 1), np.inf)
-        self.backward_s = np.full((2, units + 1), np.inf)
+        # sums of forward and backward, and by how much waves follow each other in each
+        self.seconds = np.full((3, 2, units + 1), np.inf)
         self._bound()
         one = stage_times(problem, self.stage_of(0, 1), 0.0, 0.0, 0.0)
         self.ends_s = one.ready_s + one.reduce_s + one.after_s + one.update_s
@@ -155,14 +149,10 @@ class StageTable:
     def plan(self, way: int, units: int, times: StageTimes | None) -> None:
         """Replace a bound by the seconds of a plan; None: there is no plan."""
         self.planned.add((way, units))
-        if times is None:
-            for array in (self.sum_s, self.forward_s, self.backward_s):
-                array[way, units] = np.inf
-            return
-        self._times[way, units] = times
-        self.sum_s[way, units] = times.lone_forward_s + times.lone_backward_s
-        self.forward_s[way, units] = times.wave_forward_s
-        self.backward_s[way, units] = times.wave_backward_s
+        self.seconds[:, way, units] = np.inf
+        if times is not None:
+            self._times[way, units] = times
+            self.seconds[:, way, units] = times.for_search
 
     def _bound(self) -> None:
         problem, stage = self._least.problem, self.stage
@@ -205,29 +195,22 @@ class StageTable:
         return np.where(fits, np.array(rows), -1)
 
     def _derive(self, units: np.ndarray) -> None:
-        """Fill the arrays from the slowest ranks' seconds, as :class:`StageTimes` has them."""
-        free = np.minimum(2, units)
+        """Fill the arrays from the slowest ranks' seconds."""
         for way, gathering in enumerate(GATHERINGS):
-            probe = stage_times(self._least.problem, self.stage_of(way, 1), 0.0, 0.0, 0.0)
-            again = gathering is Gathering.REGATHER
-            gather_s = probe.gather_s * again
-            both_s = gather_s + probe.reduce_s * again
             # Nothing times infinity is no number: what does not fit is marked below.
             fits = np.isfinite(self._slowest_s[way, 1:]).all(axis=1)
             slowest_s = np.where(fits[:, None], self._slowest_s[way, 1:], 0.0)
             forward_s, backward_s, tail_s = slowest_s.T
-            rest_forward_s = (units - free) * np.maximum(gather_s, forward_s)
-            rest_backward_s = (units - free) * np.maximum(both_s, backward_s)
-            self.forward_s[way, 1:] = units * np.maximum(gather_s, forward_s)
-            self.backward_s[way, 1:] = rest_backward_s + np.maximum(
-                free * both_s, free * backward_s + tail_s
+            times = dataclasses.replace(
+                self.times(way, 1),
+                units=units,
+                forward_s=forward_s,
+                backward_s=backward_s,
+                tail_s=tail_s,
             )
-            lone_s = free * (forward_s + backward_s) + tail_s
-            self.sum_s[way, 1:] = rest_forward_s + rest_backward_s + lone_s
-            if again:
+            if gathering is Gathering.REGATHER:
                 fits &= units > 2
-            for array in (self.sum_s, self.forward_s, self.backward_s):
-                array[way, 1:][~fits] = np.inf
+            self.seconds[:, way, 1:] = np.where(fits, times.for_search, np.inf)
 
 
 def _line(units: np.ndarray, at_two: float, at_three: float) -> np.ndarray:

@@ -19,7 +19,7 @@ def pipeline_s(stages: Sequence[StageTimes], crossings: Sequence[Crossing], wave
     """Return the seconds of a step."""
     check_shape(stages, crossings, waves)
     update_s = max(stage.update_s for stage in stages)
-    return reduced_s(stages, crossings, waves) + update_s
+    return float(reduced_s(stages, crossings, waves) + update_s)
 
 
 def reduced_s(stages: Sequence[StageTimes], crossings: Sequence[Crossing], waves: int) -> float:

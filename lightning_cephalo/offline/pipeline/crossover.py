@@ -6,19 +6,19 @@ seconds that no plan of one stage beats. So a little above, a pipeline may still
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_cephalo.offline.pipeline.problem import PipelineProblem
-from lightning_cephalo.offline.pipeline.search import Planned, advise, least_step_s
-from lightning_cephalo.plan import Plan, RankPlan
+from lightning_cephalo.offline.pipeline.search import Planned, fastest, least_step_s
 
 # Factors tried: up to 256 times as fast or as slow, then to within a few per cent.
 _OCTAVES = 8
 _HALVINGS = 4
+# Seconds of a search, even if time is up.
+_LEAST_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -76,18 +76,9 @@ def find_crossover(
 
 
 def _point(problem: PipelineProblem, planned: Planned, time_limit_s: float) -> Point:
-    least_s = least_step_s(problem.whole)
-    bound = dataclasses.replace(Plan((RankPlan((1,), 1.0),)), step_s=min(least_s, _LONG_S))
-    advice = advise(problem, planned=planned, today=bound, time_limit_s=time_limit_s)
-    step_s = advice.best.step_s if advice.best else math.inf
-    return Point(_slowest(problem), least_s, step_s)
-
-
-# Seconds of a search, even if time is up.
-_LEAST_S = 0.01
-
-# Plans have finite steps.
-_LONG_S = 1e12
+    best, _, _ = fastest(problem, planned=planned, time_limit_s=time_limit_s)
+    step_s = best.step_s if best else math.inf
+    return Point(_slowest(problem), least_step_s(problem.whole), step_s)
 
 
 def _slowest(problem: PipelineProblem) -> float:

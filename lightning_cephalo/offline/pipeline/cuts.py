@@ -41,14 +41,10 @@ class Order:
     waves: int
 
     def times(self, choices: Sequence[tuple[int, int]]) -> tuple[StageTimes, ...]:
-        times = [
-            table.times(way, units)
-            for table, (way, units) in zip(self.tables, choices, strict=True)
-        ]
-        if len(times) > 1:
-            first, last = self.tables[0].stage, self.tables[-1].stage
-            times[-1] = with_shared_root(self.problem, first, last, times[-1])
-        return tuple(times)
+        pairs = zip(self.tables, choices, strict=True)
+        *times, last_s = (table.times(*choice) for table, choice in pairs)
+        first, last = self.tables[0].stage, self.tables[-1].stage
+        return *times, with_shared_root(self.problem, first, last, last_s)
 
     def cut(self, choices: tuple[tuple[int, int], ...]) -> Cut:
         """Return a cut with its seconds."""
@@ -56,15 +52,13 @@ class Order:
 
     def least_s(self) -> float:
         """Return seconds that no cut beats."""
-        search = _Search(self, math.inf, None)
+        search = _Search(self, math.inf)
         sums, forward, backward = (float(rest[0][self.problem.units]) for rest in search.rest)
         return search.added_s + sums + search.repeated_s(forward, backward)
 
-    def best(
-        self, below_s: float = math.inf, most_units: Sequence[int] | None = None
-    ) -> Cut | None:
+    def best(self, below_s: float = math.inf) -> Cut | None:
         """Return the fastest cut, or None if none is faster than ``below_s``."""
-        search = _Search(self, below_s, most_units)
+        search = _Search(self, below_s)
         search.descend(0, self.problem.units, (0.0, 0.0, 0.0), ())
         return search.found
 
@@ -72,7 +66,7 @@ class Order:
 class _Search:
     """A depth-first search; ``found`` is the best cut so far."""
 
-    def __init__(self, order: Order, below_s: float, most_units: Sequence[int] | None) -> None:
+    def __init__(self, order: Order, below_s: float) -> None:
         self.order, self.below_s = order, below_s
         self.found: Cut | None = None
         crossings = order.crossings
@@ -80,14 +74,7 @@ class _Search:
         self.added_s = links_s + order.tables[0].ends_s
         self._slowest_link_s = max((one.wave_s for one in crossings), default=0.0)
         units = np.arange(order.problem.units + 1)
-        most = most_units or [order.problem.units] * len(order.tables)
-        self.own = [
-            [
-                np.where(units <= limit, array, np.inf)
-                for array in (table.sum_s, table.forward_s, table.backward_s)
-            ]
-            for table, limit in zip(order.tables, most, strict=True)
-        ]
+        self.own = [table.seconds for table in order.tables]
         left = units[:, None] - units[None, :]
         none_left = np.where(units == 0, 0.0, np.inf)
         self.rest: list[list[np.ndarray]] = [[none_left], [none_left], [none_left]]
@@ -118,7 +105,7 @@ class _Search:
             self._price(choices)
             return
         sums, forward, backward = (rest[index + 1][units::-1] for rest in self.rest)
-        own = [array[:, : units + 1] for array in self.own[index]]
+        own = self.own[index][:, :, : units + 1]
         least = self.added_s + known[0] + own[0] + sums
         least = least + self.repeated_s(
             np.maximum(np.maximum(own[1], forward), known[1]),
@@ -129,7 +116,7 @@ class _Search:
             way, count = int(ways[at]), int(counts[at])
             if least[way, count] >= self.below_s:
                 return
-            sum_s, forward_s, backward_s = (float(array[way, count]) for array in own)
+            sum_s, forward_s, backward_s = own[:, way, count].tolist()
             so_far = known[0] + sum_s, max(known[1], forward_s), max(known[2], backward_s)
             self.descend(index + 1, units - count, so_far, (*choices, (way, count)))
 

@@ -10,24 +10,19 @@ from lightning_cephalo.offline.figures import INK, VERMILION, add_title, drawing
 from lightning_cephalo.offline.pipeline.crossover import Crossover
 from lightning_cephalo.offline.pipeline.plan import Advice
 from lightning_cephalo.offline.pipeline.text import crossover_text
-from lightning_cephalo.plan.program import Instruction, Operation
-from lightning_cephalo.plan.timeline import Event, Stream
 
 
 def pipeline_figure(advice: Advice, crossover: Crossover, path: str | PathLike[str]) -> None:
-    """Draw the stages of the fastest pipelines, and where pipelines win."""
+    """Draw the stages of the fastest pipeline, and where pipelines win."""
     if advice.best is None:
         raise PlanError("pipeline_figure: expected a pipeline to draw, but none fits.")
-    rows: list[tuple[str, list[Event]]] = []
-    for pipeline in advice.best.pipelines:
-        first = len(rows)
-        for planned in pipeline.stages:
-            names = [advice.problem.blocks[block].name for block in planned.stage.blocks]
-            rows.append((f"{planned.stage.units} units on\n" + "\n".join(names), []))
-        for span in pipeline.simulate().spans:
-            stage, doing = first + span.stage, Instruction(Operation(span.work.value))
-            rows[stage][1].append(Event(stage, Stream.COMPUTE, doing, span.start_s, span.end_s))
-    end_s = max(event.end_s for _, events in rows for event in events)
+    events = advice.best.simulate().events
+    rows = []
+    for at, planned in enumerate(advice.best.stages):
+        names = [advice.problem.blocks[block].name for block in planned.stage.blocks]
+        own = [event for event in events if event.rank == at]
+        rows.append((f"{planned.stage.units} units on\n" + "\n".join(names), own))
+    end_s = max(event.end_s for event in events)
     height = max(3.6, 1.6 + 0.62 * len(rows))
     with drawing(path, height, columns=2) as (stages, curves):
         timeline(stages, rows, end_s)

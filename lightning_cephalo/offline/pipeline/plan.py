@@ -1,4 +1,4 @@
-"""What the advisor finds: pipelines with their stages, and how they compare with today's plan."""
+"""What the advisor finds: a pipeline with its stages, and how it compares with today's plan."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ class PlannedStage:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Stages that a part of the batch passes in waves."""
+    """Stages that the batch passes in waves."""
 
     stages: tuple[PlannedStage, ...]
     crossings: tuple[Crossing, ...]
-    samples: int
 
     @property
     def waves(self) -> int:
@@ -43,32 +42,30 @@ class Pipeline:
 
     @property
     def step_s(self) -> float:
-        """Predicted seconds of a step, without what parallel pipelines exchange."""
+        """Predicted seconds of a step."""
         return pipeline_s(self.times, self.crossings, self.waves)
 
     def simulate(self) -> PipelineRun:
-        """Play a step event by event; without what parallel pipelines exchange."""
+        """Play a step event by event."""
         return simulate_pipeline(self.times, self.crossings, self.waves)
-
-
-@dataclass(frozen=True)
-class PipelinePlan:
-    """One or two parallel pipelines, each of which holds the whole model."""
-
-    pipelines: tuple[Pipeline, ...]
-    sync_s: float = 0.0
-
-    @property
-    def step_s(self) -> float:
-        """All updates and exchanges of gradients are counted in full, though they overlap."""
-        return max(pipeline.step_s for pipeline in self.pipelines) + self.sync_s
 
     def to_dict(self, problem: PipelineProblem) -> dict[str, Any]:
         """Return plain lists and numbers, for JSON; units are numbered from 1."""
+        ends = itertools.accumulate(self.units)
         return {
             "step_s": self.step_s,
-            "sync_s": self.sync_s,
-            "pipelines": [_pipeline_dict(problem, pipeline) for pipeline in self.pipelines],
+            "waves": self.waves,
+            "stages": [
+                {
+                    "blocks": [problem.blocks[block].name for block in planned.stage.blocks],
+                    "units": [end - planned.stage.units + 1, end],
+                    "gathering": planned.stage.gathering.value,
+                    "wave_forward_s": planned.times.wave_forward_s,
+                    "wave_backward_s": planned.times.wave_backward_s,
+                    "ranks": [rank.to_dict() for rank in planned.plan.ranks],
+                }
+                for planned, end in zip(self.stages, ends, strict=True)
+            ],
         }
 
 
@@ -79,7 +76,7 @@ class Advice:
     problem: PipelineProblem
     today: Plan | None
     today_least_s: float
-    best: PipelinePlan | None
+    best: Pipeline | None
     bound_s: float
     covers: str
 
@@ -96,26 +93,7 @@ class Advice:
 
     @property
     def gap(self) -> float:
-        """How far the bound is below the fastest pipelines found, as a fraction of their step."""
+        """How far the bound is below the fastest pipeline found, as a fraction of their step."""
         if self.best is None:
             return 0.0
         return max(0.0, 1 - self.bound_s / self.best.step_s)
-
-
-def _pipeline_dict(problem: PipelineProblem, pipeline: Pipeline) -> dict[str, Any]:
-    ends = list(itertools.accumulate(pipeline.units))
-    return {
-        "samples": pipeline.samples,
-        "waves": pipeline.waves,
-        "stages": [
-            {
-                "blocks": [problem.blocks[block].name for block in planned.stage.blocks],
-                "units": [end - planned.stage.units + 1, end],
-                "gathering": planned.stage.gathering.value,
-                "wave_forward_s": planned.times.wave_forward_s,
-                "wave_backward_s": planned.times.wave_backward_s,
-                "ranks": [rank.to_dict() for rank in planned.plan.ranks],
-            }
-            for planned, end in zip(pipeline.stages, ends, strict=True)
-        ],
-    }

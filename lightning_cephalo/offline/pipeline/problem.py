@@ -23,11 +23,6 @@ class Block(Checked):
     ranks: tuple[RankProfile, ...]
     update_bytes_per_s: PositiveOrInfinite = math.inf
 
-    @property
-    def capacity_bytes(self) -> float:
-        """Memory of all its ranks together."""
-        return math.fsum(rank.capacity_bytes for rank in self.ranks)
-
 
 @dataclass(frozen=True)
 class PartBytes(Checked):
@@ -63,19 +58,19 @@ class PipelineProblem(Checked):
                 f"PipelineProblem.blocks: expected the {len(self.whole.ranks)} ranks of the whole "
                 f"problem in blocks, but got {ranks}."
             )
-        twice = [name for name, n in Counter(one.name for one in self.blocks).items() if n > 1]
-        if twice:
-            raise PlanError(
-                f"PipelineProblem.blocks: expected nodes that can be told apart, but {twice[0]!r} "
-                f"names {sum(one.name == twice[0] for one in self.blocks)} of them. Give each one "
-                f"its own name."
-            )
-        for block in self.blocks:
-            if not block.ranks or not 0 <= block.node < len(self.network.inside):
+        for name, count in Counter(block.name for block in self.blocks).items():
+            if count > 1:
                 raise PlanError(
-                    f"PipelineProblem.blocks: {block.name!r}: expected at least one rank, and a "
-                    f"node from 0 to {len(self.network.inside) - 1}, but got {len(block.ranks)} "
-                    f"ranks on node {block.node}."
+                    "PipelineProblem.blocks: expected nodes that can be told apart, but"
+                    f" {name!r} names {count} of them. Give each one its own name."
+                )
+        last = len(self.network.inside) - 1
+        for block in self.blocks:
+            if not block.ranks or not 0 <= block.node <= last:
+                raise PlanError(
+                    f"PipelineProblem.blocks: {block.name!r}: expected at least one rank, and a"
+                    f" node from 0 to {last}, but got {len(block.ranks)} ranks on node"
+                    f" {block.node}."
                 )
 
     @property
@@ -105,15 +100,11 @@ class PipelineProblem(Checked):
 
     def update_s(self, blocks: Sequence[int], nbytes: float) -> float:
         """Return the slowest rank's seconds to update ``nbytes``, shared by the ranks' memory."""
-        if not nbytes:
-            return 0.0
-        total = math.fsum(self.blocks[block].capacity_bytes for block in blocks)
-        rates = [
-            (rank.capacity_bytes, self.blocks[block].update_bytes_per_s)
-            for block in blocks
-            for rank in self.blocks[block].ranks
-        ]
-        if math.isinf(total):
-            unlimited = sum(math.isinf(capacity) for capacity, _ in rates)
-            return max(nbytes / unlimited / rate for capacity, rate in rates if capacity == total)
-        return max(nbytes * capacity / total / rate for capacity, rate in rates)
+        own = [self.blocks[block] for block in blocks]
+        rates = [(rank.capacity_bytes, block.update_bytes_per_s)
+                 for block in own for rank in block.ranks]  # fmt: skip
+        total = math.fsum(capacity for capacity, _ in rates)
+        if math.isinf(total):  # unlimited ranks share all of it
+            rates = [(1.0, rate) for capacity, rate in rates if capacity == total]
+            total = len(rates)
+        return max(nbytes * capacity / total / rate for capacity, rate in rates) if nbytes else 0.0

@@ -7,38 +7,22 @@ behind the next unit's gather, as in the layered step.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 from lightning_cephalo.offline.pipeline.closed_form import check_shape
 from lightning_cephalo.offline.pipeline.times import Crossing, StageTimes
 from lightning_cephalo.plan.play import Meeting, Player, play
-
-
-class Work(enum.Enum):
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    UPDATE = "update"
-
-
-@dataclass(frozen=True)
-class Span:
-    """One wave in one stage (or its update, with wave -1), in seconds from the step's start."""
-
-    stage: int
-    wave: int
-    work: Work
-    start_s: float
-    end_s: float
+from lightning_cephalo.plan.program import NONE, Instruction, Operation
+from lightning_cephalo.plan.timeline import Event, Stream
 
 
 @dataclass(frozen=True)
 class PipelineRun:
-    """A simulated step: its seconds, and what each stage did."""
+    """A simulated step: its seconds, and waves and updates of stages, whose number is the rank."""
 
     step_s: float
-    spans: tuple[Span, ...]
+    events: tuple[Event, ...]
 
 
 def simulate_pipeline(
@@ -48,8 +32,8 @@ def simulate_pipeline(
     check_shape(stages, crossings, waves)
     lanes = [_Lane(at, stage, crossings, waves) for at, stage in enumerate(stages)]
     play([lane.run() for lane in lanes], lambda meeting: meeting.what)
-    spans = tuple(span for lane in lanes for span in lane.spans)
-    return PipelineRun(max(span.end_s for span in spans), spans)
+    events = tuple(event for lane in lanes for event in lane.events)
+    return PipelineRun(max(event.end_s for event in events), events)
 
 
 _Ends = Generator[Meeting, tuple[float, float], float]
@@ -62,7 +46,7 @@ class _Lane:
     def __init__(
         self, at: int, times: StageTimes, crossings: Sequence[Crossing], waves: int
     ) -> None:
-        self.spans: list[Span] = []
+        self.events: list[Event] = []
         self._at, self._times, self._waves = at, times, waves
         self._crossings = dict(enumerate(crossings))
         self._free_s = self._gathered_s = self._link_s = 0.0
@@ -81,7 +65,7 @@ class _Lane:
         reduced_s = max(self._link_s, self._free_s) + times.after_s
         everyone = tuple(range(len(self._crossings) + 1))
         start_s, _ = yield Meeting(everyone, 0.0, reduced_s)
-        self.spans.append(Span(self._at, -1, Work.UPDATE, start_s, start_s + times.update_s))
+        self._note(Operation.UPDATE, NONE, start_s, start_s + times.update_s)
 
     def _forward(self, wave: int) -> Player:
         times = self._times
@@ -94,7 +78,7 @@ class _Lane:
                 yield from self._gather(0.0)
             begun_s = self._compute(times.forward_s, arrived_s)
             start_s = begun_s if start_s is None else start_s
-        self.spans.append(Span(self._at, wave, Work.FORWARD, start_s or 0.0, self._free_s))
+        self._note(Operation.FORWARD, wave, start_s or 0.0, self._free_s)
         yield from self._cross(self._at, self._free_s)
 
     def _backward(self, wave: int) -> Player:
@@ -111,8 +95,12 @@ class _Lane:
                 self._to_reduce = self._free_s
             if not times.regathers:
                 yield from self._reduce()
-        self.spans.append(Span(self._at, wave, Work.BACKWARD, start_s, self._free_s))
+        self._note(Operation.BACKWARD, wave, start_s, self._free_s)
         yield from self._cross(self._at - 1, self._free_s)
+
+    def _note(self, operation: Operation, wave: int, start_s: float, end_s: float) -> None:
+        instruction = Instruction(operation, microbatch=wave)
+        self.events.append(Event(self._at, Stream.COMPUTE, instruction, start_s, end_s))
 
     def _compute(self, seconds: float, ready_s: float = 0.0) -> float:
         """Compute a unit and return when that has begun."""

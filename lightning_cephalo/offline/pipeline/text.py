@@ -9,20 +9,15 @@ from rich.table import Table
 
 from lightning_cephalo.common.quantities import BYTES_PER_S, format_seconds
 from lightning_cephalo.offline.pipeline.crossover import Crossover
-from lightning_cephalo.offline.pipeline.plan import Advice, PipelinePlan, PlannedStage
+from lightning_cephalo.offline.pipeline.plan import Advice, Pipeline, PlannedStage
 
 ADVICE_ONLY = "This is advice: training does not run pipelines."
 
 
-def pipeline_name(plan: PipelinePlan) -> str:
+def pipeline_name(pipeline: Pipeline) -> str:
     """Return a short name, such as ``pipeline of 3 stages, units 9 | 2 | 21, 16 waves``."""
-    parts = []
-    for pipeline in plan.pipelines:
-        count = len(pipeline.stages)
-        stages = "1 stage" if count == 1 else f"{count} stages"
-        units = " | ".join(map(str, pipeline.units))
-        parts.append(f"pipeline of {stages}, units {units}, {pipeline.waves} waves")
-    return " beside a ".join(parts)
+    units = " | ".join(map(str, pipeline.units))
+    return f"pipeline of {len(pipeline.stages)} stages, units {units}, {pipeline.waves} waves"
 
 
 def crossover_text(crossover: Crossover) -> str:
@@ -58,34 +53,28 @@ def advice_lines(advice: Advice, crossover: Crossover | None = None) -> list[str
     return [*lines, ADVICE_ONLY]
 
 
-def pipeline_table(advice: Advice, plan: PipelinePlan) -> Table:
+def pipeline_table(advice: Advice, pipeline: Pipeline) -> Table:
     table = Table(
-        title=f"Pipeline (advice only), {format_seconds(plan.step_s)} a step",
+        title=f"Pipeline (advice only), {format_seconds(pipeline.step_s)} a step",
         caption="forward and backward: by how much one wave follows the other",
         caption_justify="left",
     )
-    for heading in ("stage", "ranks"):
-        table.add_column(heading)
     headings = ("units", "gathers", "samples of a wave", "forward", "backward", "fullest rank")
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    for number, pipeline in enumerate(plan.pipelines, start=1):
-        first = 1
-        for index, planned in enumerate(pipeline.stages, start=1):
-            last = first + planned.stage.units - 1
-            name = str(index) if len(plan.pipelines) == 1 else f"{number}.{index}"
-            names = [advice.problem.blocks[block].name for block in planned.stage.blocks]
-            table.add_row(
-                name,
-                "\n".join(names),
-                str(first) if first == last else f"{first}–{last}",
-                "every wave" if planned.stage.regathers else "once",
-                _samples(planned),
-                format_seconds(planned.times.wave_forward_s),
-                format_seconds(planned.times.wave_backward_s),
-                f"{_fullest(planned):.0%}",
-            )
-            first = last + 1
+    for heading in ("stage", "ranks", *headings):
+        table.add_column(heading, justify="right" if heading in headings else "left")
+    last = 0
+    for index, planned in enumerate(pipeline.stages, start=1):
+        first, last = last + 1, last + planned.stage.units
+        table.add_row(
+            str(index),
+            "\n".join(advice.problem.blocks[block].name for block in planned.stage.blocks),
+            str(first) if first == last else f"{first}–{last}",
+            "every wave" if planned.stage.regathers else "once",
+            _samples(planned),
+            format_seconds(planned.times.wave_forward_s),
+            format_seconds(planned.times.wave_backward_s),
+            f"{_fullest(planned):.0%}",
+        )
     return table
 
 

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from lightning_cephalo.common.errors import PlanError
 
@@ -22,12 +25,15 @@ class Gathering(enum.Enum):
 
 @dataclass(frozen=True)
 class StageTimes:
-    """The seconds of one stage; those of compute are its slowest rank's, summed over a wave."""
+    """The seconds of one stage; those of compute are its slowest rank's, summed over a wave.
 
-    units: int
-    forward_s: float
-    backward_s: float
-    tail_s: float
+    A search makes one of arrays, by units: ``units``, ``forward_s``, ``backward_s``, ``tail_s``.
+    """
+
+    units: Any
+    forward_s: Any
+    backward_s: Any
+    tail_s: Any
     gather_s: float
     reduce_s: float
     gathering: Gathering
@@ -37,7 +43,7 @@ class StageTimes:
 
     def __post_init__(self) -> None:
         # A search makes many of these from checked values: the one it could get wrong is checked.
-        if self.units < 1:
+        if np.min(self.units) < 1:
             raise PlanError(f"StageTimes.units: expected at least one unit, but got {self.units}.")
 
     @property
@@ -45,31 +51,37 @@ class StageTimes:
         return self.gathering is Gathering.REGATHER
 
     @property
-    def wave_forward_s(self) -> float:
+    def wave_forward_s(self) -> Any:
         """Seconds by which one wave's forward follows the other at best."""
-        return self.units * max(self._forward_collectives_s, self.forward_s)
+        return self.units * np.maximum(self._forward_collectives_s, self.forward_s)
 
     @property
-    def wave_backward_s(self) -> float:
+    def wave_backward_s(self) -> Any:
         """Seconds by which one wave's backward follows another; the tail hides collectives too."""
         collectives_s, own_s = self._backward_collectives_s, self.backward_s
-        free = min(2, self.units)
-        rest_s = (self.units - free) * max(collectives_s, own_s)
-        return rest_s + max(free * collectives_s, free * own_s + self.tail_s)
+        rest_s = (self.units - self._free) * np.maximum(collectives_s, own_s)
+        return rest_s + np.maximum(self._free * collectives_s, self._free * own_s + self.tail_s)
 
     @property
-    def lone_forward_s(self) -> float:
+    def lone_forward_s(self) -> Any:
         """Seconds of a forward for which the stage has waited: two units are gathered already."""
-        free = min(2, self.units)
-        rest_s = (self.units - free) * max(self._forward_collectives_s, self.forward_s)
-        return rest_s + free * self.forward_s
+        rest_s = np.maximum(self._forward_collectives_s, self.forward_s)
+        return (self.units - self._free) * rest_s + self._free * self.forward_s
 
     @property
-    def lone_backward_s(self) -> float:
+    def lone_backward_s(self) -> Any:
         """Seconds of a backward for which the stage has waited, tail included."""
-        free = min(2, self.units)
-        rest_s = (self.units - free) * max(self._backward_collectives_s, self.backward_s)
-        return rest_s + free * self.backward_s + self.tail_s
+        rest_s = np.maximum(self._backward_collectives_s, self.backward_s)
+        return (self.units - self._free) * rest_s + self._free * self.backward_s + self.tail_s
+
+    @property
+    def for_search(self) -> tuple[Any, Any, Any]:
+        """Seconds of the first wave's passes, and by how much waves follow in each of them."""
+        return self.lone_forward_s + self.lone_backward_s, self.wave_forward_s, self.wave_backward_s
+
+    @property
+    def _free(self) -> Any:
+        return np.minimum(2, self.units)
 
     @property
     def turn_s(self) -> float:

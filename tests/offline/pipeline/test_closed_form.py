@@ -8,9 +8,10 @@ import pytest
 from pipeline_cases import random_pipeline
 
 from lightning_cephalo.offline.pipeline.closed_form import pipeline_s
-from lightning_cephalo.offline.pipeline.simulate import Work, simulate_pipeline
+from lightning_cephalo.offline.pipeline.simulate import simulate_pipeline
 from lightning_cephalo.offline.pipeline.times import Crossing, Gathering, StageTimes
 from lightning_cephalo.plan import PlanError
+from lightning_cephalo.plan.program import Operation
 
 
 def test_it_equals_the_simulation_of_every_unit_on_random_pipelines():
@@ -70,16 +71,16 @@ def test_a_stage_that_waits_for_its_first_wave_has_gathered_in_the_meantime():
 
 def test_the_simulation_says_what_each_stage_does_when():
     run = simulate_pipeline([_stage(1, 2), _stage(1, 2, update_s=3)], [Crossing(0.5)], 2)
-    work = [(span.wave, span.work, span.start_s, span.end_s) for span in run.spans]
+    work = [(each.microbatch, each.operation, each.start_s, each.end_s) for each in run.events]
     assert work[:5] == [
-        (0, Work.FORWARD, 0, 1),
-        (1, Work.FORWARD, 1, 2),
-        (0, Work.BACKWARD, 6, 8),
-        (1, Work.BACKWARD, 8, 10),
-        (-1, Work.UPDATE, 10, 10),
+        (0, Operation.FORWARD, 0, 1),
+        (1, Operation.FORWARD, 1, 2),
+        (0, Operation.BACKWARD, 6, 8),
+        (1, Operation.BACKWARD, 8, 10),
+        (-1, Operation.UPDATE, 10, 10),
     ]
-    assert [span.stage for span in run.spans] == [0] * 5 + [1] * 5
-    assert run.spans[-1].end_s == run.step_s == 13
+    assert [each.rank for each in run.events] == [0] * 5 + [1] * 5
+    assert run.events[-1].end_s == run.step_s == 13
 
 
 @pytest.mark.parametrize("play", [pipeline_s, simulate_pipeline])
