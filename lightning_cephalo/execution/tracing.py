@@ -17,7 +17,6 @@ from lightning_cephalo.plan.program import (
     Visit,
     layered_forward,
     offloading,
-    resumed_forward,
     without_frees,
 )
 
@@ -76,13 +75,13 @@ class Tracer:
             microbatch.last = NONE
         visits = list(step.visits)
         step.is_traced, step.visits, step.is_apart = True, visits, True
-        instructions = resumed_forward(
+        instructions = layered_forward(
             self._discovered(executor, visits),
-            len(visits),
             len(step.calls),
             step.has_returned,
             self.ends,
             step.trainable,
+            start=len(visits),
         )
         return _by_mode(executor, instructions, visits)
 

@@ -41,7 +41,7 @@ import enum
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from itertools import groupby
+from itertools import chain, groupby
 
 from lightning_cephalo.plan.state_homes import STAGED_UNITS, StateHome
 
@@ -269,33 +269,31 @@ def layered(
     """Return the program of an order that is known, without a pass."""
     last, head = len(visits) - 1, with_loss(visits, ends)
     known = visits if head == NONE else visits[:head]
-    forward = layered_forward(known, microbatches, lambda visit, _: visit == last, ends, trainable)
-    instructions = list(forward)
+    *forward, agree = layered_forward(
+        known, microbatches, lambda visit, _: visit == last, ends, trainable
+    )
     if head != NONE:
-        agree, unit = instructions.pop(), visits[head].unit
-        if unit not in gathered_after(instructions):
+        unit = visits[head].unit
+        if unit not in gathered_after(forward):
             # with that of the unit before, as it has memory of its own
             was_there = any(visit.unit == unit for visit in visits[max(0, head - 2) : head])
-            begins = [n for n, each in enumerate(instructions) if _begins(each, head - 1)]
-            at, visit = (len(instructions), head)
-            if begins and not was_there:
-                at, visit = begins[0], head - 1
-            instructions.insert(at, Instruction(Operation.GATHER, unit, visit))
+            begins = (Operation.FORWARD, Operation.MEET)
+            before = [
+                at
+                for at, each in enumerate(forward)
+                if each.operation in begins and each.visit == head - 1 and each.unit != ROOT
+            ]
+            at, visit = (len(forward), head)
+            if before and not was_there:
+                at, visit = before[0], head - 1
+            forward.insert(at, Instruction(Operation.GATHER, unit, visit))
         if trainable[unit]:
-            instructions.append(Instruction(Operation.ARM, unit, head))
-        instructions += [
-            Instruction(Operation.LOSS, unit, head, microbatch)
-            for microbatch in range(microbatches)
-        ]
-        instructions.append(agree)
-    held = [unit for unit in gathered_after(instructions) if unit != ROOT]
+            forward.append(Instruction(Operation.ARM, unit, head))
+        forward += [Instruction(Operation.LOSS, unit, head, each) for each in range(microbatches)]
+    forward.append(agree)
+    held = [unit for unit in gathered_after(forward) if unit != ROOT]
     backward = layered_backward(visits, microbatches, trainable, held, ends, head)
-    return Program(tuple(instructions), backward, ends=ends)
-
-
-def _begins(instruction: Instruction, visit: int) -> bool:
-    is_visit = instruction.visit == visit and instruction.unit != ROOT
-    return is_visit and instruction.operation in (Operation.FORWARD, Operation.MEET)
+    return Program(tuple(forward), backward, ends=ends)
 
 
 def layered_forward(
@@ -304,6 +302,7 @@ def layered_forward(
     has_returned: Callable[[int, int], bool],
     ends: Ends = NO_ENDS,
     trainable: Sequence[bool] = (),
+    start: int | None = None,
 ) -> Iterator[Instruction]:
     """Yield the instructions of the forward.
 
@@ -312,43 +311,23 @@ def layered_forward(
     Args:
         visits: Visits in order, taken one by one behind the instructions of the previous one: an
             order that is still being discovered can be a lazy iterable.
-        microbatches: Number of this rank's microbatches.
         has_returned: Called with a visit (-1: the root unit's forward) and a microbatch, after the
             microbatch's FORWARD there was consumed. Returns whether only its loss is left.
         ends: A microbatch that has returned behind a head runs the head's backward with its loss.
         trainable: Per unit, whether it has gradients; only heads count.
+        start: Position of the first of these visits, where a forward that has stopped goes on.
     """
-    yield Instruction(Operation.GATHER, ROOT)
-    yield Instruction(Operation.ARM, ROOT)
-    yield from _forward_of(Visit(ROOT), NONE, microbatches, has_returned, False, False)
-    yield from _visits_forward(visits, 0, microbatches, has_returned, ends, trainable)
-
-
-def resumed_forward(
-    visits: Iterable[Visit],
-    start: int,
-    microbatches: int,
-    has_returned: Callable[[int, int], bool],
-    ends: Ends = NO_ENDS,
-    trainable: Sequence[bool] = (),
-) -> Iterator[Instruction]:
-    """Yield the rest of a :func:`layered_forward` that has stopped before visit ``start``."""
-    for microbatch in range(microbatches):
-        if has_returned(start - 1, microbatch):
-            yield Instruction(Operation.LOSS, ROOT, start - 1, microbatch)
-    yield from _visits_forward(visits, start, microbatches, has_returned, ends, trainable)
-
-
-def _visits_forward(
-    visits: Iterable[Visit],
-    start: int,
-    microbatches: int,
-    has_returned: Callable[[int, int], bool],
-    ends: Ends,
-    trainable: Sequence[bool],
-) -> Iterator[Instruction]:
+    positions: Iterable[tuple[int, Visit]] = enumerate(visits, start or 0)
+    if start is None:
+        yield Instruction(Operation.GATHER, ROOT)
+        yield Instruction(Operation.ARM, ROOT)
+        positions = chain([(NONE, Visit(ROOT))], positions)
+    else:
+        for microbatch in range(microbatches):
+            if has_returned(start - 1, microbatch):
+                yield Instruction(Operation.LOSS, ROOT, start - 1, microbatch)
     held: list[int] = []
-    for position, visit in enumerate(visits, start):
+    for position, visit in positions:
         unit = visit.unit
         if unit not in (*held, ROOT):
             for other in _left_behind(unit, held, ends):
@@ -360,31 +339,19 @@ def _visits_forward(
             yield Instruction(Operation.MEET, unit, position)
         is_head = unit in ends.heads and not visit.is_meeting
         arms = is_head and visit.differentiable and trainable[unit]
-        yield from _forward_of(visit, position, microbatches, has_returned, is_head, arms)
+        for microbatch in range(microbatches):
+            yield Instruction(Operation.FORWARD, unit, position, microbatch)
+            if has_returned(position, microbatch):
+                if arms:
+                    yield Instruction(Operation.ARM, unit, position)
+                    arms = False
+                yield Instruction(Operation.LOSS, unit if is_head else ROOT, position, microbatch)
     yield Instruction(Operation.AGREE)
 
 
-def _left_behind(unit: int, held: Sequence[int], ends: Ends) -> list[int]:
+def _left_behind(unit: int, held: Iterable[int], ends: Ends) -> list[int]:
     """Return the units that are freed for another one; heads have memory of their own."""
-    is_head = unit in ends.heads
-    return [other for other in held if not is_head or other in ends]
-
-
-def _forward_of(
-    visit: Visit,
-    position: int,
-    microbatches: int,
-    has_returned: Callable[[int, int], bool],
-    is_head: bool,
-    arms: bool,
-) -> Iterator[Instruction]:
-    for microbatch in range(microbatches):
-        yield Instruction(Operation.FORWARD, visit.unit, position, microbatch)
-        if has_returned(position, microbatch):
-            if arms:
-                yield Instruction(Operation.ARM, visit.unit, position)
-                arms = False
-            yield Instruction(Operation.LOSS, visit.unit if is_head else ROOT, position, microbatch)
+    return [other for other in held if unit not in ends.heads or other in ends]
 
 
 def layered_backward(
@@ -395,15 +362,9 @@ def layered_backward(
     ends: Ends = NO_ENDS,
     head: int = NONE,
 ) -> Instructions:
-    """Return the instructions of the backward.
+    """Return the instructions of the backward, in which ``held`` are gathered beside the root unit.
 
-    Args:
-        visits: Visits in the order of the forward.
-        microbatches: Number of this rank's microbatches.
-        trainable: Per unit, the root unit first, whether it has gradients to reduce.
-        held: The other units that are gathered beside the root unit.
-        ends: The units that are embeddings and heads.
-        head: Position of the visit whose backward has run with the loss; its unit is armed.
+    ``head`` is the position of the visit whose backward has run with the loss; its unit is armed.
     """
     order = [position for position in backward_order(visits) if position != head]
     reduced_at = {visits[position].unit: position for position in order}
@@ -463,20 +424,16 @@ def evaluation_of(unit: int, takes_part: bool) -> Instructions:
 
 def keep_gathered(program: Program) -> Program:
     """Free each unit only after its last use, as with ``reshard_after_forward=False``."""
-    embeddings = program.ends.embeddings
     last_free = {i.unit: i for i in program.backward if i.operation is Operation.FREE}
-    # units that no backward passes are not needed after the forward
-    freed = [i.unit for i in program.forward if i.operation is Operation.FREE]
-    unused = [u for u in dict.fromkeys(freed) if u not in last_free and u not in embeddings]
     backward = [
-        instruction
-        for instruction in program.backward
-        if instruction.operation is not Operation.GATHER
-        and (
-            instruction.operation is not Operation.FREE
-            or last_free[instruction.unit] is instruction
-        )
+        each
+        for each in program.backward
+        if each.operation is not Operation.GATHER
+        and (each.operation is not Operation.FREE or last_free[each.unit] is each)
     ]
+    # units that no backward passes are not needed after the forward
+    freed = {i.unit: None for i in program.forward if i.operation is Operation.FREE}
+    unused = [u for u in freed if u not in last_free and u not in program.ends.embeddings]
     return replace(
         program,
         forward=tuple(without_frees(program.forward, program.ends)),
@@ -493,12 +450,12 @@ def without_frees(
     """
     gathered: set[int] = set()
     for instruction in instructions:
-        operation, unit = instruction.operation, instruction.unit
-        if operation is Operation.FREE and unit not in ends.embeddings:
-            continue
-        if operation is Operation.FREE:
+        unit = instruction.unit
+        if instruction.operation is Operation.FREE:
+            if unit not in ends.embeddings:
+                continue
             gathered.discard(unit)
-        elif operation is Operation.GATHER:
+        elif instruction.operation is Operation.GATHER:
             if unit in gathered:
                 continue
             gathered.add(unit)
@@ -507,29 +464,29 @@ def without_frees(
 
 def prefetch(program: Program) -> Program:
     """Gather each unit during the previous visit, and no further ahead: there are two buffers."""
-    return replace(
-        program,
-        forward=_prefetched(program.forward),
-        backward=_prefetched(program.backward),
-    )
+    forward, backward = _prefetched(program.forward), _prefetched(program.backward)
+    return replace(program, forward=forward, backward=backward)
 
 
 def _prefetched(instructions: Instructions) -> Instructions:
     visits = _joined(list(group) for _, group in groupby(instructions, key=lambda i: i.visit))
     gathers = [[each for each in visit if each.operation is Operation.GATHER] for visit in visits]
+    gathers.append([])
     found: list[Instruction] = []
     for index, visit in enumerate(visits):
         found += gathers[index]  # those that have not come before
-        following = gathers[index + 1] if index + 1 < len(visits) else []
+        following = gathers[index + 1]
         rest = [each for each in visit if each.operation is not Operation.GATHER]
         # units left over from the forward are freed first: the gather needs their buffer
-        left_over = [each for each in rest if following and _is_left_over(each)]
+        left_over = [
+            each
+            for each in rest
+            if following and each.operation is Operation.FREE and each.visit == NONE
+        ]
         rest = [each for each in rest if each not in left_over]
         freed = {each.unit for each in rest if each.operation is Operation.FREE}
-        ahead = [each for each in following if each.unit not in freed]
-        if index + 1 < len(visits):
-            gathers[index + 1] = [each for each in following if each.unit in freed]
-        found += [*left_over, *ahead, *rest]
+        gathers[index + 1] = [each for each in following if each.unit in freed]
+        found += [*left_over, *(each for each in following if each.unit not in freed), *rest]
     return tuple(found)
 
 
@@ -552,30 +509,19 @@ def _joined(visits: Iterable[list[Instruction]]) -> list[list[Instruction]]:
     return found
 
 
-def _is_left_over(instruction: Instruction) -> bool:
-    return instruction.operation is Operation.FREE and instruction.visit == NONE
-
-
 def offload(program: Program, visits: Sequence[Visit]) -> Program:
     """Copy boundaries to the host after their forward and fetch them two visits before use."""
     order = [at for at in backward_order(visits) if visits[at].unit not in program.ends]
     away = frozenset(order[UNITS_THAT_STAY:])
     fetched_behind = dict(zip(order, order[UNITS_THAT_STAY:], strict=False))
     backward: list[Instruction] = []
-    for instruction in program.backward:
-        backward.append(instruction)
-        if instruction.operation is Operation.BACKWARD and instruction.visit in fetched_behind:
-            position = fetched_behind[instruction.visit]
-            backward.append(
-                Instruction(
-                    Operation.FETCH, visits[position].unit, position, instruction.microbatch
-                )
-            )
-    return replace(
-        program,
-        forward=tuple(offloading(program.forward, away.__contains__)),
-        backward=tuple(backward),
-    )
+    for each in program.backward:
+        backward.append(each)
+        if each.operation is Operation.BACKWARD and each.visit in fetched_behind:
+            at = fetched_behind[each.visit]
+            backward.append(Instruction(Operation.FETCH, visits[at].unit, at, each.microbatch))
+    forward = tuple(offloading(program.forward, away.__contains__))
+    return replace(program, forward=forward, backward=tuple(backward))
 
 
 def update_early(program: Program) -> Program:
@@ -602,22 +548,18 @@ def move_state(program: Program, homes: Sequence[StateHome]) -> Program:
     state of the unit before is used: there are two staging buffers. The host begins where the
     device would update a unit. What it has updated comes back at last.
     """
-    early = {i.unit for i in program.backward if i.operation is Operation.UPDATE}
+    early = program.updated_in_backward
     backward: list[Instruction] = []
-    reduced: list[int] = []
-    for instruction in program.backward:
-        unit, home = instruction.unit, homes[max(instruction.unit, ROOT)]
-        if instruction.operation is Operation.REDUCE:
-            reduced.append(unit)
-            backward.append(instruction)
-            if unit in early and home is StateHome.STREAMED:
-                backward.append(Instruction(Operation.FETCH_STATE, unit))
-        elif instruction.operation is Operation.UPDATE and home is StateHome.HOST:
-            backward.append(replace(instruction, operation=Operation.HOST_UPDATE))
-        else:
-            backward.append(instruction)
-            if instruction.operation is Operation.UPDATE and home is StateHome.STREAMED:
-                backward.append(replace(instruction, operation=Operation.STORE_STATE))
+    for each in program.backward:
+        home, is_update = homes[max(each.unit, ROOT)], each.operation is Operation.UPDATE
+        by_host = is_update and home is StateHome.HOST
+        backward.append(replace(each, operation=Operation.HOST_UPDATE) if by_host else each)
+        if home is StateHome.STREAMED and is_update:
+            backward.append(Instruction(Operation.STORE_STATE, each.unit))
+        is_reduced_early = each.operation is Operation.REDUCE and each.unit in early
+        if home is StateHome.STREAMED and is_reduced_early:
+            backward.append(Instruction(Operation.FETCH_STATE, each.unit))
+    reduced = [each.unit for each in backward if each.operation is Operation.REDUCE]
     update = late_updates([unit for unit in reduced if unit not in early], homes)
     update += program.update
     back = [unit for unit in reduced if homes[unit] is StateHome.HOST]

@@ -39,7 +39,6 @@ from lightning_cephalo.plan.program import (
     offload,
     offloading,
     prefetch,
-    resumed_forward,
     text,
     update_early,
     without_frees,
@@ -351,13 +350,13 @@ def test_whether_a_microbatch_has_returned_is_asked_when_its_forward_has_been_ta
 
 
 def test_a_forward_that_stands_in_front_of_a_visit_goes_on_from_there():
-    rest = tuple(resumed_forward(chain(3)[1:], 1, 2, lambda visit, _: visit == 2))
+    rest = tuple(layered_forward(chain(3)[1:], 2, lambda visit, _: visit == 2, start=1))
     assert text(rest) == "G2 F2.0 F2.1 X2 G3 F3.0 L0.0 F3.1 L0.1 A"
     assert rest == layered(chain(3), 2).forward[-len(rest) :]
 
 
 def test_a_forward_whose_visits_are_over_goes_on_with_the_losses_that_are_due():
-    rest = list(resumed_forward([], 2, 3, lambda visit, microbatch: microbatch != 1))
+    rest = list(layered_forward([], 3, lambda visit, microbatch: microbatch != 1, start=2))
     assert text(rest) == "L0.0 L0.2 A"
     assert [each.visit for each in rest] == [1, 1, NONE]
 
@@ -370,7 +369,7 @@ def test_a_forward_that_goes_on_never_pulls_an_order_ahead_of_use():
             pulled.append(unit)
             yield Visit(unit)
 
-    for instruction in resumed_forward(visits(), 4, 2, lambda visit, _: visit == 6):
+    for instruction in layered_forward(visits(), 2, lambda visit, _: visit == 6, start=4):
         if instruction.operation in COMPUTE:
             assert len(pulled) == instruction.visit - 4 + 1
 
@@ -689,7 +688,7 @@ def test_a_forward_that_goes_on_is_the_end_of_the_whole_one(visits, microbatches
     start = min(start, len(visits))
     last = len(visits) - 1
     rest = tuple(
-        resumed_forward(visits[start:], start, microbatches, lambda visit, _: visit == last)
+        layered_forward(visits[start:], microbatches, lambda visit, _: visit == last, start=start)
     )
     whole = layered(visits, microbatches).forward
     operations = {Operation.FORWARD, Operation.LOSS, Operation.AGREE}
