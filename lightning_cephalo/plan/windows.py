@@ -1,9 +1,9 @@
 """What each unit's forward and backward hide: the collectives that run beside them.
 
-With U units, a step has 2 U - 1 gathers of units and U reduces: the last unit of the forward is
-the first one of the backward, and is still there. G and R are the times of one gather and one
-reduce. The first gather and the last reduce hide behind nothing (``Problem.fill_s``). The others
-run beside these passes of units::
+Each pass of a unit has a window: what the program issues since the pass before runs beside it, and
+the window takes as long as its compute or as its collectives, whichever is longer. Windows are read
+from the compiled program of a step. With G and R the times of a unit's gather and reduce, and D
+that of both beside each other, those of U units are::
 
     forward   units 1 to U - 1    the next unit's gather       G
               unit U              none                         0
@@ -11,43 +11,112 @@ run beside these passes of units::
               units U - 1 to 2    a reduce and a gather        D
               unit 1              unit 2's reduce              R
 
-Each of these is a window: it takes as long as its compute or as its collectives, whichever is
-longer. D is the time of a gather and a reduce that run beside each other: G + R, unless it was
-measured (``Problem.gather_and_reduce_s``). Where units stay gathered, the windows of the backward
-have no gathers.
+The first gather and the last reduce hide behind nothing (``Problem.fill_s``). The gather of a head
+that is a unit of its own is beside unit U - 1: the first loss may have to wait for it behind one
+microbatch only. Its reduce is beside the backward of unit U.
 
-Where a head is a unit of its own, its gather follows that of unit U, beside unit U - 1, and its
-reduce runs beside the backward of unit U. The first loss may have to wait for that gather
-behind one microbatch only, so that unit U's own forward does not count.
-
-With early updates, the update of a unit runs between two backwards, beside the reduce of the unit
-before. With u the time of one update, such a window takes ``max(D, B + u, G + u)``, which is
-``u + max(D - u, G, B)``. The u is a part of the optimizer's time, so that the window's
-collectives count as ``max(D - u, G)``. No update precedes the backwards of units U and U - 1.
-Two updates are left for the reduces of unit 1 and of the root unit (``hidden_updates_s``).
-
-Here u is ``Problem.unit_update_s``, the part that all shares of the state take. A rank's share of
-the parameters comes in addition, and hides in what is left (``rooms_of_updates``).
+An early update of u seconds runs between two backwards, beside the reduce of the unit before. Its
+window takes ``max(D, B + u, G + u)``, which is ``u + max(D - u, G, B)``. The u is a part of the
+optimizer's time, so that the collectives count as ``max(D - u, G)``. Two updates are left for the
+reduces of unit 1 and of the root unit. Here u is ``Problem.unit_update_s``, the part that all
+shares of the state take. A rank's share of the parameters comes in addition, and hides in what is
+left (``rooms_of_updates``).
 """
 
 from __future__ import annotations
 
+from functools import cache
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
 
 from lightning_cephalo.plan.problem import Problem
+from lightning_cephalo.plan.program import ROOT, Ends, Instruction, Operation, Visit, compile_step
 
 Windows = tuple[tuple[float, int], ...]
 """Seconds of collectives beside one unit's pass, and the number of units of which this holds."""
 
+_PASSES = (Operation.FORWARD, Operation.BACKWARD)
+_ISSUED = (Operation.GATHER, Operation.REDUCE)
+_Window = frozenset[str]
+"""Such as "gather", "reduce head", "reduce root", "update"."""
+_Groups = tuple[tuple[_Window, int], ...]
+"""Windows in their order, and how many equal ones follow each other."""
+
+
+@cache
+def _windows(units: int, has_head: bool, reshards: bool) -> tuple[_Groups, ...]:
+    """Return the windows of the root unit's forward, all forwards and backwards, and behind."""
+    # what differs with resharding has windows of its own without it, too
+    pairs = [*zip(_walk(units, has_head, reshards), _walk(units, has_head, True), strict=True)]
+    ends = (0, 1, units + 1, 2 * units + 1, len(pairs))
+    return tuple(
+        tuple((own, len([*equal])) for (own, _), equal in groupby(pairs[start:end]))
+        for start, end in pairwise(ends)
+    )
+
+
+def _walk(units: int, has_head: bool, reshards: bool) -> list[_Window]:
+    """Return what a step issues since the last compute, but for the collectives of its own unit."""
+    kinds = {ROOT: " root", units + 1: " head"}
+    visits = [Visit(unit) for unit in range(1, units + 1 + has_head)]
+    program = compile_step(
+        visits,
+        1,
+        [True] * (units + 2),
+        reshard_after_forward=reshards,
+        updates_early=True,
+        ends=Ends(heads=frozenset([units + 1] * has_head)),
+    )
+    found: list[list[Instruction]] = [[]]
+    before = None
+    for each in (*program.forward, *program.backward):
+        is_update = each.operation is Operation.UPDATE and each.unit <= units
+        if is_update or each.operation in (*_ISSUED, *_PASSES):
+            is_behind_update = before is Operation.UPDATE and each.operation in _ISSUED
+            if before in _PASSES or is_behind_update:
+                found.append([])
+            found[-1].append(each)
+            before = each.operation
+    windows = []
+    for window in found:
+        own = {each.unit for each in window if each.operation not in _ISSUED}
+        issued = [i for i in window if i.operation in _ISSUED and i.unit not in own]
+        updates = [i for i in window if i.operation is Operation.UPDATE]
+        words = {each.operation.value + kinds.get(each.unit, "") for each in issued}
+        windows.append(frozenset(words | {each.operation.value for each in updates}))
+    return windows
+
+
+def _parts(problem: Problem) -> tuple[_Groups, ...]:
+    reshards = problem.reshard_after_forward is not False
+    return _windows(problem.units, problem.has_last_layers, reshards)
+
+
+def _seconds(problem: Problem, window: _Window) -> tuple[float, float]:
+    """Return the seconds of a window's gathers, and of all its collectives."""
+    gather_s = problem.gather_s if "gather" in window else 0.0
+    both_s = gather_s + problem.reduce_s if "reduce" in window else gather_s
+    if {"gather", "reduce"} <= window:
+        both_s = problem.both_s
+    head_s = problem.last_gather_s * ("gather head" in window)
+    head_s += problem.last_reduce_s * ("reduce head" in window)
+    return gather_s + head_s, both_s + head_s
+
+
+def _priced(problem: Problem, groups: _Groups) -> Windows:
+    update_s = problem.unit_update_s * problem.early_update
+    found = []
+    for window, count in groups:
+        gather_s, both_s = _seconds(problem, window)
+        found.append((max(gather_s, both_s - update_s * ("update" in window)), count))
+    return tuple(found)
+
 
 def forward_windows(problem: Problem) -> Windows:
     """Return the windows of the forward of all units."""
-    if problem.units == 1:
-        return ((0.0, 1),)
-    gather_s = problem.gather_s
-    return (gather_s, problem.units - 2), (gather_s + problem.last_gather_s, 1), (0.0, 1)
+    return _priced(problem, _parts(problem)[1])
 
 
 def backward_windows(problem: Problem) -> Windows:
@@ -57,32 +126,26 @@ def backward_windows(problem: Problem) -> Windows:
 
         backward_windows(problem)    # four units, G = 2, R = 3: ((2, 1), (5, 1), (5, 1), (3, 1))
     """
-    gather_s, reduce_s, both_s, update_s = _times(problem)
-    units, first_s = problem.units, gather_s + problem.last_reduce_s
-    if units == 1:
-        return ((problem.last_reduce_s, 1),)
-    if units == 2:
-        return (first_s, 1), (reduce_s, 1)
-    return (
-        (first_s, 1),
-        (both_s, 1),
-        (backward_collectives_s(problem), units - 3),
-        (max(0.0, reduce_s - update_s), 1),
-    )
+    return _priced(problem, _parts(problem)[2])
 
 
 def backward_collectives_s(problem: Problem) -> float:
     """Return the seconds of collectives that the backward of a unit in the middle has to hide."""
-    gather_s, _, both_s, update_s = _times(problem)
-    return max(gather_s, both_s - update_s)
+    of_four = _windows(4, False, problem.reshard_after_forward is not False)
+    return _priced(problem, of_four[2][2:3])[0][0]
 
 
 def hidden_updates_s(problem: Problem) -> float:
     """Return the seconds of early updates that hide behind the last two reduces."""
-    _, reduce_s, _, update_s = _times(problem)
-    # that of unit 1 hides one only as far as it counts
-    behind_last_s = min(reduce_s, problem.fill_s) if problem.units > 1 else 0.0
-    return min(update_s, behind_last_s) + min(update_s, problem.root_reduce_s)
+    update_s = problem.unit_update_s * problem.early_update
+    return sum(min(update_s, room_s) for room_s, _ in _behind_backward(problem))
+
+
+def _behind_backward(problem: Problem) -> Windows:
+    # unit 1's reduce hides an update only as far as it counts
+    last_s = min(problem.reduce_s, problem.fill_s)
+    windows = [window for window, _ in _parts(problem)[3] if "update" in window]
+    return tuple((problem.root_reduce_s if "reduce root" in w else last_s, 1) for w in windows)
 
 
 def rooms_of_updates(problem: Problem, backward_s: float) -> Windows:
@@ -92,13 +155,12 @@ def rooms_of_updates(problem: Problem, backward_s: float) -> Windows:
 
         rooms_of_updates(problem, 1.0)    # ((0, 2), (1.5, 1), (2, 1)) of four units
     """
-    gather_s, reduce_s, both_s, update_s = _times(problem)
-    rooms = [(problem.root_reduce_s, 1)]
-    if problem.units > 1:
-        rooms.append((min(reduce_s, problem.fill_s), 1))
-    if problem.units > 2:
-        rooms.append((reduce_s - backward_s, 1))
-        rooms.append((both_s - max(gather_s, backward_s), problem.units - 3))
+    update_s = problem.unit_update_s * problem.early_update
+    rooms = [*_behind_backward(problem)]
+    for window, count in _parts(problem)[2]:
+        gather_s, both_s = _seconds(problem, window)
+        if "update" in window:
+            rooms.append((both_s - max(gather_s, backward_s), count))
     return tuple(sorted((max(0.0, room_s - update_s), count) for room_s, count in rooms))
 
 
@@ -114,11 +176,3 @@ def pass_s(windows: Windows, own_s: Any) -> Any:
     for floor_s, count in windows:
         found_s = found_s + count * np.maximum(floor_s - own_s, 0.0)
     return found_s
-
-
-def _times(problem: Problem) -> tuple[float, float, float, float]:
-    """Return the seconds of a unit's gather in the backward, its reduce, both, and its update."""
-    update_s = problem.unit_update_s * problem.early_update
-    if problem.reshard_after_forward is False:
-        return 0.0, problem.reduce_s, problem.reduce_s, update_s
-    return *problem.collectives_s, update_s
