@@ -493,8 +493,9 @@ def _prefetched(instructions: Instructions) -> Instructions:
 def _joined(visits: Iterable[list[Instruction]]) -> list[list[Instruction]]:
     """Join parts with those before, so that a gather overlaps with all of them on every rank.
 
-    Meetings divide a unit into parts. Of a frozen embedding there is nothing but BACKWARD, and a
-    rank without samples has not even that: its next gather would come earlier.
+    Meetings divide a unit into parts. Of a frozen unit there may be nothing but BACKWARD, between
+    parts of another visit. A rank without samples has not even that: its next gather would come
+    earlier.
     """
     found: list[list[Instruction]] = []
     for visit in visits:
@@ -502,7 +503,9 @@ def _joined(visits: Iterable[list[Instruction]]) -> list[list[Instruction]]:
         meets = any(each.operation is Operation.MEET for part in parts for each in part)
         gathers = any(each.operation is Operation.GATHER for each in visit)
         computes = all(each.operation is Operation.BACKWARD for each in visit)
-        if found and (computes or (meets and not gathers)):
+        at = visit[0].visit
+        goes_on = at != NONE and any(each.visit == at for each in (found or [[]])[-1])
+        if found and (computes or goes_on or (meets and not gathers)):
             found[-1] = found[-1] + visit
         else:
             found.append(visit)

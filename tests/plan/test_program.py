@@ -875,6 +875,14 @@ some_ends = st.lists(st.sampled_from(["block", "embedding", "head"]), min_size=3
 @example([(0, False)] * 2, [Visit(1), Visit(3)] * 2, ALL, False, False, Ends(frozenset({3})))
 @example(
     [(0, False), (1, False)],
+    [Visit(1), Visit(3), Visit(2), Visit(1, False)],
+    [False, False, True, False],
+    True,
+    False,
+    Ends(heads=frozenset({1, 2})),
+)
+@example(
+    [(0, False), (1, False)],
     [Visit(1), Visit(2), Visit(5)],
     [False] * 5 + [True],
     True,
