@@ -19,7 +19,7 @@ from lightning_cephalo.execution.memory_errors import (
     is_out_of_memory,
 )
 from lightning_cephalo.execution.microbatch import Microbatch
-from lightning_cephalo.plan.program import NONE, OPERATIONS, ROOT, Instruction
+from lightning_cephalo.plan.program import NONE, ROOT, Instruction
 
 _Result = TypeVar("_Result")
 
@@ -104,7 +104,7 @@ class Failure:
         return failure if is_said or not is_out_of_memory(failure) else self.out_of_memory(failure)
 
     def _named(self, instruction: Instruction) -> str:
-        doing = OPERATIONS[instruction.operation].phrase or instruction.operation.value
+        doing = instruction.operation.phrase or instruction.operation.value
         if instruction.unit == NONE:
             return doing
         unit = f"unit {self._names[instruction.unit]!r}"

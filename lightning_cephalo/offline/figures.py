@@ -22,7 +22,7 @@ from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.common.quantities import byte_unit, format_bytes, format_seconds
 from lightning_cephalo.plan import Plan, Problem, cost
 from lightning_cephalo.plan.memory_timeline import MemoryTimeline
-from lightning_cephalo.plan.program import OPERATIONS, Operation
+from lightning_cephalo.plan.program import Operation
 from lightning_cephalo.plan.timeline import (
     MEASURED_KINDS,
     Event,
@@ -188,7 +188,7 @@ def timeline(axes: Axes, rows: Sequence[tuple[str, Sequence[Event]]], end_s: flo
                     span = (event.start_s * scale, (event.end_s - event.start_s) * scale)
                     spans.setdefault(event.operation, []).append(span)
             for operation, found in spans.items():
-                colour = OPERATIONS[operation].colour
+                colour = operation.colour
                 # a seam between neighbours, where bars are wider than that; narrow ones stay seen
                 wide = sum(width for _, width in found) / len(found) > 0.004 * end_s * scale
                 look: Any = {"edgecolors": PAPER if wide else colour, "linewidth": 0.4}
@@ -196,7 +196,7 @@ def timeline(axes: Axes, rows: Sequence[tuple[str, Sequence[Event]]], end_s: flo
             seen |= spans.keys()
             top += height
     name_rows(axes, [name for name, _ in rows])
-    colours = {each.value: info.colour for each, info in OPERATIONS.items() if each in seen}
+    colours = {each.value: each.colour for each in Operation if each in seen}
     add_legend(axes.figure, colours)
 
 

@@ -33,8 +33,9 @@ _WRONG = {
     "back": ("", ""),
     "offloaded": ("nothing was offloaded there", "what entered is on the host"),
 }
-_OF_PASSAGES = frozenset({"forward", "back", "offloaded"})
-_OF_MICROBATCHES = frozenset({"without a loss", "with a loss"})
+# What is so: a unit, a passage or a microbatch, by their places in a triplet of these.
+_OF = dict.fromkeys(_WRONG, 0) | dict.fromkeys(("forward", "back", "offloaded"), 1)
+_OF |= dict.fromkeys(("without a loss", "with a loss"), 2)
 
 
 class _Rule(NamedTuple):
@@ -137,7 +138,8 @@ class _State:
     def _read(self, instruction: Instruction) -> None:
         """Check one instruction and apply it."""
         operation, unit = instruction.operation, instruction.unit
-        for otherwise in self._faults(instruction):
+        keys = (unit, (instruction.visit, instruction.microbatch), instruction.microbatch)
+        for otherwise in self._faults(instruction, keys):
             of = "" if unit == NONE else f" of unit {unit}"
             raise ProgramError(
                 f"Rank {self.rank} cannot run {instruction} ({operation.value}{of}): {otherwise}."
@@ -146,13 +148,13 @@ class _State:
             self._is_updated = True
             return
         for name in _RULES[operation].begins:
-            self.are[name].add(_key(name, instruction))
+            self.are[name].add(keys[_OF[name]])
         for name in _RULES[operation].ends:
-            self.are[name].discard(_key(name, instruction))
+            self.are[name].discard(keys[_OF[name]])
         if operation in (Operation.FORWARD, Operation.BACKWARD):
             self._reached[instruction.microbatch] = instruction.visit
 
-    def _faults(self, instruction: Instruction) -> Iterator[str]:
+    def _faults(self, instruction: Instruction, keys: tuple[Any, ...]) -> Iterator[str]:
         """Yield what is wrong with an instruction; the first one counts."""
         operation, unit, are = instruction.operation, instruction.unit, self.are
         if operation is not Operation.STORE_STATE:
@@ -167,10 +169,10 @@ class _State:
         is_free = unit in self._embeddings and operation in (Operation.ARM, Operation.BACKWARD)
         rule = _RULES[operation]
         for name in rule.needs:
-            if _key(name, instruction) not in are[name] and not (name == "gathered" and is_free):
+            if keys[_OF[name]] not in are[name] and not (name == "gathered" and is_free):
                 yield _WRONG[name][False]
         for name in rule.never:
-            if _key(name, instruction) in are[name]:
+            if keys[_OF[name]] in are[name]:
                 yield _WRONG[name][True]
         reached = self._reached.get(instruction.microbatch, NONE - 1)
         match operation:
@@ -207,9 +209,3 @@ class _State:
                 raise ProgramError(
                     f"Rank {self.rank} ends its step with {sorted(found)} still {what}."
                 )
-
-
-def _key(name: str, instruction: Instruction) -> Any:
-    if name in _OF_PASSAGES:
-        return instruction.visit, instruction.microbatch
-    return instruction.microbatch if name in _OF_MICROBATCHES else instruction.unit

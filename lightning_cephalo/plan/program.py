@@ -52,62 +52,47 @@ UNITS_THAT_STAY = 2
 
 
 class Operation(str, enum.Enum):
-    """Kind of an instruction; the value is its name in traces and messages.
+    """Kind of an instruction: its name in traces and messages, its letter, colour and phrase.
 
     ``WAIT`` and ``OVERHEAD`` occur only in timelines.
     """
 
-    GATHER = "gather"  # start to all-gather the unit's parameters
-    ARM = "arm"  # provide zeroed gradients to accumulate into
-    FORWARD = "forward"  # pass a microbatch through the unit
-    LOSS = "loss"  # run what follows the last unit: loss and its backward; of a head, too
-    OFFLOAD = "offload"  # copy the unit's input to the host
-    FETCH = "fetch"  # start to copy it back
-    BACKWARD = "backward"  # carry a microbatch's gradients through the unit
-    REDUCE = "reduce"  # start to reduce-scatter the unit's gradients
-    FREE = "free"  # free the gathered parameters
-    MEET = "meet"  # sum statistics over all microbatches of all ranks, in the middle of a unit
-    AGREE = "agree"  # exchange weights, failures and uses between all ranks
-    UPDATE = "update"  # run the optimizer's step, for one unit or for all that is left
-    FETCH_STATE = "fetch state"  # start to copy the unit's optimizer state to the device
-    HOST_UPDATE = "host update"  # start to copy its gradients to the host, which updates it
-    STORE_STATE = "store state"  # start to copy state back, or take what the host has updated
-    WAIT = "wait"
-    OVERHEAD = "overhead"
+    letter: str
+    colour: str
+    phrase: str  # what fails where it fails; empty: its name
+
+    def __new__(cls, name: str, letter: str = "", colour: str = "", phrase: str = "") -> Operation:
+        self = str.__new__(cls, name)
+        self._value_, self.letter, self.colour, self.phrase = name, letter, colour, phrase
+        return self
+
+    GATHER = "gather", "G", "#E69F00"  # start to all-gather the unit's parameters
+    ARM = "arm", "Z", "#999999", "gradient"  # provide zeroed gradients to accumulate into
+    FORWARD = "forward", "F", "#56B4E9"  # pass a microbatch through the unit
+    # run what follows the last unit: loss and its backward; of a head, too
+    LOSS = "loss", "L", "#CC79A7"
+    OFFLOAD = "offload", "O", "#F0E442"  # copy the unit's input to the host
+    FETCH = "fetch", "H", "#8A7A00"  # start to copy it back
+    BACKWARD = "backward", "B", "#0072B2"  # carry a microbatch's gradients through the unit
+    REDUCE = "reduce", "R", "#D55E00"  # start to reduce-scatter the unit's gradients
+    FREE = "free", "X", "#999999", "release"  # free the gathered parameters
+    # sum statistics over all microbatches of all ranks, in the middle of a unit
+    MEET = "meet", "M", "#8B4513", "meeting"
+    AGREE = "agree", "A", "#999999"  # exchange weights, failures and uses between all ranks
+    # run the optimizer's step, for one unit or for all that is left
+    UPDATE = "update", "U", "#009E73", "optimizer's step"
+    # start to copy the unit's optimizer state to the device
+    FETCH_STATE = "fetch state", "I", "#8A7A00"
+    # start to copy its gradients to the host, which updates it
+    HOST_UPDATE = "host update", "C", "#009E73", "optimizer's step on the host"
+    # start to copy state back, or take what the host has updated
+    STORE_STATE = "store state", "S", "#F0E442"
+    WAIT = "wait", "W", "#999999"
+    OVERHEAD = "overhead", "V", "#999999"
 
     # enum's own is Python code, which every instruction would run several times
     __hash__ = str.__hash__
 
-
-@dataclass(frozen=True)
-class OperationInfo:
-    """How an operation is written."""
-
-    letter: str
-    colour: str
-    phrase: str = ""
-
-
-# programs, figures and messages take it from here; a test finds an operation without a row
-OPERATIONS = {
-    Operation.GATHER: OperationInfo("G", "#E69F00"),
-    Operation.ARM: OperationInfo("Z", "#999999", "gradient"),
-    Operation.FORWARD: OperationInfo("F", "#56B4E9"),
-    Operation.LOSS: OperationInfo("L", "#CC79A7"),
-    Operation.OFFLOAD: OperationInfo("O", "#F0E442"),
-    Operation.FETCH: OperationInfo("H", "#8A7A00"),
-    Operation.BACKWARD: OperationInfo("B", "#0072B2"),
-    Operation.REDUCE: OperationInfo("R", "#D55E00"),
-    Operation.FREE: OperationInfo("X", "#999999", "release"),
-    Operation.MEET: OperationInfo("M", "#8B4513", "meeting"),
-    Operation.AGREE: OperationInfo("A", "#999999"),
-    Operation.UPDATE: OperationInfo("U", "#009E73", "optimizer's step"),
-    Operation.FETCH_STATE: OperationInfo("I", "#8A7A00"),
-    Operation.HOST_UPDATE: OperationInfo("C", "#009E73", "optimizer's step on the host"),
-    Operation.STORE_STATE: OperationInfo("S", "#F0E442"),
-    Operation.WAIT: OperationInfo("W", "#999999"),
-    Operation.OVERHEAD: OperationInfo("V", "#999999"),
-}
 
 COLLECTIVES = frozenset({Operation.GATHER, Operation.REDUCE, Operation.MEET, Operation.AGREE})
 COMPUTE = frozenset({Operation.FORWARD, Operation.LOSS, Operation.BACKWARD})
@@ -136,7 +121,7 @@ class Instruction:
     def __str__(self) -> str:
         unit = "" if self.unit == NONE else str(self.unit)
         microbatch = "" if self.microbatch == NONE else f".{self.microbatch}"
-        return f"{OPERATIONS[self.operation].letter}{unit}{microbatch}"
+        return f"{self.operation.letter}{unit}{microbatch}"
 
 
 @dataclass(frozen=True)

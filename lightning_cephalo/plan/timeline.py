@@ -97,14 +97,13 @@ class Span:
 class Event:
     """An instruction of a program that took time on one stream of one rank.
 
+    ``WAIT`` is recorded only: a simulation shows it as the gap between events of a stream, which do
+    not overlap there. ``OVERHEAD`` is simulated only.
+
     Attributes:
-        stream: Stream of the event; events of one stream do not overlap in a simulation.
-        instruction: Instruction that ran. ``WAIT`` is recorded only: a simulation shows it as the
-            gap between events. ``OVERHEAD`` is simulated only.
         start_s: Seconds from the start of the first step.
         end_s: Later than ``start_s``: an instruction that takes no time has no event.
-        moved_bytes: Bytes that it moves to or from this rank's device; 0: none, or
-            not recorded.
+        moved_bytes: Bytes to or from this rank's device; 0: none, or not recorded.
     """
 
     rank: int
@@ -116,17 +115,14 @@ class Event:
 
     @property
     def operation(self) -> Operation:
-        """Operation of the instruction."""
         return self.instruction.operation
 
     @property
     def unit(self) -> int:
-        """Index of the unit; 0 is the root unit, -1 if no unit applies."""
         return self.instruction.unit
 
     @property
     def microbatch(self) -> int:
-        """Index on the rank; -1 if the instruction is for all microbatches."""
         return self.instruction.microbatch
 
     def later(self, by_s: float) -> Event:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,6 @@ from lightning_cephalo.plan.program import (
     COMPUTE,
     NO_ENDS,
     NONE,
-    OPERATIONS,
     ROOT,
     UNITS_THAT_STAY,
     Ends,
@@ -115,9 +115,10 @@ def test_an_instruction_is_written_as_letter_unit_and_microbatch(instruction, wr
 
 
 def test_every_operation_has_a_letter_of_its_own_and_a_colour():
-    assert set(OPERATIONS) == set(Operation)
-    assert len({info.letter for info in OPERATIONS.values()}) == len(Operation)
-    assert all(re.fullmatch("#[0-9A-F]{6}", info.colour) for info in OPERATIONS.values())
+    assert len({each.letter for each in Operation}) == len(Operation)
+    assert all(re.fullmatch("#[0-9A-F]{6}", each.colour) for each in Operation)
+    assert [pickle.loads(pickle.dumps(each)) for each in Operation] == list(Operation)
+    assert Operation("fetch state") is Operation.FETCH_STATE
 
 
 def test_instructions_are_written_in_their_order():
@@ -293,7 +294,7 @@ def test_a_traced_forward_arms_a_head_before_the_first_loss_behind_it():
     ],
 )
 def test_ends_that_are_not_there_are_refused(wrong, message):
-    letters = {info.letter: operation for operation, info in OPERATIONS.items()}
+    letters = {each.letter: each for each in Operation}
 
     def read(word: str) -> Instruction:
         unit, _, microbatch = word[1:].partition(".")
