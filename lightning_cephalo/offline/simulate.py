@@ -78,27 +78,23 @@ def simulate(problem: Problem, plan: Plan, *, steps: int = 1) -> Simulation:
 def programs_of(problem: Problem, plan: Plan) -> list[Program]:
     """Return the program of every rank, for a model that visits each unit once."""
     problem = cost.as_planned(problem, plan)
-    heads = _heads(problem)
+    heads = [problem.units + 1] * problem.has_last_layers
     visits = [Visit(unit) for unit in (*range(1, problem.units + 1), *heads)]
-    trainable = [True] * (len(visits) + 1)
-    return [
-        compile_step(
+    programs = []
+    for part in plan.ranks:
+        homes = homes_of(problem, part)
+        program = compile_step(
             visits,
             len(part.microbatch_sizes),
-            trainable,
+            [True] * (len(visits) + 1),
             reshard_after_forward=bool(problem.reshard_after_forward),
             offload_boundaries=part.offload,
             updates_early=problem.early_update,
-            # the root unit's state has that of heads
-            homes=(*homes_of(problem, part), *(homes_of(problem, part)[:1] if heads else ())),
-            ends=Ends(heads=heads),
+            homes=(*homes, *homes[: len(heads)]),  # the root unit's state has that of heads
+            ends=Ends(heads=frozenset(heads)),
         )
-        for part in plan.ranks
-    ]
-
-
-def _heads(problem: Problem) -> frozenset[int]:
-    return frozenset({problem.units + 1} if problem.has_last_layers else ())
+        programs.append(program)
+    return programs
 
 
 def _seconds_of(problem: Problem) -> Callable[[Meeting], float]:

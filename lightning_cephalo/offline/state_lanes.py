@@ -40,9 +40,9 @@ class StateLanes:
     ) -> None:
         self._homes = homes_of(problem, rank)
         moved = moved_by(problem, rank)
-        parts = rank.state_fraction * (len(moved.sizes) - 1) / problem.units
+        parts = (len(moved.sizes) - 1) / problem.units
         self._sizes = [
-            moved.sizes[at] * (parts if unit else rank.state_fraction)
+            rank.state_fraction * moved.sizes[at] * (parts if unit else 1.0)
             for unit, at in enumerate(_units(problem, moved)[: len(self._homes)])
         ]
         self._problem, self._profile, self._record = problem, profile, record
