@@ -67,8 +67,8 @@ def _planned(model: Model, steps: int) -> tuple[Problem, CephaloStrategy]:
     problems: list[Problem] = []
     with_host_memory = planning.with_host_memory
 
-    def keeping(*arguments: Any) -> Problem:
-        problems.append(with_host_memory(*arguments))
+    def keeping(*arguments: Any, **more: Any) -> Problem:
+        problems.append(with_host_memory(*arguments, **more))
         return problems[-1]
 
     with patch.object(planning, "with_host_memory", keeping):

@@ -153,10 +153,9 @@ class Saved:
 
         def put_back() -> None:
             with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-                if tensor.shape == shape:
-                    tensor.detach().copy_(saved)
-                else:
-                    tensor.data = saved.to(tensor.device)
+                if tensor.shape != shape:
+                    tensor.data = torch.empty_like(saved, device=tensor.device)
+                tensor.detach().copy_(saved)
 
         self._restores.append(put_back)
 
@@ -170,10 +169,7 @@ def _is_plain(value: Any) -> bool:
 
 @contextmanager
 def no_loaders_left(view: TrainerView) -> Iterator[None]:
-    """Undo that ``estimated_stepping_batches`` deals the loaders, before there is a plan.
-
-    Private API: Lightning keeps them, and their source, in the loop.
-    """
+    """Undo that ``estimated_stepping_batches`` deals the loaders, which the loop keeps."""
     loop, source = view.fit_loop, dict(vars(view.loader_source))
     combined = loop._combined_loader
     try:

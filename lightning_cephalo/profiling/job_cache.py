@@ -7,6 +7,7 @@ of classes without a source file.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import inspect
@@ -31,8 +32,7 @@ from lightning_cephalo.plan import Problem
 from lightning_cephalo.profiling.rank_curves import merge_equal_ranks
 from lightning_cephalo.ranks.control import ControlGroup
 
-# Free memory that differs by a larger factor needs a new measurement: more memory may hold larger
-# microbatches.
+# Free memory that differs by a larger factor may hold other microbatches.
 _SAME_CAPACITY = 1.25
 # Of what problems hold: a start ignores the ones that other versions of it have written.
 _VERSION = 4
@@ -51,7 +51,10 @@ def look_up(
     control: ControlGroup, device: Device, describe_job: Callable[[], Any], *, remeasure: bool
 ) -> CachedProblem:
     """Look up the problem that an earlier start of this job has measured; collective."""
-    key = _key(describe_job) if device.speed_lasts else None
+    key = None
+    # an error of the user's model or data is reported by measuring
+    with contextlib.suppress(Exception):
+        key = _digest(describe_job()) if device.speed_lasts else None
     rows = control.gather((key, device.name, device.capacity_bytes))
     if any(key is None for key, *_ in rows):
         return CachedProblem(None)
@@ -94,24 +97,20 @@ def _read(path: Path, capacities: Sequence[float]) -> CachedProblem:
 
 
 def describe(
-    model: ShardedModel,
-    view: TrainerView,
-    read_sample: Callable[[], Any],
-    options: Mapping[str, Any],
+    model: ShardedModel, view: TrainerView, read: Callable[[], Any], options: Mapping[str, Any]
 ) -> Any:
     """Return all that measured times depend on, except for the devices, by what shows them."""
     module: Any = model.module
     inner = dict(module.named_modules())
     with preserved_randomness():
-        leaves = pytree.tree_leaves(read_sample())
+        leaves = pytree.tree_leaves(read())
     return [
         (_VERSION, torch.__version__, importlib.metadata.version("lightning-cephalo")),
         [
-            (name, p.shape, p.dtype, p.requires_grad)
+            (unit.name, unit.kind, name, p.shape, p.dtype, p.requires_grad)
             for unit in model.units
             for name, p in unit.named_sharded()
         ],
-        [(unit.name, unit.kind) for unit in model.units],
         model.executor.hooks.compiled_units,
         [name for name, each in inner.items() if each._compiled_call_impl],
         # the module itself holds learning rates and counters
@@ -153,14 +152,6 @@ def _sources(module: nn.Module) -> list[str]:
     step = inspect.unwrap(type(module).training_step)  # type: ignore[attr-defined]
     paths = {inspect.getsourcefile(each) or "" for each in [*own, step]}  # none has no digest
     return sorted(hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in paths)
-
-
-def _key(describe_job: Callable[[], Any]) -> str | None:
-    """Return the digest of a job; None if the job cannot be described."""
-    try:
-        return _digest(describe_job())
-    except Exception:  # an error of the user's model or data: measuring reports it
-        return None
 
 
 def _digest(value: Any) -> str:

@@ -1,12 +1,9 @@
 """Measures the peak memory of a step, and derives the terms of the planner's memory formula.
 
-The formula (plan/cost.py): state share + ``gathered_bytes`` + ``compute_bytes[m]`` of the largest
-microbatch + ``boundary_bytes`` x units x samples + ``microbatch_bytes`` x microbatches.
-
-The memory between forward and backward gives the last two terms, by its growth per sample and per
-microbatch; ``compute_bytes[m]`` is the rest of the peak. (The peak's own growth would be wrong: it
-may lie where part of the retained bytes is released.) Both are measured up to the step's first
-reduce and from there on, as only then a rank holds reduced gradients and what reduces receive into.
+The formula is in plan/cost.py. The memory between forward and backward gives what samples and
+microbatches keep, by its growth; ``compute_bytes[m]`` is the rest of the peak. (The peak's own
+growth would be wrong: it may lie where part of the retained bytes is released.) Both are measured
+up to the step's first reduce and from there on, when a rank holds what reduces receive into.
 """
 
 from __future__ import annotations
@@ -16,12 +13,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.emulated import MemoryTracker
 from lightning_cephalo.common.errors import TooLittleMemoryError
 from lightning_cephalo.common.quantities import format_mib
@@ -136,12 +131,6 @@ def check_capacities(
                 f" {format_mib(own)}; {format_mib(own + gathered - capacity)} are missing. Use"
                 f" {ways_out}, a lower precision, or leave this device out."
             )
-
-
-def batch_bytes(batch: Any, accelerator: Accelerator) -> int:
-    """Return the bytes of a batch's tensors on the device."""
-    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-    return sum(x.numel() * x.element_size() for x in leaves if accelerator.holds(x))
 
 
 class StepMeter(Observer):

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch.utils import _pytree as pytree
 
 from lightning_cephalo.common.errors import ProfilingError, RemoteRankError
 from lightning_cephalo.common.texts import printable
@@ -24,7 +25,7 @@ from lightning_cephalo.execution.step import MicrobatchCall
 from lightning_cephalo.features.manual_step import PhasedSteps
 from lightning_cephalo.plan.program import COMPUTE, Instruction, Operation
 from lightning_cephalo.profiling.isolation import forget_gradients
-from lightning_cephalo.profiling.memory_model import Held, StepMeter, batch_bytes
+from lightning_cephalo.profiling.memory_model import Held, StepMeter
 from lightning_cephalo.sharding.discovery import UnitKind
 
 _TIMED = frozenset({*COMPUTE, Operation.MEET})
@@ -105,8 +106,10 @@ class Prober:
                 self._forward_backward(calls, failure, meter.forward_done)
             if calls:
                 # in a real step every microbatch has samples of its own on the device
-                batch = self._batch_of(calls[0].samples)
-                found = meter.held(count * batch_bytes(batch, self.model.accelerator))
+                leaves = pytree.tree_leaves(self._batch_of(calls[0].samples))
+                tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+                holds = self.model.accelerator.holds
+                found = meter.held(count * sum(own.nbytes for own in tensors if holds(own)))
 
         return found if self._runs(step, size, count) else None
 

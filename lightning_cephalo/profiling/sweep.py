@@ -39,7 +39,7 @@ class Measured:
 
     @property
     def largest(self) -> int:
-        """The largest size that ran; 0 for none."""
+        """The largest size that ran, or 0."""
         return max(self.times, default=0)
 
     @property
@@ -60,7 +60,7 @@ class Measured:
             self.times[size] = Times(*map(min, times, self.times.get(size, times)))
 
     def lacks(self, size: int) -> None:
-        """Note that the rank lacks the memory for a size."""
+        """Note that the rank lacks the memory for a size, unless it is 0."""
         if size:
             self.smallest_too_large = size
             self.times = {at: times for at, times in self.times.items() if at < size}
@@ -193,20 +193,18 @@ def _ends(prober: Prober, measured: Measured, options: ProfileOptions) -> list[i
 
 def _measure_retained(prober: Prober, measured: Measured, smallest: int) -> RetainedBytes:
     """Measure what ranks retain per sample and microbatch until the backward; collective."""
-    single, found = measured.held.get(smallest), RetainedBytes()
-    two = prober.held(0 if single is None else smallest, 2)
-    if single is not None and two is not None:
+    one, found = measured.held.get(smallest), RetainedBytes()
+    two = prober.held(0 if one is None else smallest, 2)
+    if one is not None and two is not None:
         largest = max(measured.held)
         last = measured.held[largest]
-
-        def of(one: float, both: float, more: float) -> tuple[float, float]:
-            each = max(0.0, both - one)
-            if largest == smallest:
-                return each / smallest, 0.0
-            sample = max(0.0, (more - one) / (largest - smallest))
-            return sample, max(0.0, each - sample * smallest)
-
-        sample, microbatch = of(single.kept_bytes, two.kept_bytes, last.kept_bytes)
-        reducing, _ = of(*(held.reducing_kept_bytes for held in (single, two, last)))
+        each = max(0.0, two.kept_bytes - one.kept_bytes)
+        sample = each / smallest
+        reducing = max(0.0, two.reducing_kept_bytes - one.reducing_kept_bytes) / smallest
+        if largest > smallest:
+            more = largest - smallest
+            sample = max(0.0, last.kept_bytes - one.kept_bytes) / more
+            reducing = max(0.0, last.reducing_kept_bytes - one.reducing_kept_bytes) / more
+        microbatch = max(0.0, each - sample * smallest)
         found = RetainedBytes(sample, microbatch, min(reducing, sample))
     return RetainedBytes(*map(max, zip(*prober.control.gather([*found]), strict=True)))
