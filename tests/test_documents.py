@@ -38,9 +38,9 @@ OBJECT = re.compile(r"`~?(lightning_cephalo(?:\.\w+)+)`")
 # files of others that comments name
 FOREIGN = ("torch/", "split_workload.py")
 # set on objects of others
-OWN_ATTRIBUTES = {"_cephalo_borrowed", "_leaf_of_unit"}
+OWN_ATTRIBUTES = {"_cephalo_borrowed", "_dealing", "_leaf_of_unit", "_length"}
 # of named tuples and of ``os``
-DOCUMENTED_NAMES = {"_exit", "_fields", "_make"}
+DOCUMENTED_NAMES = {"_exit", "_fields", "_make", "_replace"}
 
 
 def _id(path: Path) -> str:

@@ -152,8 +152,8 @@ class Planner:
         early_update: Update each unit's rows inside the backward, as soon as their gradients are
             reduced, so that gradients are never held whole. "auto": where the result is the same to
             the last bit and no code of the user's reads gradients. False: behind the backward.
-        single_microbatch: In measured plans every rank runs all of its samples at once, for code that
-            cannot run several times in a step. With manual optimization it always does.
+        single_microbatch: In measured plans every rank runs all of its samples at once, for code
+            that cannot run several times in a step. With manual optimization it always does.
         host_memory_cap: How much of its host's memory each rank may use for activations and
             optimizer state: a fraction (a float up to 1.0), bytes (an int, or "8 GB"), or 0 for
             none. None: an equal part of half of the free memory.
