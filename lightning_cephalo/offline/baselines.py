@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 
 from lightning_cephalo.common.errors import InfeasibleError
 from lightning_cephalo.common.quantities import format_gib
@@ -25,7 +24,6 @@ from lightning_cephalo.plan.even import (
 from lightning_cephalo.plan.plan import Plan, RankPlan
 from lightning_cephalo.plan.problem import Problem, RankProfile
 from lightning_cephalo.plan.solver.solve import priced
-from lightning_cephalo.plan.solver.state import kept_by_runs, with_state
 from lightning_cephalo.plan.state_groups import even_shares
 
 _NO_TIME_S = 1e-12
@@ -37,13 +35,7 @@ Baseline = Callable[[Problem], Plan]
 
 def even(problem: Problem) -> Plan:
     """Split batch and state evenly, as FSDP does, in the fastest equal number of microbatches."""
-
-    def found(problem: Problem, batches: Sequence[int]) -> Iterable[list[RankPlan]]:
-        runs = equal_counts(problem, batches, _limits(problem))
-        return (_with_even_state(problem, each) for each in runs)
-
-    problem = replace(problem, has_even_state=True)
-    return _fastest(problem, even_batches, found, "even batch, even state")
+    return _fastest(problem, "even batch, even state", even_batches, equal_counts)
 
 
 def proportional(problem: Problem) -> Plan:
@@ -51,70 +43,48 @@ def proportional(problem: Problem) -> Plan:
 
     A rank's speed is its highest rate in samples per second beside an even share of the state.
     """
+    counts = [1] if problem.single_microbatch else None
 
-    def found(problem: Problem, batches: Sequence[int]) -> Iterable[list[RankPlan]]:
-        counts = [1] if problem.single_microbatch else None
-        runs = all_runs(problem, batches, _limits(problem), counts)
-        return [] if runs is None else [_with_even_state(problem, runs)]
+    def fastest_of_each_rank(
+        problem: Problem, batches: list[int], limits: list[float]
+    ) -> list[list[RankPlan]]:
+        runs = all_runs(problem, batches, limits, counts)
+        return [] if runs is None else [runs]
 
-    problem = replace(problem, has_even_state=True)
-    return _fastest(problem, _batches_by_speed, found, "batch by speed, even state")
-
-
-def state_by_memory(problem: Problem) -> Plan:
-    """Split the batch evenly and the state by free memory; otherwise as :func:`even`."""
-
-    def found(problem: Problem, batches: Sequence[int]) -> Iterable[list[RankPlan]]:
-        limits = _limits(problem)
-        # the fastest modes may leave too little room for the state
-        for lean in (False, True):
-            for runs in equal_counts(problem, batches, limits, lean=lean):
-                used = kept_by_runs(problem, runs, limits)
-                if all(
-                    sum(limits[rank] - used[rank] for rank in members) >= problem.full_state_bytes
-                    for members in problem.groups
-                ):
-                    yield with_state(problem, runs, limits)
-
-    return _fastest(problem, even_batches, found, "even batch, state by memory")
+    backend = "batch by speed, even state"
+    return _fastest(problem, backend, _batches_by_speed, fastest_of_each_rank)
 
 
 def _fastest(
     problem: Problem,
-    deal: Callable[[Problem], list[int]],
-    find: Callable[[Problem, Sequence[int]], Iterable[list[RankPlan]]],
     backend: str,
+    deal: Callable[[Problem], list[int]],
+    runs_of: Callable[[Problem, list[int], list[float]], Iterable[list[RankPlan]]],
 ) -> Plan:
-    """Return the fastest plan that ``find`` makes of the dealt batches, resharding or not."""
+    """Return the fastest plan of these runs with even state, resharding or not."""
     started = time.perf_counter()
+    limits = [profile.capacity_bytes for profile in problem.ranks]
+    shares = even_shares(problem.active_groups, len(problem.ranks))
     plans: list[Plan] = []
     refusals = []
     for choice in problem.reshard_choices:
-        chosen = problem.resharding(choice)
+        chosen = replace(problem, has_even_state=True).resharding(choice)
         batches = deal(chosen)
+        found = [
+            [replace(run, state_fraction=share) for run, share in zip(runs, shares, strict=True)]
+            for runs in runs_of(chosen, batches, limits)
+        ]
         try:
-            ranks = min(
-                find(chosen, batches),
-                key=lambda ranks: predict(chosen, ranks).step_s,
-                default=None,
-            )
-            if ranks is None:
+            if not found:
                 raise InfeasibleError(f"{backend}: {_why_none(chosen, batches)}")
-            plans.append(checked_plan(chosen, ranks, backend=backend, started_s=started))
+            times_s = [predict(chosen, ranks).step_s for ranks in found]
+            best = found[times_s.index(min(times_s))]
+            plans.append(checked_plan(chosen, best, backend=backend, started_s=started))
         except InfeasibleError as error:
             refusals.append(error)
     if not plans:
         raise refusals[0]
     return min(plans, key=lambda plan: plan.step_s or 0.0)
-
-
-def _limits(problem: Problem) -> list[float]:
-    return [profile.capacity_bytes for profile in problem.ranks]
-
-
-def _with_even_state(problem: Problem, runs: Sequence[RankPlan]) -> list[RankPlan]:
-    shares = even_shares(problem.active_groups, len(runs))
-    return [replace(run, state_fraction=share) for run, share in zip(runs, shares, strict=True)]
 
 
 def checked_plan(
@@ -188,10 +158,7 @@ def _why_none(problem: Problem, batches: Sequence[int]) -> str:
 
 
 # Keys are the names that a comparison shows.
-BASELINES: MappingProxyType[str, Baseline] = MappingProxyType(
-    {
-        "even batch, even state (FSDP)": even,
-        "batch by speed, even state (Whale, Poplar)": proportional,
-        "even batch, state by memory": state_by_memory,
-    }
-)
+BASELINES: dict[str, Baseline] = {
+    "even batch, even state (FSDP)": even,
+    "batch by speed, even state (Whale, Poplar)": proportional,
+}

@@ -40,11 +40,11 @@ def even_batches(problem: Problem) -> list[int]:
 
 
 def equal_counts(
-    problem: Problem, batches: Sequence[int], limits: Sequence[float], *, lean: bool = False
+    problem: Problem, batches: Sequence[int], limits: Sequence[float]
 ) -> Iterator[list[RankPlan]]:
     """Yield what each rank runs, for every count that all ranks with samples can run."""
     for count in range(1, min((batch for batch in batches if batch), default=0) + 1):
-        runs = all_runs(problem, batches, limits, [count], lean=lean)
+        runs = all_runs(problem, batches, limits, [count])
         if runs is not None:
             yield runs
 
@@ -54,8 +54,6 @@ def all_runs(
     batches: Sequence[int],
     limits: Sequence[float],
     counts: Sequence[int] | None = None,
-    *,
-    lean: bool = False,
 ) -> list[RankPlan] | None:
     """Return what each rank runs, or None if a rank cannot run; ``counts`` None: any count."""
     found: list[RankPlan | None] = [None] * len(batches)
@@ -65,9 +63,7 @@ def all_runs(
             batch = batches[index]
             if batch not in known:
                 tried = counts or range(1, batch + 1)
-                known[batch] = fastest_run(
-                    problem, kind.profile, batch, tried, limits[index], lean=lean
-                )
+                known[batch] = fastest_run(problem, kind.profile, batch, tried, limits[index])
             found[index] = known[batch]
     runs = [run for run in found if run is not None]
     return runs if len(runs) == len(batches) else None

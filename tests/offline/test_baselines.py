@@ -10,7 +10,6 @@ from lightning_cephalo.offline.baselines import (
     BASELINES,
     even,
     proportional,
-    state_by_memory,
 )
 from lightning_cephalo.plan import (
     InfeasibleError,
@@ -65,7 +64,7 @@ def test_even_deals_the_remainder_to_the_first_ranks():
 def test_even_shards_stay_gathered_where_cephalo_may_have_them_stay():
     """FSDP2 has the same option: a comparison must not count it as the planner's."""
     slow = {"units": 2, "gather_s": 20, "reduce_s": 20, "unresharded_bytes": 5}
-    for baseline in (even, proportional, state_by_memory):
+    for baseline in (even, proportional):
         plans = [
             baseline(problem([rank(capacity=capacity)] * 2, 4, reshard_after_forward=asked, **slow))
             for capacity in (20, 5)
@@ -113,7 +112,7 @@ def test_even_keeps_activations_where_that_fits():
     ]
 
 
-# -- batch by speed, state by memory ---------------------------------------------------------------
+# -- batch by speed --------------------------------------------------------------------------------
 
 
 def test_proportional_batches_follow_speed_and_state_stays_even():
@@ -142,34 +141,6 @@ def test_proportional_needs_room_for_even_state():
 def test_proportional_runs_one_microbatch_where_asked():
     asked = problem([rank(speed=3, sizes=8), rank()], 8, single_microbatch=True)
     assert counts(proportional(asked)) == [1, 1]
-
-
-def test_state_by_memory_fits_where_even_state_does_not():
-    asked = problem([rank(capacity=100), rank("small", capacity=3)], 4, state=8)
-    with pytest.raises(InfeasibleError):
-        even(asked)
-    plan = state_by_memory(asked)
-    assert batches(plan) == [2, 2]
-    assert plan.ranks[0].state_fraction > 0.9
-    assert all(part.memory_bytes <= part.capacity_bytes for part in plan.ranks)
-
-
-def test_state_by_memory_is_refused_where_state_finds_no_place():
-    with pytest.raises(InfeasibleError, match="no number of microbatches fits all 2 ranks"):
-        state_by_memory(problem([rank(capacity=6)] * 2, 2, state=11))
-
-
-def test_state_by_memory_recomputes_to_make_room_for_state():
-    keeps = rank(capacity=10, kept_backward_s=[1.0] * 8, kept_compute_bytes=[8.0] * 8)
-    assert state_by_memory(problem([keeps], 1, state=1)).ranks[0].recompute is False
-    assert state_by_memory(problem([keeps], 1, state=8)).ranks[0].recompute is True
-
-
-def test_state_by_memory_refuses_collectives_of_uneven_state_no_less_than_predict():
-    ranks = [rank(capacity=100), rank(capacity=9)]
-    asked = problem(ranks, 4, 8, units=2, gather_s=50, even_gather_s=1)
-    assert state_by_memory(asked).step_s == (50 + 2) + (50 + 4)
-    assert even(asked).step_s == 2 * (2 + 4)
 
 
 @pytest.mark.parametrize("baseline", BASELINES.values(), ids=list(BASELINES))

@@ -184,8 +184,8 @@ REASONS = {
         "even batch, even state: rank 1 ('T4') needs 20.00 GiB for 8 samples",
         "out of memory: rank 1 ('T4') needs 20.00 GiB for 8 samples",
     ),
-    "even batch, state by memory": (
-        "even batch, state by memory: rank 0 ('T4') was profiled for no microbatch size that cuts "
+    "batch by speed, even state (Whale, Poplar)": (
+        "batch by speed, even state: rank 0 ('T4') was profiled for no microbatch size that cuts "
         "5 samples, and has 3.00 GiB",
         "rank 0 ('T4') was profiled for no microbatch size that cuts 5 samples, and has 3.00 GiB",
     ),
