@@ -25,9 +25,6 @@ from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.materialise import on_cpu
 from lightning_cephalo.sharding.placement import as_dtensor, local_part, own_part
 
-Placed = Callable[[Tensor, Tensor], Tensor]
-"""Returns what a rank holds of a full tensor of a parameter's state, where that state lives."""
-
 
 def _full_once(wanted: bool) -> Callable[[Tensor], Tensor]:
     """Return what gives full tensors on the CPU; collective.
@@ -110,9 +107,14 @@ def full_optimizer_state(optimizer: Optimizer, wanted: bool) -> dict[str, Any]:
 
 
 def load_full_optimizer_state(
-    optimizer: Optimizer, state: Mapping[str, Any], placed: Placed = rows_like
+    optimizer: Optimizer,
+    state: Mapping[str, Any],
+    placed: Callable[[Tensor, Tensor], Tensor] = rows_like,
 ) -> None:
-    """Load an optimizer state of full tensors; every rank has all of ``state``."""
+    """Load an optimizer state of full tensors; every rank has all of ``state``.
+
+    ``placed`` returns what a rank holds of a parameter's tensor, where that state lives.
+    """
     if "state" not in state:  # of Lightning's stand-in for no optimizer
         optimizer.load_state_dict(dict(state))
         return

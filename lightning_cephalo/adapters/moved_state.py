@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from lightning_cephalo.accelerator import Accelerator
 from lightning_cephalo.accelerator.host_room import HostRoom, aligned_bytes
 from lightning_cephalo.accelerator.transfers import Leaving, Told
+from lightning_cephalo.adapters.checkpoint import rows_like
 from lightning_cephalo.adapters.host_update import HostUpdates
 from lightning_cephalo.adapters.optimizer import as_state, has_rows, update_rows
 from lightning_cephalo.adapters.scope import state_bytes_per_element
@@ -206,6 +207,14 @@ class MovedState:
         for unit in self._away():
             self._settle(unit)
             self._leaving.let_go()
+
+    def placed(self, parameter: Tensor, value: Tensor) -> Tensor:
+        """Return this rank's rows of a full tensor of state, where the state of its unit lives."""
+        unit = self.unit_of.get(id(parameter))
+        if unit is None or not self.homes or self.homes[unit] is StateHome.RESIDENT:
+            return rows_like(parameter, value)
+        with self._accelerator.on_host():
+            return rows_like(parameter, value, torch.device("cpu"))
 
     def close(self) -> None:
         """End the thread that updates on the host."""

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_cephalo.accelerator.host_room import taken_bytes
-from lightning_cephalo.adapters.checkpoint import Placed, rows_like
 from lightning_cephalo.adapters.held_state import held_by_unit
 from lightning_cephalo.adapters.moved_state import MovedState
 from lightning_cephalo.common.errors import HostMemoryError
@@ -76,19 +73,6 @@ class HostState:
             replace(kinds, host_bytes=self._taken_bytes(rank, optimizers))
             for rank, kinds in zip(plan.ranks, memory, strict=True)
         )
-
-    def placing(self, plan: Plan) -> Placed:
-        """Return what puts this rank's rows of full state where a plan has them."""
-        homes = self._homes(plan.ranks[self._rank])
-
-        def placed(parameter: Tensor, value: Tensor) -> Tensor:
-            unit = self.moved.unit_of.get(id(parameter))
-            if unit is None or homes[unit] is StateHome.RESIDENT:
-                return rows_like(parameter, value)
-            with self._model.accelerator.on_host():
-                return rows_like(parameter, value, torch.device("cpu"))
-
-        return placed
 
     def _homes(self, part: RankPlan) -> tuple[StateHome, ...]:
         """Return where the state of each unit lives on a rank."""

@@ -153,7 +153,7 @@ class Session:
     def load_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Load an optimizer state of full tensors, to where the plan has it; collective."""
         owned = self.updates.of(optimizer)
-        placed = self._host_state.placing(self.plan) if owned is None else owned.placed
+        placed = self.moved.placed if owned is None else owned.placed
         load_full_optimizer_state(optimizer, state, placed)
         self.moved.settle(optimizer)
 
