@@ -76,13 +76,17 @@ def _all_cut() -> list[Any]:
     return [_cut(*root, kind=UnitKind.ROOT), *(_cut(*shape) for shape in blocks)]
 
 
+def _model_of(units: list[Any]) -> Any:
+    return SimpleNamespace(
+        units=units,
+        accelerator=accelerator_of(torch.device("cpu")),
+        of_kind=lambda kind: [unit for unit in units if unit.kind is kind],
+    )
+
+
 def test_ranks_whose_rows_are_cut_differently_move_the_units_that_the_planner_has():
     units = [*_all_cut(), _cut(16, 64, False)]
-    device = torch.device("cpu")
-    model: Any = SimpleNamespace(
-        units=units,
-        accelerator=accelerator_of(device),
-    )
+    model = _model_of(units)
     whole = (*(rows * width for rows, width in SHAPES), 0)
     problem = Problem(
         [RANK],
@@ -174,10 +178,7 @@ def test_plans_obey_the_control_groups_limit_or_name_it(tmp_path, monkeypatch):
 def test_a_given_plan_that_asks_more_than_the_control_group_allows_names_it(tmp_path, monkeypatch):
     own = _limits(tmp_path, monkeypatch, 2**20, 0)
     units = _all_cut()
-    model: Any = SimpleNamespace(
-        units=units,
-        accelerator=accelerator_of(torch.device("cpu")),
-    )
+    model = _model_of(units)
     state = HostState(model, own.host, 0)
     optimizers = [torch.optim.Adam([unit.named_sharded()[0][1] for unit in units])]
     plan = Plan((RankPlan((1,), 1.0, resident_fraction=0.0),))
