@@ -110,15 +110,11 @@ class StepLogs:
     """
 
     def __init__(
-        self,
-        view: TrainerView,
-        groups: Groups,
-        device: torch.device,
-        lacks_samples: Callable[[], bool],
+        self, view: TrainerView, groups: Groups, lacks_samples: Callable[[], bool]
     ) -> None:
         self.are_combining = False  # the strategy leaves alone what Lightning would reduce
         self.running: StepLog | None = None  # that of the microbatch that runs
-        self._control, self._group, self._device = groups.control, groups.gather, device
+        self._control, self._group = groups.control, groups.gather
         self._view, self._lacks_samples = view, lacks_samples
 
     def watch(self, results: Any) -> None:
@@ -206,7 +202,8 @@ class StepLogs:
         """Show the values over all ranks of keys that synchronise; here all, without samples."""
         given = [own.get(key, _MISSING) for key in keys]
         # the host waits for no device: values stay on it, and weights are numbers
-        own_values = torch.stack([g.value.to(self._device, non_blocking=True) for g in given])
+        device = self._view.strategy.root_device
+        own_values = torch.stack([g.value.to(device, non_blocking=True) for g in given])
         values = all_gather_rows(own_values[None], [1] * self._control.world_size, self._group)
         weights = self._control.gather([g.weight for g in given])
         for key, of_ranks, column in zip(keys, zip(*weights, strict=True), values.T, strict=True):

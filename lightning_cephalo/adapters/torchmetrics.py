@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -34,21 +35,19 @@ def metrics_within(module: torch.nn.Module, callbacks: Sequence[Any]) -> list[Me
 
 
 def synchronise_lists(
-    metrics: Sequence[Metric], control: ControlGroup, inside_step: Callable[[], bool]
-) -> Callable[[], None]:
-    """Let metrics synchronise lists of different lengths; return a function that ends it.
+    metrics: Sequence[Metric],
+    control: ControlGroup,
+    inside_step: Callable[[], bool],
+    at_end: ExitStack,
+) -> None:
+    """Let metrics synchronise lists of different lengths, until the end.
 
     ``inside_step`` returns whether a step runs, in which not all ranks may come. Private:
     ``_sync_dist`` of these objects is replaced; ``dist_sync_fn`` gets single tensors.
     """
     for metric in metrics:
         vars(metric)["_sync_dist"] = partial(_synchronise, metric, control, inside_step)
-
-    def end() -> None:
-        for metric in metrics:
-            vars(metric).pop("_sync_dist", None)
-
-    return end
+        at_end.callback(vars(metric).pop, "_sync_dist", None)
 
 
 def _synchronise(

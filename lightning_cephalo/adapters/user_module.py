@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -20,36 +20,25 @@ def step_on(module: LightningModule, batch: Any) -> Any:
     return module.training_step(batch, 0) if is_counted else module.training_step(batch)
 
 
-def switch_off_caches(module: nn.Module) -> Callable[[], None]:
-    """Switch off the key-value caches of Hugging Face models; return what restores them.
+def switch_off_caches(module: nn.Module, at_end: ExitStack) -> None:
+    """Switch off the key-value caches of Hugging Face models, until the end.
 
     Every block would retain its keys and values until the end of the step, and append them a second
     time when it is recomputed.
     """
-    found: list[Any] = [getattr(inner, "config", None) for inner in module.modules()]
-    switched = [each for each in found if getattr(each, "use_cache", None) is True]
-    for config in switched:
-        config.use_cache = False
-
-    def restore() -> None:
-        for config in switched:
-            config.use_cache = True
-
-    return restore
+    configs: list[Any] = [getattr(inner, "config", None) for inner in module.modules()]
+    for config in configs:
+        if getattr(config, "use_cache", None) is True:
+            config.use_cache = False
+            at_end.callback(setattr, config, "use_cache", True)
 
 
-def refuse_copies(module: nn.Module) -> Callable[[], None]:
-    """Refuse ``copy.deepcopy`` of what is sharded, which would copy shards; return what ends it."""
-    # on the instances; metrics without parameters copy themselves
-    modules = [each for each in module.modules() if next(each.parameters(), None) is not None]
-    for each in modules:
-        vars(each)["__deepcopy__"] = _refuse_copy
-
-    def end() -> None:
-        for each in modules:
-            vars(each).pop("__deepcopy__", None)
-
-    return end
+def refuse_copies(module: nn.Module, at_end: ExitStack) -> None:
+    """Refuse ``copy.deepcopy`` of what is sharded, which would copy shards, until the end."""
+    for inner in module.modules():
+        if next(inner.parameters(), None) is not None:  # other metrics copy themselves
+            vars(inner)["__deepcopy__"] = _refuse_copy
+            at_end.callback(vars(inner).pop, "__deepcopy__", None)
 
 
 def _refuse_copy(memo: dict[int, Any]) -> Any:

@@ -99,14 +99,13 @@ class Session:
         install(executor)
         executor.recompute = bool(options.recompute)
         executor.overlay.buffers.sum_up(options.summed_buffers)
-        self._at_end.callback(refuse_copies(module))
+        refuse_copies(module, self._at_end)
         if job.trains:
-            self._at_end.callback(switch_off_caches(module))
-        self.logs = StepLogs(view, groups, accelerator.device, lambda: self.batches.are_lacking)
+            switch_off_caches(module, self._at_end)
+        self.logs = StepLogs(view, groups, lambda: self.batches.are_lacking)
         if control.world_size > 1:
             metrics = metrics_within(module, view.callbacks)
-            end = synchronise_lists(metrics, control, lambda: executor.inside_microbatch)
-            self._at_end.callback(end)
+            synchronise_lists(metrics, control, lambda: executor.inside_microbatch, self._at_end)
         self.manual: PhasedSteps | None = None
         if job.trains and not module.automatic_optimization:
             self.manual = PhasedSteps(executor)
