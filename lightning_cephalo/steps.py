@@ -33,7 +33,7 @@ from lightning_cephalo.execution.step import ForwardOutcome, MicrobatchCall
 from lightning_cephalo.features.manual_step import PhasedSteps
 from lightning_cephalo.preparation.session import Session
 from lightning_cephalo.preparation.training import Training
-from lightning_cephalo.ranks.control import not_connected
+from lightning_cephalo.ranks.control import NotCopied
 
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
 """Positional and named arguments of a hook; in a training, those behind the batch."""
@@ -43,17 +43,13 @@ Note = Callable[[], Sequence[float]]
 """Returns what this rank tells the others at the end of a forward."""
 
 
-class Steps(ABC):
+class Steps(NotCopied, ABC):
     """The steps of a training; ``tells`` adds numbers to the exchange of each."""
 
     def __init__(self, training: Training, *tells: TellsRanks) -> None:
         self._training = training
         self._session, self._view, self._watch = training.session, training.view, training.watch
         self._notes = StepNotes(training, *tells)
-
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        """Make None of a copy, as of a session."""
-        return not_connected, ()
 
     @abstractmethod
     def training_step(self, batch: Any, arguments: Arguments) -> Any:

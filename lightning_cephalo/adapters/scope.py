@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
-from enum import Enum
 from typing import Any
 
 import torch
@@ -40,27 +39,19 @@ _ALIKE = 1e-3
 MOMENTS = 2
 
 
-class Scope(Enum):
-    """What the update of one element of a parameter depends on."""
-
-    ELEMENT = "element"
-    PARAMETER = "parameter"
-
-
 _ELEMENT_WISE = "SGD Adam AdamW Adamax NAdam RAdam RMSprop Adagrad Adadelta ASGD Rprop"
-_SCOPES = dict.fromkeys(_ELEMENT_WISE.split(), Scope.ELEMENT)
-_SCOPES |= dict.fromkeys(("Adafactor", "Muon"), Scope.PARAMETER)
+_KNOWN = dict.fromkeys(_ELEMENT_WISE.split(), True) | {"Adafactor": False, "Muon": False}
 
 
-def known_scope(optimizer: Optimizer) -> Scope | None:
-    """Return the scope of torch's own optimizers; None for others, and for subclasses."""
-    return _SCOPES.get(type(optimizer).__name__) if is_torchs(optimizer) else None
+def is_elementwise(optimizer: Optimizer) -> bool | None:
+    """Whether an optimizer of torch's updates elements apart; None: another, or a subclass."""
+    return _KNOWN.get(type(optimizer).__name__) if is_torchs(optimizer) else None
 
 
 def not_by_units(optimizer: Optimizer) -> str:
     """Return why units cannot be updated apart, in a few words; empty: they can."""
     name = type(optimizer).__name__
-    if known_scope(optimizer) is not Scope.ELEMENT:
+    if not is_elementwise(optimizer):
         return f"{name} is none of torch's element-wise optimizers"
     if step_is_replaced(optimizer):
         return f"{name}.step is replaced"
@@ -79,7 +70,7 @@ def state_bytes_per_element(optimizer: Optimizer) -> dict[int, int]:
     likes = [[nn.Parameter(torch.ones(2, 2, dtype=p.dtype)) for p in own[:1]] for own in groups]
     found = [sum(MOMENTS * p.element_size() for p in like) for like in likes]
     with suppress(Exception):
-        if known_scope(optimizer) is Scope.ELEMENT:
+        if is_elementwise(optimizer):
             own = copy_of(optimizer, likes, on_host=True)
             for parameter in parameters_of(own):
                 parameter.grad = torch.ones_like(parameter)

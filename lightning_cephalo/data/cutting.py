@@ -27,7 +27,7 @@ class BatchCutter:
     """Cuts the batches of the training loaders into microbatches."""
 
     layouts: tuple[BatchLayout, ...]
-    spec: Any  # nests several loaders' batches; None: there is one loader
+    spec: Any  # the tree of the loaders' batches
     microbatch_sizes: tuple[int, ...]
 
     def cut(self, batch: Any, lacks: Sequence[bool] = ()) -> list[tuple[Any, int]]:
@@ -35,7 +35,7 @@ class BatchCutter:
 
         ``lacks`` marks loaders of which this rank has no samples; empty: it has of all.
         """
-        parts = [batch] if self.spec is None else self.spec.flatten_up_to(batch)
+        parts = self.spec.flatten_up_to(batch)
         lacks = lacks or [False] * len(parts)
         counts = [
             0 if lacking or part is None else layout.batch_size(part)
@@ -47,8 +47,7 @@ class BatchCutter:
         shares = split_sizes(most, self.microbatch_sizes) if self.microbatch_sizes else (most,)
         sizes = [deal(count, shares) for count in counts]
         columns = map(_pieces, parts, self.layouts, sizes)
-        trees = [list(own) for own in zip(*columns, strict=True)]
-        whole = [own[0] if self.spec is None else self.spec.unflatten(own) for own in trees]
+        whole = [self.spec.unflatten(own) for own in zip(*columns, strict=True)]
         return list(zip(whole, map(sum, zip(*sizes, strict=True)), strict=True))
 
 

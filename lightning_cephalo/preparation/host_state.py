@@ -17,7 +17,8 @@ from lightning_cephalo.observe.memory import RankMemory
 from lightning_cephalo.plan import Plan, PlanError, RankPlan
 from lightning_cephalo.plan.state_homes import StateHome, home_bytes, state_homes
 from lightning_cephalo.preparation.limits import HostMemory
-from lightning_cephalo.profiling.state_rates import homes_of_units, trained_sizes
+from lightning_cephalo.profiling.state_rates import trained_sizes
+from lightning_cephalo.sharding.discovery import UnitKind
 
 
 def check_homes(plan: Plan, stays: str, scales_loss: bool) -> None:
@@ -81,7 +82,9 @@ class HostState:
         # rows are cut differently in each unit: shares of them would make other homes
         sizes = trained_sizes(self._model)
         homes = state_homes(sizes, part.resident_fraction, part.host_update_fraction)
-        return homes_of_units(self._model, homes)
+        is_block = [unit.kind is UnitKind.BLOCK for unit in self._model.units]
+        root, of_blocks = homes[0], iter(homes[1:])
+        return tuple(next(of_blocks) if block else root for block in is_block)
 
     def _taken_bytes(self, part: RankPlan, optimizers: Sequence[Optimizer]) -> float:
         """Return the bytes of the host that a rank's share of the state and boundaries take."""

@@ -47,9 +47,8 @@ class Loaders:
         parts = []
         for each, layout in zip(self.flat, self.layouts, strict=True):
             other = getattr(each, "batch_size", None) or first
-            count = size if self.spec is None else max(1, round(size * other / first))
-            parts += sample_batches(each, (count,), layout)
-        return parts[0] if self.spec is None else pytree.tree_unflatten(parts, self.spec)
+            parts += sample_batches(each, (max(1, round(size * other / first)),), layout)
+        return pytree.tree_unflatten(parts, self.spec)
 
 
 @dataclass(frozen=True)
@@ -209,6 +208,5 @@ def _training_loaders(view: TrainerView, options: Options) -> Loaders:
         )
     for each in flat:
         refuse_one_pass(each)
-    single = len(flat) == 1 and nested is flat[0]
     layouts = tuple(learn_layout(each, splitter=options.split_batch) for each in flat)
-    return Loaders(tuple(flat), None if single else spec, layouts)
+    return Loaders(tuple(flat), spec, layouts)

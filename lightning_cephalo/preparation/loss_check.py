@@ -106,19 +106,16 @@ def compare_losses(session: Session, batch: Any, pieces: Sequence[Piece], step: 
     control.together("putting back what modules hold", undo.close)
     rows = control.gather(found)
     if control.rank == 0 and failure:
-        how = "steps without updates" if is_manual else "steps without gradients"
         text = (
-            f"The loss of a batch was not compared with that of its parts ({how}, in evaluation"
-            f" mode). {failure}. {_SPLIT_BATCH}"
+            "The loss of a batch was not compared with that of its parts (steps in evaluation mode,"
+            f" without updates). {failure}. {_SPLIT_BATCH}"
         )
         if session.job.options.verbose:
             print(printable(text), flush=True)
     elif control.rank == 0:
-        every = [(number, each) for row in rows for number, each in enumerate(row, start=1)]
-        wrong = [
-            (number, each) for number, each in every if each.differs(session.view.computes_in_half)
-        ]
-        for number, each in wrong[:1]:
+        in_half = session.view.computes_in_half
+        pairs = [pair for row in rows for pair in enumerate(row, start=1)]
+        for number, each in [pair for pair in pairs if pair[1].differs(in_half)][:1]:
             each.warn(number if is_manual else None)
 
 
@@ -133,8 +130,7 @@ def _runs(session: Session, batch: Any, pieces: Sequence[Piece]) -> list[Piece |
         return BatchCutter(layouts, spec, (rows,)).cut(piece)
 
     def rows_of(piece: Any) -> int:
-        leaves = [piece] if spec is None else spec.flatten_up_to(piece)
-        pairs = zip(leaves, layouts, strict=True)
+        pairs = zip(spec.flatten_up_to(piece), layouts, strict=True)
         return max(layout.batch_size(leaf) for leaf, layout in pairs if leaf is not None)
 
     whole = max(pieces, key=lambda piece: piece[1], default=None)

@@ -80,14 +80,8 @@ class PlanChanges:
         session, control = self.session, self.session.control
         loaders, dealt = DealtLoaders(self.view), self.dealt_plan
         read = partial(self._read, plan, loaders)
-        checked: Plan = control.together("checking the new plan", read)
-        everyones = control.gather((checked,))
-        for rank, (other,) in enumerate(everyones):
-            if other != everyones[0][0]:
-                raise PlanError(
-                    f"Rank {rank} gives another plan than rank 0. Give change_plan() the same plan"
-                    " on every rank, for example strategy.broadcast(plan)."
-                )
+        # that of rank 0, as of plans that are given
+        checked: Plan = control.broadcast(control.together("checking the new plan", read))
         adoption = session.accept(checked)
         first = float(self.view.batches_ready)
         if not deal_alike(dealt, checked):

@@ -25,14 +25,11 @@ from lightning_cephalo.profiling.state_rates import has_state_rates
 
 
 def may_replan(job: Job) -> bool:
-    """Return whether the plan may change in this job; with replan=True, warn if it cannot."""
+    """Return whether the plan may change in this job: not that of a single rank."""
     option = job.options.replan
     if option is False or (option == "auto" and job.plan is not None):
         return False
-    is_alone = len(job.limits) == 1
-    if is_alone and option is True:
-        rank_zero_warn("replan=True has no effect: there is one rank only.")
-    return not is_alone
+    return len(job.limits) > 1
 
 
 def policy_of(problem: Problem, plan: Plan, step: int) -> ReplanPolicy | None:

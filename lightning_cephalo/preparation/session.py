@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -50,7 +50,7 @@ from lightning_cephalo.preparation.limits import (
 )
 from lightning_cephalo.preparation.options import chosen
 from lightning_cephalo.profiling.memory_model import check_capacities
-from lightning_cephalo.ranks.control import not_connected
+from lightning_cephalo.ranks.control import NotCopied
 from lightning_cephalo.ranks.groups import Groups
 
 
@@ -62,7 +62,7 @@ class Adoption:
     arena: HostArena | None  # this rank's, for boundaries
 
 
-class Session:
+class Session(NotCopied):
     """A sharded model, the plan that it follows, and the objects that serve its steps.
 
     ::
@@ -122,16 +122,12 @@ class Session:
         self.moved = self._host_state.moved
         self._at_end.callback(self.moved.close)
 
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        """Make None of a copy: users copy callbacks, and with them the strategy."""
-        return not_connected, ()
-
     # -- training -----------------------------------------------------------------------------
 
     def count_on(self, optimizers: Sequence[Optimizer]) -> None:
         """Let plans count on what the optimizers hold, and when they may update; collective."""
         for optimizer in optimizers:
-            self.updates.scope(optimizer)  # or raise
+            self.updates.are_by_rows(optimizer)  # or raise
         facts = OptimizerFacts.of(optimizers, self.model, self.view)
         self.job = replace(self.job, late=self.job.late or facts.late, optimizers=facts)
 

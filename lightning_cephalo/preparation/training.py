@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch.distributed.tensor import DTensor
@@ -16,11 +17,11 @@ from lightning_cephalo.preparation.plan_change import PlanChanges
 from lightning_cephalo.preparation.prepare import make_plan, measure_or_load
 from lightning_cephalo.preparation.replanning import Replanning, may_replan, policy_of
 from lightning_cephalo.preparation.session import Session
-from lightning_cephalo.ranks.control import not_connected
+from lightning_cephalo.ranks.control import NotCopied
 from lightning_cephalo.recovery.recovering import Recovering
 
 
-class Training:
+class Training(NotCopied):
     """A training: measured, planned, and followed through its changes of plan.
 
     Args:
@@ -42,43 +43,32 @@ class Training:
         self.repeated = RepeatedStep(session.model)
         self.notes: tuple[str, ...] = ()
 
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        """Make None of a copy, as of a session."""
-        return not_connected, ()
-
     def begin(self, optimizers: Sequence[Optimizer]) -> None:
         """Follow a plan that counts on the optimizers, and let them hold their rows; collective."""
-        self.session.count_on(optimizers)
-        self._follow_plan(optimizers)
-        self.session.use_optimizers(optimizers)
-
-    def _follow_plan(self, optimizers: Sequence[Optimizer]) -> None:
-        """Measure the ranks, make a plan and follow it, or follow that given; collective."""
-        session, view, given = self.session, self.view, self.session.job.plan
+        session, view, plan = self.session, self.view, self.session.job.plan
+        session.count_on(optimizers)
         replans = may_replan(session.job)
-        if given is None:
-            problem = measure_or_load(session.job, session.model, view, session.manual)
+        measured = partial(measure_or_load, session.job, session.model, view, session.manual)
+        if plan is not None:
+            session.check(plan)  # before the ranks are measured for nothing
+            problem = measured() if replans else None
+        else:
+            problem = measured()
             plan = make_plan(session.job, problem, session.control)
             if session.control.rank == 0:
                 shorter = left_out(problem, plan)
                 self.notes = (*reasons(problem, plan), *shorter, *surprises(problem, plan))
-        else:
-            plan, problem = given, None
-            session.check(plan)  # before the ranks are measured for nothing
-            if replans:
-                problem = measure_or_load(session.job, session.model, view, session.manual)
         # some hold rows from the beginning, such as Adagrad
         session.hold([own for own in optimizers if any(isinstance(p, DTensor) for p in own.state)])
         session.adopt(session.accept(plan))
         session.shard_averages(view.callbacks)
         self.watch.begin(session.model, plan)
-        if problem is None or not replans:
-            return
-        policy = policy_of(problem, plan, view.step)
-        if policy is not None:
+        policy = policy_of(problem, plan, view.step) if problem is not None and replans else None
+        if problem is not None and policy is not None:
             self.replanning = Replanning(self.changes, problem, policy)
             if session.manual is None:
                 self.repeated = RepeatedStep(session.model, self._relieve)
+        session.use_optimizers(optimizers)
 
     def note(self) -> tuple[float, ...]:
         """Return what the exchange of a step carries to all ranks."""

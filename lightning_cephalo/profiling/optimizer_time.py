@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_cephalo.adapters.optimizer import clip_by_norm
-from lightning_cephalo.adapters.scope import Scope, known_scope
+from lightning_cephalo.adapters.scope import is_elementwise
 from lightning_cephalo.adapters.stepping import copy_of, step_without_hooks
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.sharding.placement import local_part
@@ -47,7 +47,7 @@ def optimizer_time(
     clips_by_value: bool = False,
 ) -> OptimizerTime:
     """Return this rank's times of clipping and updating, on tensors of their own; collective."""
-    optimizer = next((own for own in optimizers if known_scope(own) is Scope.ELEMENT), None)
+    optimizer = next(filter(is_elementwise, optimizers), None)
     clip = nn.utils.clip_grad_value_ if clips_by_value else clip_by_norm
 
     def update_s(numels: Sequence[int]) -> float:

@@ -56,7 +56,7 @@ class Prober:
     """Runs profiling steps; collective.
 
     Where a rank lacks the memory for its microbatch, the step runs again with one of ``idle``
-    samples there, then with none.
+    samples there, as while others are measured, then with none.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Prober:
         idle: int = 0,
     ) -> None:
         self.model, self.control, self.step = model, model.control, step
-        self._clock, self._batch_of, self._idle = clock, batch_of, idle
+        self._clock, self._batch_of, self.idle = clock, batch_of, idle
         # of a device that runs behind its host, waits at each unit add up what a step hides
         self._is_launched = not model.accelerator.computes_on_host
         self._times_whole = self.control.any(self._is_launched)
@@ -78,22 +78,19 @@ class Prober:
         """Time a step with a microbatch of so many samples; None: it did not run."""
         clock, whole_s = _PhaseClock(self._clock, self.model), math.inf
 
-        def by_units(calls: list[MicrobatchCall], failure: Exception | None) -> None:
-            clock.seconds = [0.0, 0.0, 0.0]
-            with self.model.executor.link.observed_by(clock):
-                self._forward_backward(calls, failure)
-
-        def whole(calls: list[MicrobatchCall], failure: Exception | None) -> None:
+        def step(calls: list[MicrobatchCall], failure: Exception | None) -> None:
             nonlocal whole_s
-            started_s = self._clock()
+            started_s, clock.seconds = self._clock(), [0.0, 0.0, 0.0]
             self._forward_backward(calls, failure)
             whole_s = self._clock() - started_s
 
-        has_run = self._runs(by_units, size)
+        with self.model.executor.link.observed_by(clock):
+            has_run = self._runs(step, size)
+        by_phase_s = clock.seconds
         if self._times_whole:  # on all ranks
-            has_run = self._runs(whole, size) and has_run
-        part = min(1.0, whole_s / max(sum(clock.seconds), 1e-12)) if self._is_launched else 1.0
-        return Times(*(part * seconds for seconds in clock.seconds)) if has_run else None
+            has_run = self._runs(step, size) and has_run
+        part = min(1.0, whole_s / max(sum(by_phase_s), 1e-12)) if self._is_launched else 1.0
+        return Times(*(part * seconds for seconds in by_phase_s)) if has_run else None
 
     def held(self, size: int, count: int = 1) -> Held | None:
         """Measure the bytes of a step with ``count`` microbatches; None: it did not run."""
@@ -136,7 +133,7 @@ class Prober:
             if not any(out_of_memory for _, out_of_memory, _ in rows):
                 return 0 < size == wanted
             if refused:
-                size = self._idle if size > self._idle else 0
+                size = self.idle if size > self.idle else 0
             gc.collect()
             self.model.accelerator.empty_cache()
         return False

@@ -8,7 +8,7 @@ optimizer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
@@ -22,7 +22,6 @@ from lightning_cephalo.common.errors import HostMemoryError
 from lightning_cephalo.common.quantities import format_mib
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Problem
-from lightning_cephalo.plan.state_homes import StateHome
 from lightning_cephalo.profiling.rank_curves import merge_equal_ranks
 from lightning_cephalo.sharding.discovery import UnitKind
 
@@ -46,13 +45,6 @@ def trained_sizes(model: ShardedModel) -> tuple[int, ...]:
     sizes = {id(u): sum(flat.contents.numel for flat in u.trained) for u in model.units}
     blocks = [sizes[id(block)] for block in model.of_kind(UnitKind.BLOCK)]
     return (sum(sizes.values()) - sum(blocks), *blocks)
-
-
-def homes_of_units(model: ShardedModel, homes: Sequence[StateHome]) -> tuple[StateHome, ...]:
-    """Return where each unit's state lives, by homes in the order of :func:`trained_sizes`."""
-    root, *others = homes
-    of_blocks = iter(others)
-    return tuple(next(of_blocks) if unit.kind is UnitKind.BLOCK else root for unit in model.units)
 
 
 def with_unit_parameters(problem: Problem, model: ShardedModel) -> Problem:

@@ -88,10 +88,6 @@ class ProfileOptions:
         """The fewest samples of a microbatch."""
         return min(self.minimum_microbatch_size, self.largest)
 
-    def idle(self, measured: Measured) -> int:
-        """Return the samples of a rank while others are measured; steps may need every rank."""
-        return min(measured.times, default=0) if self.single_microbatch else 0
-
     def next_size(self, measured: Measured, share: float) -> int:
         """Return the size to measure next on a rank with a balanced share; 0 for none."""
         largest, too_large = measured.largest, measured.smallest_too_large
@@ -114,7 +110,9 @@ def measure_times(prober: Prober, options: ProfileOptions, device: str) -> Measu
     measured.time(prober, smallest)
     measured.times.clear()  # the first step of a process takes longer
     while True:
-        rates = _by_device(control.gather((device, measured.samples_per_s)))
+        found = control.gather((device, measured.samples_per_s))
+        # of each rank's kind of device the best
+        rates = [max(rate for kind, rate in found if kind == own) for own, _ in found]
         total = sum(rates)
         share = options.global_batch_size * rates[control.rank] / total if total else 0.0
         size = options.next_size(measured, share)
@@ -131,7 +129,7 @@ def measure_times(prober: Prober, options: ProfileOptions, device: str) -> Measu
                 " or more or larger devices."
             )
         for _ in range(_TIMES_OF_SMALL if max(sizes) <= _SMALL * smallest else _TIMES):
-            measured.time(prober, sizes[control.rank] or options.idle(measured))
+            measured.time(prober, sizes[control.rank] or prober.idle)
 
 
 def _together(wanted: Sequence[tuple[int, float]], smallest: int, left_s: float) -> list[int]:
@@ -144,18 +142,13 @@ def _together(wanted: Sequence[tuple[int, float]], smallest: int, left_s: float)
     ]
 
 
-def _by_device(rows: Sequence[tuple[str, float]]) -> list[float]:
-    """Return the best rate of each rank's kind of device."""
-    return [max(rate for kind, rate in rows if kind == own) for own, _ in rows]
-
-
 def measure_memory(prober: Prober, measured: Measured, options: ProfileOptions) -> None:
     """Measure the memory of the smallest and the largest sizes that ran; collective.
 
     A peak is the maximum over moments whose memory grows linearly, until chunks of logits are full:
     two sizes at each end tell where that is (``rank_curves.compute_curve``).
     """
-    for size in _ends(prober, measured, options):
+    for size in _ends(prober, measured):
         held = prober.held(size if measured.times else 0)
         if held is None:  # it ran when it was timed, but only just: it may not run again
             measured.lacks(size)
@@ -173,10 +166,10 @@ def measure_without_recompute(
     model.release_buffers()  # retained graphs have memory of their own
     model.executor.recompute = False
     try:
-        for size in _ends(prober, recomputing, options):
+        for size in _ends(prober, recomputing):
             for _ in range(_TIMES):
                 lacks = measured.smallest_too_large is not None
-                measured.time(prober, options.idle(measured) if lacks else size)
+                measured.time(prober, prober.idle if lacks else size)
         measure_memory(prober, measured, options)
     finally:
         model.executor.recompute = True
@@ -184,11 +177,11 @@ def measure_without_recompute(
     return measured
 
 
-def _ends(prober: Prober, measured: Measured, options: ProfileOptions) -> list[int]:
+def _ends(prober: Prober, measured: Measured) -> list[int]:
     """Return the two smallest and the two largest sizes, on all ranks equally many; collective."""
     ran = sorted(measured.times)
     own = sorted({*ran[:2], *ran[-2:]})
-    return own + [options.idle(measured)] * (int(prober.control.max(len(own))) - len(own))
+    return own + [prober.idle] * (int(prober.control.max(len(own))) - len(own))
 
 
 def _measure_retained(prober: Prober, measured: Measured, smallest: int) -> RetainedBytes:

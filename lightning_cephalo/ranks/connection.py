@@ -12,7 +12,6 @@ import atexit
 import gc
 import time
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -25,7 +24,7 @@ from lightning_cephalo.common.errors import RemoteRankError
 from lightning_cephalo.ranks.aborting import abort_groups
 from lightning_cephalo.ranks.closing import close_connections
 from lightning_cephalo.ranks.connecting import Lookout, Watch, connect_watched
-from lightning_cephalo.ranks.control import ControlGroup, not_connected
+from lightning_cephalo.ranks.control import ControlGroup, NotCopied
 from lightning_cephalo.ranks.crash_report import CrashReport, is_lost_connection
 from lightning_cephalo.ranks.groups import Groups, set_timeout
 from lightning_cephalo.ranks.roll_call import patience, what_follows
@@ -46,7 +45,7 @@ class HoldsGroups(Protocol):
 
 
 @dataclass(frozen=True)
-class Ranks:
+class Ranks(NotCopied):
     """The connection of this process to the processes of the other ranks."""
 
     groups: Groups
@@ -64,10 +63,6 @@ class Ranks:
         """Create the groups over connected processes; collective."""
         groups = Groups.create(timeout, node_rank, patience(timeout), switchboard)
         return cls(groups, CrashReport(groups.control, groups.meeting.switchboard))
-
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        """Make None of a copy: callbacks are copied and pickled, connections not."""
-        return not_connected, ()
 
 
 @dataclass(frozen=True)

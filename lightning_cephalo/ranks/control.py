@@ -15,11 +15,18 @@ from lightning_cephalo.common.errors import RemoteRankError
 from lightning_cephalo.common.texts import printable
 
 
-def not_connected() -> None:
+def _not_connected() -> None:
     """Return what a copy of an object has in place of its connections."""
 
 
-class ControlGroup:
+class NotCopied:
+    """Becomes None in a copy: users copy and pickle callbacks, and with them the strategy."""
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return _not_connected, ()
+
+
+class ControlGroup(NotCopied):
     """Lets all ranks exchange numbers and objects, and fail together.
 
     ::
@@ -40,10 +47,6 @@ class ControlGroup:
         self.world_size = dist.get_world_size(group)
         self.raised: BaseException | None = None
         self.is_of_all = False
-
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        """Make None of a copy: callbacks are copied and pickled, connections not."""
-        return not_connected, ()
 
     @overload
     def gather(self, value: float) -> list[float]: ...

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_cephalo.adapters.scope import Scope, try_out
+from lightning_cephalo.adapters.scope import try_out
 from lightning_cephalo.adapters.updates import OptimizerUpdates
 from lightning_cephalo.common.errors import UnsupportedError
 
@@ -49,24 +49,24 @@ def test_a_claim_that_no_trial_can_check_is_followed(make):
     optimizer = make(_parameters())
     assert try_out(optimizer, by_rows=False)
     updates = OptimizerUpdates(MODEL, [type(optimizer).__name__])
-    assert updates._scope(optimizer) is Scope.ELEMENT
+    assert updates._may_run(optimizer)
 
 
 def test_a_claim_is_for_a_class_or_what_it_is_made_from_and_for_no_other():
     optimizer = _Own(_parameters())
     for named in ([_Own], ["_Own"], [torch.optim.Adagrad], ["_Normed", "Adagrad"]):
-        assert OptimizerUpdates(MODEL, named)._scope(optimizer) is Scope.ELEMENT
+        assert OptimizerUpdates(MODEL, named)._may_run(optimizer)
     for named in ([], ["Own"], [_Normed, "_NoCopy"]):
         with pytest.raises(UnsupportedError, match="_Own does not update each parameter by itself"):
-            OptimizerUpdates(MODEL, named)._scope(optimizer)
+            OptimizerUpdates(MODEL, named)._may_run(optimizer)
 
 
 def test_a_claim_that_a_trial_contradicts_is_refused():
     optimizer = _Normed(_parameters(), lr=0.1)
     assert not try_out(optimizer, by_rows=False) and try_out(optimizer, by_rows=True)
-    assert OptimizerUpdates(MODEL, [])._scope(optimizer) is Scope.PARAMETER
+    assert not OptimizerUpdates(MODEL, [])._may_run(optimizer)
     with pytest.raises(UnsupportedError, match="updates of rows, in a trial, are not those of"):
-        OptimizerUpdates(MODEL, [_Normed])._scope(optimizer)
+        OptimizerUpdates(MODEL, [_Normed])._may_run(optimizer)
 
 
 class _Twice(torch.optim.SGD):

@@ -67,11 +67,6 @@ def _random(scores, rows):
     return (scores - torch.randn_like(scores)).square().mean()
 
 
-def _reduced(scores, rows):
-    torch.distributed.all_reduce(scores.detach().mean())
-    return scores.square().mean()
-
-
 class _Counting(LightningModule):
     """Draws random numbers, counts in a buffer and in a list, and logs."""
 
@@ -129,7 +124,6 @@ CASES = {
     "a balance term": (_balanced, ((4,), (4,)), True),
     "undefined for a half": (_undefined, ((4,), (4,)), True),
     "random": (_random, ((4,), (4,)), False),
-    "a collective": (_reduced, ((4,), (4,)), False),
 }
 """A loss, the microbatches of two ranks, and whether it is found."""
 

@@ -84,7 +84,7 @@ class _OutOfTime:
 class _Steps:
     """Runs steps in no time."""
 
-    control = _OutOfTime()
+    control, idle = _OutOfTime(), 0
     model = SimpleNamespace(accelerator=SimpleNamespace(now_s=lambda: 100.0))
 
     def timed(self, size):
