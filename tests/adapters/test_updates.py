@@ -100,9 +100,9 @@ def test_an_update_that_depends_on_other_parameters_or_the_loss_is_refused_by_na
     parameters = [nn.Parameter(torch.ones(4, 3)), nn.Parameter(torch.ones(2, 3))]
     updates = OptimizerUpdates(MODEL, [])
     with pytest.raises(UnsupportedError, match=r"one device only\. Use .*elementwise=") as refused:
-        updates._scope(_Everything(parameters, reads))
+        updates._may_run(_Everything(parameters, reads))
     assert "changes an update" in str(refused.value)
     with pytest.raises(UnsupportedError, match="evaluates its closure several times"):
-        updates._scope(_Twice(parameters, lr=0.1))
+        updates._may_run(_Twice(parameters, lr=0.1))
     with pytest.raises(UnsupportedError, match="has state already"):
-        updates._scope(_Own(parameters))
+        updates._may_run(_Own(parameters))

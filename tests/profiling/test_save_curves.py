@@ -15,7 +15,6 @@ from lightning_cephalo.profiling.rank_curves import compute_curve, merge_equal_r
 from lightning_cephalo.profiling.sweep import (
     Measured,
     ProfileOptions,
-    _by_device,
     _measure_retained,
     _together,
     measure_times,
@@ -129,8 +128,19 @@ def test_a_longer_repetition_is_dropped_part_by_part():
     assert found.expected_s(8) == 14.0 and measured().expected_s(4) == 0.0
 
 
+class _TwiceAsFast(_OutOfTime):
+    """Rank 0 beside one of the same device that seems twice as fast."""
+
+    world_size = 2
+
+    def gather(self, row):
+        return [row, (row[0], 2 * row[1]) if isinstance(row[0], str) else row]
+
+
 def test_ranks_of_one_device_measure_equally_far():
-    assert _by_device([("A", 3.0), ("B", 1.0), ("A", 2.0)]) == [3.0, 1.0, 3.0]
+    steps = _Steps()
+    steps.control = _TwiceAsFast()
+    assert measure_times(steps, sweep(), "cpu").largest == 40  # of half of the batch, not a third
 
 
 def test_the_best_size_counts_for_how_fast_a_rank_is():
