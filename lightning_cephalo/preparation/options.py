@@ -103,8 +103,8 @@ _RULES = {
     "hybrid_sharding": _Rule(
         _is(bool),
         "True or False",
-        " To choose, start once with each and compare the predicted steps, or let `cephalo plan"
-        " --hybrid-sharding auto` estimate both.",
+        " To choose, start once with each and compare the predicted steps, or let `cephalo compare"
+        " --cluster FILE` estimate both.",
     ),
     "early_update": _Rule(
         lambda value: value is False or _is_auto(value),

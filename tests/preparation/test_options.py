@@ -41,7 +41,7 @@ def test_units_that_are_no_list_of_classes_and_names_are_refused(given):
 def test_whether_nodes_hold_the_whole_state_is_not_chosen_by_a_plan(given):
     with pytest.raises(ValueError, match="hybrid_sharding: expected True or False") as caught:
         Planner(hybrid_sharding=given)
-    assert repr(given) in str(caught.value) and "--hybrid-sharding auto" in str(caught.value)
+    assert repr(given) in str(caught.value) and "cephalo compare" in str(caught.value)
 
 
 def test_gradients_travel_in_dtypes_of_as_many_exponents_by_name_too():
