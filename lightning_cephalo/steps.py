@@ -137,7 +137,7 @@ class AutomaticSteps(Steps):
         session, (counts, outcome) = self._session, self._run_forward(batch, arguments)
         joined = joined_result(outcome.results, outcome.weights, counts)
         return outputs_everywhere(
-            joined, sum(counts), outcome.losses, session.control, session.model.device
+            joined, sum(counts), outcome.losses, session.groups, session.model.device
         )
 
     def _forward_of(

@@ -36,6 +36,8 @@ def late_by_job(view: TrainerView, module: LightningModule) -> str:
         return "manual optimization"
     owners = ((module, _HOOKS_OF_MODULE), *((callback, _HOOKS) for callback in view.callbacks))
     for owner, hooks in owners:
+        if hasattr(owner, "going_to_accumulate_grad_batches"):  # GradientAccumulationScheduler
+            return type(owner).__name__
         for hook in hooks:
             if is_overridden(hook, owner):
                 return f"{type(owner).__name__}.{hook}()"

@@ -172,7 +172,7 @@ class Passes:
             self._resumed = 0, position.now if undoes_draws else None
             return
         self._latest, self._number = position, position.number
-        self._resumed = position.step, position.start
+        self._resumed = position.step, position.start or None
         self._at_next_epoch = position.now if way is Continue.AT_END else None
 
     def position(
@@ -190,7 +190,8 @@ class Passes:
             return None
         now = self._states()
         if self._latest is None:  # the steps are those of an earlier epoch
-            return Position(self.epoch - bool(step), 0, step, self.items, now, now)
+            start = now if step else []  # no pass has begun, before which the loader may draw
+            return Position(self.epoch - bool(step), 0, step, self.items, start, now)
         return replace(self._latest, step=step, now=now)
 
     def _states(self) -> list[Any]:

@@ -52,7 +52,6 @@ _MANUAL_WAYS_OUT = (
 Piece = tuple[Any, int]
 """A batch, and its number of samples."""
 Step = Callable[[Any], Any]
-"""Computes the loss of a batch."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +166,10 @@ def _evaluate(session: Session, undo: ExitStack) -> Callable[[], None]:
 
 
 def _compared(
-    session: Session, step: Step, pieces: Sequence[Piece | None], put_back: Callable[[], None]
+    session: Session,
+    step: Step,
+    pieces: Sequence[Piece | None],
+    put_back: Callable[[], None],
 ) -> tuple[Compared, ...]:
     """Run a batch, its halves and the batch once more; return what each backward shows."""
     losses = []

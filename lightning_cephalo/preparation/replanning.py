@@ -185,12 +185,9 @@ class Replanning:
 
 def line_of(change: Replan, name: str = "") -> str:
     """Return the line that tells the user of a change."""
-    factor, than = change.factor, "slower"
-    if factor < 1.0:
-        factor, than = 1.0 / factor, "faster"
     rank = f"{change.rank} ({name})" if name else str(change.rank)
     why = {
-        "pace": f"rank {rank} is {factor:.1f}x {than} since step {change.since_step}.",
+        "pace": f"rank {rank} takes {change.factor:.1f}x as long since step {change.since_step}.",
         "memory": f"rank {rank} ran out of memory; the step is repeated.",
         "loaded": "batches follow, as all that were loaded before are trained.",
     }[change.cause]

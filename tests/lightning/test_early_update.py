@@ -396,7 +396,11 @@ class _Manual(Net):
         (Net, {"precision": "bf16-mixed"}, ""),
         (Net, {"gradient_clip_val": 1.0}, "gradient clipping"),
         (Net, {"accumulate_grad_batches": 4}, "gradients of 4 batches add up"),
-        (Net, {"callbacks": [GradientAccumulationScheduler({1: 2})]}, ""),
+        (
+            Net,
+            {"callbacks": [GradientAccumulationScheduler({1: 2})]},
+            "GradientAccumulationScheduler",
+        ),
         (Net, {"callbacks": [StochasticWeightAveraging(0.1)]}, ""),
         (Net, {"detect_anomaly": True}, ""),
         (Net, {"callbacks": [_BeforeZeroGrad()]}, "_BeforeZeroGrad.on_before_zero_grad()"),

@@ -71,21 +71,6 @@ class LeavesTraces(Wide):
         return loss_g
 
 
-class MadeBefore(Wide):
-    """Makes its optimizers in ``__init__``, and schedules for them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made = [
-            torch.optim.AdamW(self.generator.parameters(), lr=1e-2),
-            torch.optim.SGD(self.discriminator.parameters(), lr=1e-2, momentum=0.9),
-        ]
-
-    def configure_optimizers(self) -> Any:
-        schedules = [torch.optim.lr_scheduler.LinearLR(each, 0.5, 1.0, 3) for each in self.made]
-        return self.made, schedules
-
-
 def fit(kind: type[Any], devices: int) -> Any:
     model = kind()
     strategy: Any = "auto"
@@ -104,7 +89,7 @@ def fit(kind: type[Any], devices: int) -> Any:
     return *found, sizes, planned, [rank.peak_bytes for rank in held]
 
 
-KINDS = {"plain": Wide, "traces": LeavesTraces, "made before": MadeBefore}
+KINDS = {"plain": Wide, "traces": LeavesTraces}
 
 
 def measured() -> dict[str, Any]:
