@@ -14,11 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_cephalo.common.errors import UnitUseError
-from lightning_cephalo.execution.call_tree import (
-    CallStructure,
-    flatten_call,
-    without_empty_caches,
-)
+from lightning_cephalo.execution.call_tree import CallStructure, flatten_call, without_empty_caches
 from lightning_cephalo.execution.graph import (
     Marks,
     Root,

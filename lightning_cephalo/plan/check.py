@@ -7,14 +7,7 @@ from typing import Any, NamedTuple
 
 from lightning_cephalo.common.errors import ProgramError
 from lightning_cephalo.plan.play import Meeting, Player, play
-from lightning_cephalo.plan.program import (
-    COLLECTIVES,
-    NONE,
-    ROOT,
-    Instruction,
-    Operation,
-    Program,
-)
+from lightning_cephalo.plan.program import COLLECTIVES, NONE, ROOT, Instruction, Operation, Program
 from lightning_cephalo.plan.state_homes import STAGED_UNITS
 
 # What units, microbatches and passages (a visit and a microbatch) may be, and what is wrong if an

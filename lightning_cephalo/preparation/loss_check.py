@@ -72,15 +72,14 @@ class Compared:
 
     def warn(self, backward: int | None) -> None:
         """Warn of the loss; ``backward`` is its number in a manual step."""
-        what, ways_out = "The loss of", _WAYS_OUT
+        what = "The loss of"
         if backward is not None:
             what = f"The loss of backward {backward} in training_step for"
-            ways_out = _MANUAL_WAYS_OUT
         parts = " and ".join(map(str, self.sizes))
         warnings.warn(
             f"{what} {sum(self.sizes)} samples is {self.whole:.6g}, but the weighted mean over"
             f" parts of {parts} samples is {self.parts:.6g}. Microbatches are such parts, so that"
-            f" training will differ from one device. {ways_out}",
+            f" training will differ from one device. {_MANUAL_WAYS_OUT if backward else _WAYS_OUT}",
             stacklevel=2,
         )
 

@@ -177,7 +177,6 @@ class Planner:
 
     def __post_init__(self) -> None:
         check(**vars(self))
-        object.__setattr__(self, "elementwise", tuple(self.elementwise))
         check_cap("host_memory_cap", self.host_memory_cap or None)
 
 

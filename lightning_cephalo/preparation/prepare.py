@@ -22,10 +22,7 @@ from lightning_cephalo.profiling import job_cache
 from lightning_cephalo.profiling.measure import measure
 from lightning_cephalo.profiling.memory_model import largest_row
 from lightning_cephalo.profiling.probe import ProfiledStep
-from lightning_cephalo.profiling.state_rates import (
-    has_state_rates,
-    with_state_rates,
-)
+from lightning_cephalo.profiling.state_rates import has_state_rates, with_state_rates
 from lightning_cephalo.profiling.sweep import ProfileOptions
 from lightning_cephalo.ranks.control import ControlGroup
 

@@ -28,12 +28,7 @@ from lightning_cephalo.sharding.buffers import Buffer
 from lightning_cephalo.sharding.collectives import gather_slices
 from lightning_cephalo.sharding.contents import Contents, Cut, Memory
 from lightning_cephalo.sharding.transfers import Pending
-from lightning_cephalo.sharding.write_guard import (
-    GatheredParameter,
-    RowGuard,
-    changed,
-    point_to,
-)
+from lightning_cephalo.sharding.write_guard import GatheredParameter, RowGuard, changed, point_to
 
 # by how much the versions of freed parameters differ from those that a graph has noted
 FREED = 1 << 30

@@ -13,13 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_cephalo.common.errors import UnsupportedError
 from lightning_cephalo.sharding.collectives import all_gather_rows, everyone
-from lightning_cephalo.sharding.placement import (
-    in_rows,
-    local_part,
-    meet_for,
-    own_part,
-    whole_of,
-)
+from lightning_cephalo.sharding.placement import in_rows, local_part, meet_for, own_part, whole_of
 
 # ranks of different devices round differently: how far sums may be apart, in units of rounding
 _SAME_ULPS = 64.0

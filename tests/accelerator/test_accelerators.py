@@ -14,12 +14,7 @@ import torch.distributed as dist
 
 from lightning_cephalo.accelerator import Accelerator, accelerator_of
 from lightning_cephalo.accelerator.attention import ATTENTION_KERNELS
-from lightning_cephalo.accelerator.backends import (
-    BACKENDS,
-    SIGNS_OF_LOSS,
-    Backend,
-    backend_named,
-)
+from lightning_cephalo.accelerator.backends import BACKENDS, SIGNS_OF_LOSS, Backend, backend_named
 from lightning_cephalo.accelerator.cpu import Cpu
 from lightning_cephalo.accelerator.emulated.accelerator import Emulated
 from lightning_cephalo.accelerator.host import USABLE_SHARE, host_share

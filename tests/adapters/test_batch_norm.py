@@ -5,11 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lightning_cephalo.adapters.batch_norm import (
-    batch_norms,
-    smallest_microbatch,
-    synchronised,
-)
+from lightning_cephalo.adapters.batch_norm import batch_norms, smallest_microbatch, synchronised
 
 
 class _Own(_BatchNorm):

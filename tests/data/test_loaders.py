@@ -9,15 +9,7 @@ from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.data import _update_dataloader
-from simulated_ranks import (
-    Numbers,
-    dealt,
-    joined,
-    rebuilt_for_ranks,
-    same,
-    single_device,
-    steps_of,
-)
+from simulated_ranks import Numbers, dealt, joined, rebuilt_for_ranks, same, single_device, steps_of
 from torch.utils.data import (
     BatchSampler,
     DataLoader,

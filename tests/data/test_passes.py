@@ -7,13 +7,7 @@ import numpy as np
 import pytest
 import torch
 from simulated_ranks import Numbers, joined, rebuilt_for_ranks, steps_of
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    RandomSampler,
-    Sampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, WeightedRandomSampler
 
 from lightning_cephalo.data.passes import Continue, Position
 

@@ -11,13 +11,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.data import _auto_add_worker_init_fn
-from simulated_ranks import (
-    ThreadGroup,
-    dealt,
-    joined,
-    numbers_of,
-    single_device,
-)
+from simulated_ranks import ThreadGroup, dealt, joined, numbers_of, single_device
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_cephalo.common.errors import BatchSplitError, UnsupportedError

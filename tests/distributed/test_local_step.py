@@ -14,11 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW
 
-from lightning_cephalo.adapters.optimizer import (
-    _square_of_norm,
-    clip_by_norm,
-    local_update,
-)
+from lightning_cephalo.adapters.optimizer import _square_of_norm, clip_by_norm, local_update
 from lightning_cephalo.sharding.placement import local_part
 
 SHARES = {"3:1": (0.75, 0.25), "3:1:0": (0.75, 0.25, 0.0)}

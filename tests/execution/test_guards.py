@@ -10,13 +10,7 @@ import torch
 
 from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.graph import Windows
-from lightning_cephalo.execution.guards import (
-    FIRST_STEPS,
-    Finding,
-    ForeignTensors,
-    Guard,
-    Guards,
-)
+from lightning_cephalo.execution.guards import FIRST_STEPS, Finding, ForeignTensors, Guard, Guards
 
 STEP: Any = SimpleNamespace()
 

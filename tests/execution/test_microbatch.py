@@ -15,11 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_cephalo.accelerator.cpu import Cpu
 from lightning_cephalo.common.errors import UnitUseError
 from lightning_cephalo.execution.graph import run
-from lightning_cephalo.execution.microbatch import (
-    BEHIND_THE_LAST,
-    Microbatch,
-    MicrobatchOptions,
-)
+from lightning_cephalo.execution.microbatch import BEHIND_THE_LAST, Microbatch, MicrobatchOptions
 from lightning_cephalo.execution.recomputed import Places
 from lightning_cephalo.execution.user_writes import explained
 from lightning_cephalo.plan.program import NONE, Visit

@@ -7,14 +7,7 @@ import copy
 import pytest
 import torch
 from cases import on_one_device
-from common import (
-    Net,
-    assert_same_tensors,
-    in_ranks,
-    loader,
-    trainer,
-    values_of,
-)
+from common import Net, assert_same_tensors, in_ranks, loader, trainer, values_of
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import (
     EMAWeightAveraging,

@@ -6,14 +6,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from common import (
-    Net,
-    assert_same_tensors,
-    dataset,
-    loader,
-    trainer,
-    values_of,
-)
+from common import Net, assert_same_tensors, dataset, loader, trainer, values_of
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import (
     DeviceStatsMonitor,

@@ -19,10 +19,7 @@ from common import (
     trainer,
 )
 from lightning.pytorch import Callback, Trainer, utilities
-from lightning.pytorch.callbacks import (
-    GradientAccumulationScheduler,
-    StochasticWeightAveraging,
-)
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging
 from plans import PLANS, QUIET
 from torch import Tensor, nn
 

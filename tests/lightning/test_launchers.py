@@ -158,7 +158,7 @@ def test_the_command_line_takes_class_and_arguments(command_line, plan_file, one
         "--trainer.strategy.planner.budget_s=3",
     )
     planner = interface.trainer.strategy._options.planner
-    assert planner == Planner(verbose=False, budget_s=3.0)
+    assert planner == Planner(verbose=False, budget_s=3.0, elementwise=[])
     _assert_trained(*_fit_launched(interface.model, interface.trainer), one_device)
 
 
@@ -185,7 +185,7 @@ def test_the_command_line_reads_class_path_and_init_args_from_yaml(
     interface = command_line(f"--config={config}")
     assert isinstance(interface.trainer.strategy, CephaloStrategy)
     options = interface.trainer.strategy._options
-    assert options.recompute.default is False
+    assert options.recompute is False
     assert options.planner == Planner(verbose=2, early_update=False, elementwise=["Lion"])
 
 

@@ -10,13 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics
-from common import (
-    Net,
-    assert_same_tensors,
-    dataset,
-    trainer,
-    values_of,
-)
+from common import Net, assert_same_tensors, dataset, trainer, values_of
 from lightning.pytorch.loggers import CSVLogger
 from plans import PLANS
 from recording import (

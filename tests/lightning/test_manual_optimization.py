@@ -11,15 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases import Cases, on_one_device
-from common import (
-    Block,
-    assert_same_tensors,
-    dataset,
-    in_ranks,
-    loader,
-    trainer,
-    values_of,
-)
+from common import Block, assert_same_tensors, dataset, in_ranks, loader, trainer, values_of
 from lightning.pytorch import LightningModule, Trainer
 from plans import PLANS, QUIET
 from torch import Tensor, nn

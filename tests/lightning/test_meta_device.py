@@ -5,16 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import Cases
-from common import (
-    Block,
-    Net,
-    assert_same_tensors,
-    by_plan,
-    in_ranks,
-    loader,
-    trainer,
-    values_of,
-)
+from common import Block, Net, assert_same_tensors, by_plan, in_ranks, loader, trainer, values_of
 from lightning.pytorch import LightningModule
 from torch import nn
 from zoo import ZOO

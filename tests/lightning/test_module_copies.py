@@ -7,16 +7,7 @@ import copy
 import pytest
 import torch
 from cases import Cases, on_one_device
-from common import (
-    Net,
-    assert_same_tensors,
-    by_plan,
-    dataset,
-    in_ranks,
-    loader,
-    trainer,
-    values_of,
-)
+from common import Net, assert_same_tensors, by_plan, dataset, in_ranks, loader, trainer, values_of
 from lightning.pytorch import Callback
 from torch.optim.swa_utils import AveragedModel
 

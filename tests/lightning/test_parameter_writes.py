@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from common import (
-    assert_same_tensors,
-    in_ranks,
-    loader,
-    look_soon,
-    trainer,
-    values_of,
-)
+from common import assert_same_tensors, in_ranks, loader, look_soon, trainer, values_of
 from lightning.pytorch import LightningModule
 from shared_start import SharedStart
 from torch import nn

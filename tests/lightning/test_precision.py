@@ -9,15 +9,7 @@ from functools import cache
 import pytest
 import torch
 from cases import Cases, on_one_device
-from common import (
-    Net,
-    assert_same_tensors,
-    in_ranks,
-    loader,
-    run_ranks,
-    trainer,
-    values_of,
-)
+from common import Net, assert_same_tensors, in_ranks, loader, run_ranks, trainer, values_of
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import BackboneFinetuning
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision

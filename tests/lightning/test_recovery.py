@@ -19,14 +19,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from common import (
-    Net,
-    RankFailure,
-    assert_same_tensors,
-    in_ranks,
-    loader,
-    strategy,
-)
+from common import Net, RankFailure, assert_same_tensors, in_ranks, loader, strategy
 from killing import STEPS_OF_EPOCH, Kill, assert_repeated, fit, told_by
 from launch import SOON_S
 from lightning.pytorch import Callback, LightningModule, Trainer

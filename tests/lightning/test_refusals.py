@@ -9,11 +9,7 @@ import torch
 import torchmetrics
 from cases import Cases
 from common import Net, loader, trainer
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    Callback,
-    ModelPruning,
-)
+from lightning.pytorch.callbacks import BatchSizeFinder, Callback, ModelPruning
 from lightning.pytorch.plugins import (
     DeepSpeedPrecision,
     FSDPPrecision,
@@ -24,12 +20,7 @@ from lightning.pytorch.plugins import (
 from lightning.pytorch.tuner import Tuner
 from torch import nn
 
-from lightning_cephalo.adapters.refusals import (
-    ROWS,
-    Situation,
-    When,
-    compiled_steps_of_optimizers,
-)
+from lightning_cephalo.adapters.refusals import ROWS, Situation, When, compiled_steps_of_optimizers
 from lightning_cephalo.adapters.view import TrainerView
 from lightning_cephalo.common.errors import RemoteRankError, UnsupportedError
 

@@ -8,13 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from common import (
-    Net,
-    assert_same_tensors,
-    in_ranks,
-    loader,
-    values_of,
-)
+from common import Net, assert_same_tensors, in_ranks, loader, values_of
 from lightning.pytorch import Callback, Trainer
 from plans import GLOBAL_BATCH, QUIET, plan_of
 from profiled import GPT, fit

@@ -15,15 +15,7 @@ import torch
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.utilities import CombinedLoader
 from plans import QUIET
-from recording import (
-    Recorder,
-    assert_same_weights,
-    batch_size,
-    joined,
-    make_trainer,
-    run,
-    samples,
-)
+from recording import Recorder, assert_same_weights, batch_size, joined, make_trainer, run, samples
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from warm_ranks import in_ranks
 

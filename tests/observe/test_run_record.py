@@ -7,11 +7,7 @@ import json
 import pytest
 
 from lightning_cephalo.observe.memory import RankMemory
-from lightning_cephalo.observe.run_record import (
-    RECORD_NAME,
-    RankRecord,
-    RunRecord,
-)
+from lightning_cephalo.observe.run_record import RECORD_NAME, RankRecord, RunRecord
 from lightning_cephalo.observe.watch import Watch
 from lightning_cephalo.plan import Plan, PlanError, RankPlan
 from lightning_cephalo.plan.program import Instruction, Operation

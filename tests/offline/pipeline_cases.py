@@ -5,11 +5,7 @@ from __future__ import annotations
 import random
 
 from lightning_cephalo.offline.estimate.network import Link, Network
-from lightning_cephalo.offline.pipeline.problem import (
-    Block,
-    PartBytes,
-    PipelineProblem,
-)
+from lightning_cephalo.offline.pipeline.problem import Block, PartBytes, PipelineProblem
 from lightning_cephalo.offline.pipeline.times import Crossing, Gathering, StageTimes
 from lightning_cephalo.plan import Problem, RankProfile
 

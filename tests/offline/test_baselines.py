@@ -6,19 +6,8 @@ import math
 
 import pytest
 
-from lightning_cephalo.offline.baselines import (
-    BASELINES,
-    even,
-    proportional,
-)
-from lightning_cephalo.plan import (
-    InfeasibleError,
-    Plan,
-    Problem,
-    RankProfile,
-    predict,
-    solve,
-)
+from lightning_cephalo.offline.baselines import BASELINES, even, proportional
+from lightning_cephalo.plan import InfeasibleError, Plan, Problem, RankProfile, predict, solve
 
 
 def rank(name="a", speed=1.0, sizes=8, capacity=math.inf, **more) -> RankProfile:

@@ -8,12 +8,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_cephalo.plan import PlanError
-from lightning_cephalo.plan.curves import (
-    Curves,
-    CurveTable,
-    cached_tables,
-    save_measured,
-)
+from lightning_cephalo.plan.curves import Curves, CurveTable, cached_tables, save_measured
 
 CURVES = Curves("A6000", (0.1, 0.2), (0.3, 0.6), (0.01, 0.02), (1e9, 2e9), "measured", "torch 2.13")
 TABLE = CurveTable("gpt2", "fp16", 512, (CURVES, Curves("L4", (0.2,), (0.5,))))

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 from lightning_cephalo.plan import RankPlan
-from lightning_cephalo.plan.memory_timeline import (
-    MemoryTimeline,
-    Way,
-    phases_of,
-    rate,
-)
+from lightning_cephalo.plan.memory_timeline import MemoryTimeline, Way, phases_of, rate
 from lightning_cephalo.plan.program import Instruction, Operation
 from lightning_cephalo.plan.timeline import (
     MEASURED_KINDS,

@@ -9,12 +9,7 @@ from itertools import pairwise
 import pytest
 
 from lightning_cephalo.plan import Plan, Problem, RankPlan, RankProfile, predict, solve
-from lightning_cephalo.plan.replan import (
-    HOLD_STEPS,
-    ReplanPolicy,
-    at_paces,
-    moved_share,
-)
+from lightning_cephalo.plan.replan import HOLD_STEPS, ReplanPolicy, at_paces, moved_share
 
 
 def _profile(name: str, second: float) -> RankProfile:

@@ -12,14 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from moving_brute_force import checked_plan, random_problem
 
-from lightning_cephalo.plan import (
-    Plan,
-    Problem,
-    RankPlan,
-    RankProfile,
-    predict,
-    solve,
-)
+from lightning_cephalo.plan import Plan, Problem, RankPlan, RankProfile, predict, solve
 from lightning_cephalo.plan.cost import step_time
 from lightning_cephalo.plan.updates import least_update_s, update_exposure, with_updates
 

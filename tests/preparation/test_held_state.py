@@ -8,23 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import (
-    SGD,
-    Adafactor,
-    Adagrad,
-    Adam,
-    AdamW,
-    NAdam,
-    Optimizer,
-    RMSprop,
-    Rprop,
-)
+from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop, Rprop
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lightning_cephalo.adapters.held_state import (
-    OptimizerFacts,
-    held_by_unit,
-)
+from lightning_cephalo.adapters.held_state import OptimizerFacts, held_by_unit
 from lightning_cephalo.plan import InfeasibleError, Problem, RankProfile, solve
 from lightning_cephalo.plan.state_homes import StateHome, state_homes
 from lightning_cephalo.preparation.prepare import with_optimizers

@@ -5,13 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from device_cases import (
-    assert_each_is_as_alone,
-    assert_equal,
-    case,
-    outcomes_of_each,
-    trained_each,
-)
+from device_cases import assert_each_is_as_alone, assert_equal, case, outcomes_of_each, trained_each
 from device_jobs import STEPS
 from lightning.pytorch.callbacks import WeightAveraging
 

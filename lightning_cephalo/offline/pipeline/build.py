@@ -18,11 +18,7 @@ from lightning_cephalo.offline.estimate.build import (
 )
 from lightning_cephalo.offline.estimate.cluster import Cluster
 from lightning_cephalo.offline.estimate.network import UNEVEN_FACTOR
-from lightning_cephalo.offline.pipeline.problem import (
-    Block,
-    PartBytes,
-    PipelineProblem,
-)
+from lightning_cephalo.offline.pipeline.problem import Block, PartBytes, PipelineProblem
 from lightning_cephalo.plan import Problem
 from lightning_cephalo.plan.curves import CurveTable, cached_tables
 

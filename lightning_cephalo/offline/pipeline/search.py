@@ -18,11 +18,7 @@ import numpy as np
 
 from lightning_cephalo.common import records
 from lightning_cephalo.common.errors import InfeasibleError, PlanError, SolverError
-from lightning_cephalo.offline.pipeline.bounds import (
-    LeastTimes,
-    StageTable,
-    least_pipelines_s,
-)
+from lightning_cephalo.offline.pipeline.bounds import LeastTimes, StageTable, least_pipelines_s
 from lightning_cephalo.offline.pipeline.cuts import Cut, Order
 from lightning_cephalo.offline.pipeline.groups import (
     Partition,
@@ -32,17 +28,9 @@ from lightning_cephalo.offline.pipeline.groups import (
     partitions,
     tries_all_orders,
 )
-from lightning_cephalo.offline.pipeline.plan import (
-    Advice,
-    Pipeline,
-    PlannedStage,
-)
+from lightning_cephalo.offline.pipeline.plan import Advice, Pipeline, PlannedStage
 from lightning_cephalo.offline.pipeline.problem import PipelineProblem
-from lightning_cephalo.offline.pipeline.stages import (
-    Stage,
-    planned_times,
-    stage_problem,
-)
+from lightning_cephalo.offline.pipeline.stages import Stage, planned_times, stage_problem
 from lightning_cephalo.offline.pipeline.times import Crossing, Gathering
 from lightning_cephalo.plan import Plan, Problem, solve
 from lightning_cephalo.plan.cost import fixed_time

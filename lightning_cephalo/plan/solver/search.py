@@ -37,8 +37,8 @@ from lightning_cephalo.plan.solver.room import Room
 EQUAL = 1e-3
 # Parts of it: for room, for times that count as the same, and for what the solver leaves open.
 _FOR_ROOM, _SAME, _OPEN = 0.4 * EQUAL, 0.2 * EQUAL, 0.4 * EQUAL
-# Room that differs by less than this fraction of a rank's capacity counts as equal.
-ROOMIER = 1e-3
+# Up to so many columns the solver leaves nothing open, so that room decides between equal times.
+_FEW_COLUMNS = 600
 # Successive limits on the step of a column: of all columns, as multiples of the bound without
 # memory; of those in a program, as multiples of the bound with it.
 _WIDEST = (1.03, 1.3, 2.0, 5.0, math.inf)
@@ -158,7 +158,7 @@ class Search:
             needs,
             cost=_FOR_ROOM * price[few],
             ladders=list(above_s[few].T / unit),
-            gap=_OPEN,
+            gap=_OPEN if len(columns) > _FEW_COLUMNS else _EXACT,
             time_limit_s=max(self._left_s(), _ANY_S),
         )
         if outcome.values is None:

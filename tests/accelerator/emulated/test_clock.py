@@ -9,10 +9,7 @@ import pytest
 from launch import run_ranks
 from virtual_time import VirtualHost
 
-from lightning_cephalo.accelerator.emulated.clock import (
-    CREDIT_LIMIT_S,
-    ThreadActivity,
-)
+from lightning_cephalo.accelerator.emulated.clock import CREDIT_LIMIT_S, ThreadActivity
 from lightning_cephalo.accelerator.emulated.rate import emulated_flops_per_s
 
 

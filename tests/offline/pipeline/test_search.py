@@ -12,12 +12,7 @@ from pipeline_cases import problem_of, rank
 
 from lightning_cephalo.offline.pipeline.groups import atoms_of, kinds_of, orders, partitions
 from lightning_cephalo.offline.pipeline.plan import Advice
-from lightning_cephalo.offline.pipeline.search import (
-    Planned,
-    advise,
-    least_step_s,
-    wave_counts,
-)
+from lightning_cephalo.offline.pipeline.search import Planned, advise, least_step_s, wave_counts
 from lightning_cephalo.offline.pipeline.stages import stage_problem
 from lightning_cephalo.plan import Plan, PlanError, RankPlan, predict, solve
 
