@@ -87,7 +87,8 @@ def fastest(
             continue
         least_s = max(least_s, found.bound_s + fixed_time(variant.problem) + box.exposed_s[0])
         plan = variant.priced(found)
-        if plan is not None and (best is None or plan.step_s < best.step_s):
+        # of plans that are as fast the first one: later boxes leave less room
+        if plan is not None and (best is None or plan.step_s < best.step_s * (1 - EQUAL / 10)):
             best = plan
         halves = variant.halves(box, least_s, best.step_s if best else math.inf)
         for half in halves:
