@@ -13,7 +13,6 @@ import numpy as np
 from lightning_cephalo.plan.cost import DEVICE_NEEDS, Mode, device_bytes
 from lightning_cephalo.plan.plan import RankPlan
 from lightning_cephalo.plan.problem import Problem, RankProfile
-from lightning_cephalo.plan.updates import room_for_state, shortest_update_s
 
 
 def kept_from_state(problem: Problem, capacity: float, *needed: Any) -> Any:
@@ -46,29 +45,16 @@ def kept_by_runs(
 
 
 def with_state(
-    problem: Problem,
-    runs: Sequence[RankPlan],
-    capacity_bytes: Sequence[float],
-    update_s: float = math.inf,
+    problem: Problem, runs: Sequence[RankPlan], capacity_bytes: Sequence[float]
 ) -> list[RankPlan]:
-    """Return what ranks run, each with its fraction of the state (:func:`share_state`).
-
-    No rank's updates take longer than ``update_s``, at least :func:`quickest_update_s`.
-    """
+    """Return what ranks run, each with its fraction of the state (:func:`share_state`)."""
     used = kept_by_runs(problem, runs, capacity_bytes)
     fractions = [0.0] * len(used)
     for members in problem.groups:
-        shares = share_state(
-            problem.full_state_bytes,
-            [used[rank] for rank in members],
-            [capacity_bytes[rank] for rank in members],
+        own_used, own_capacity = (
+            [each[rank] for rank in members] for each in (used, capacity_bytes)
         )
-        if math.isfinite(update_s):
-            rates = [problem.ranks[rank].updated_parameters_per_s for rank in members]
-            most = [update_s * r / problem.parameters if math.isfinite(r) else 1.0 for r in rates]
-            rooms = [room_for_state(problem, used[rank], capacity_bytes[rank]) for rank in members]
-            limits = list(map(min, rooms, most))
-            shares = tuple(filled_up(list(map(min, shares, most)), limits))
+        shares = share_state(problem.full_state_bytes, own_used, own_capacity)
         for rank, share in zip(members, shares, strict=True):
             fractions[rank] = share
     return [
@@ -77,18 +63,6 @@ def with_state(
             problem.ranks, runs, fractions, capacity_bytes, strict=True
         )
     ]
-
-
-def quickest_update_s(
-    problem: Problem, runs: Sequence[RankPlan], capacity_bytes: Sequence[float]
-) -> float:
-    """Return the least time of the slowest rank's updates, by shares that have room."""
-    used = kept_by_runs(problem, runs, capacity_bytes)
-    rooms = [room_for_state(problem, *pair) for pair in zip(used, capacity_bytes, strict=True)]
-    return max(
-        shortest_update_s(problem, members, [rooms[rank] for rank in members])
-        for members in problem.groups
-    )
 
 
 def filled_up(shares: Sequence[float], limits: Sequence[float]) -> list[float]:
