@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
@@ -48,9 +48,9 @@ class CollectiveWatch:
             self._library.impl(operator, run, _KEY.name, with_keyset=True)
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Refuse the collectives of this thread in a ``with`` block."""
-        self._thread = threading.get_ident()
+    def watched(self, allows: Callable[[], bool]) -> Iterator[None]:
+        """Refuse the collectives of this thread in a ``with`` block, unless they are allowed."""
+        self._thread = None if allows() else threading.get_ident()
         try:
             yield
         finally:

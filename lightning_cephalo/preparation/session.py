@@ -109,10 +109,10 @@ class Session(NotCopied):
         self.manual: PhasedSteps | None = None
         if job.trains and not module.automatic_optimization:
             self.manual = PhasedSteps(executor)
-        elif control.world_size > 1:
-            watch = CollectiveWatch()
+        if control.world_size > 1:
+            watch, manual = CollectiveWatch(), self.manual  # whose steps run once on every rank
             self._at_end.callback(watch.close)
-            executor.hooks.watch = watch.watched
+            executor.hooks.watch = partial(watch.watched, lambda: bool(manual and manual.running))
         self.batches = Batches(job, control, is_manual=self.manual is not None)
         self.optimizers: list[Optimizer] = []
         self.updates = OptimizerUpdates(self.model, options.planner.elementwise)

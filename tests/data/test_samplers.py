@@ -251,7 +251,9 @@ class Unsized(Sampler):
 
 @pytest.mark.parametrize("source", [range(10), Unsized()])
 def test_every_rank_has_a_sample_and_a_rest_without_is_left_out_with_a_warning(source):
-    make = lambda: DataLoader(Numbers(10), 1, sampler=source)  # noqa: E731
+    def make():
+        return DataLoader(Numbers(10), 1, sampler=source)
+
     with pytest.warns(UserWarning, match="has 2 samples for 3 ranks"):
         loaders = rebuilt_for_ranks(make, (2, 1, 1), every_rank=True, global_batch_size=4)
         found = steps_of(loaders)

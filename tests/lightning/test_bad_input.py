@@ -444,6 +444,32 @@ def test_gathering_in_validation_is_refused_in_steps_and_of_other_shapes(tmp_pat
         assert_everywhere(found, UnsupportedError, "allgather()", "in a hook")
 
 
+def test_manual_steps_may_gather_and_their_validation_may_not(tmp_path: Path) -> None:
+    class Gathers(Recorder):
+        def __init__(self, folder: Path) -> None:
+            super().__init__(folder)
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            loss = self.per_sample(batch).mean()
+            assert self.all_gather(loss.detach()).shape == (2,)
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            if len(batch[0]) == 1:
+                self.all_gather(self.per_sample(batch).mean())
+
+    def fit(count: int) -> None:
+        trainer_of("whole").fit(Gathers(tmp_path), loader("whole"), loader("whole", count))
+
+    in_ranks(2, fit, 16)
+    found = failures(lambda: fit(1))  # the other rank has no sample, and would not come
+    assert_everywhere(found, UnsupportedError, "allgather()", "in a hook")
+
+
 # transformers names the switch anew
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")
 def test_gradient_checkpointing_inside_the_units_of_a_hugging_face_model(tmp_path: Path) -> None:
