@@ -30,6 +30,7 @@ torch.set_num_threads(1)
 
 from lightning.pytorch import Callback  # noqa: E402
 from profiled import GPT, RankFailure, fit, in_ranks, loader  # noqa: E402
+from torch import nn  # noqa: E402
 
 from lightning_cephalo.adapters.moved_state import MovedState  # noqa: E402
 from lightning_cephalo.common.errors import TooLittleMemoryError  # noqa: E402
@@ -160,10 +161,11 @@ class _InLine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._mover, name)
 
-    def update_late(self, unit: int, on_host: bool) -> None:
-        self._mover.update_late(unit, on_host)
-        if on_host:
-            self._mover.store(unit)
+    def update(self, parameters: Sequence[nn.Parameter], on_host: bool) -> list[bool]:
+        updated = self._mover.update(parameters, on_host)
+        if on_host and any(updated):
+            self._mover.store(self._mover.unit_of[id(parameters[0])])
+        return updated
 
 
 def policies(problem: Problem) -> dict[str, tuple[Plan, bool]]:
