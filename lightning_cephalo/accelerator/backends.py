@@ -6,6 +6,7 @@ CPU runs on the host, like gloo. Any other runs on the device.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -22,6 +23,7 @@ class Backend:
     barrier_names_device: bool = False
     must_be_aborted: bool = False
     changes_timeout: bool = False
+    # regular expressions
     signs_of_loss: tuple[str, ...] = ()
 
 
@@ -29,16 +31,14 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
     {
         "gloo": Backend(
             changes_timeout=True,
+            # behind a place in gloo's source: a user's own download may lose its connection, too
             signs_of_loss=(
-                "Connection closed by peer",
-                "Connection reset",
-                "Broken pipe",
-                "Timed out waiting",
+                r"\.(cc|h):\d+\] .*("
+                "Connection closed by peer|Connection reset|Broken pipe|Timed out waiting|Socket"
+                # while a group is made
+                "|timed out connecting)",
                 # in the group, where a receive has waited in vain
                 "Application timeout caused pair closure",
-                "Socket",
-                # while a group is made
-                "timed out connecting",
             ),
         ),
         "nccl": Backend(
@@ -61,7 +61,9 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
         "hccl": Backend(runs_on_device=True),
     }
 )
-SIGNS_OF_LOSS = tuple(sign for backend in BACKENDS.values() for sign in backend.signs_of_loss)
+SIGN_OF_LOSS = re.compile(
+    "|".join(sign for backend in BACKENDS.values() for sign in backend.signs_of_loss), re.DOTALL
+)
 
 
 def backend_named(name: str | None) -> Backend:

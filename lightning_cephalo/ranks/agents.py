@@ -53,6 +53,7 @@ _DEADLINE = "deadline"
 _MOST_S, _LATE_S = 2.0, 0.5
 _SILENT_S = 15.0
 _ANSWER_S = 2.0
+_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 # a key that nobody sets
 _NOTHING = "cephalo/nothing"
 
@@ -103,7 +104,8 @@ def _connections_to(port: int) -> Iterator[socket.socket]:
             if not stat.S_ISSOCK(os.fstat(number).st_mode):
                 continue
             with socket.socket(fileno=os.dup(number)) as connection:
-                if connection.type == socket.SOCK_STREAM and connection.getpeername()[1] == port:
+                is_tcp = connection.family in _FAMILIES and connection.type == socket.SOCK_STREAM
+                if is_tcp and connection.getpeername()[1] == port:
                     yield connection
 
 

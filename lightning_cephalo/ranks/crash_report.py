@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from lightning_cephalo.accelerator.backends import SIGNS_OF_LOSS
+from lightning_cephalo.accelerator.backends import SIGN_OF_LOSS
 from lightning_cephalo.common.errors import RemoteRankError
 from lightning_cephalo.common.texts import printable
 from lightning_cephalo.ranks.control import ControlGroup
@@ -148,7 +148,7 @@ def is_lost_connection(exception: BaseException) -> bool:
     """Whether an exception says that a collective has lost another rank, or waited in vain."""
     if isinstance(exception, (dist.DistNetworkError, dist.DistStoreError)):
         return True  # of the store, which rank 0 has, or where ranks wait while they connect
-    return isinstance(exception, RuntimeError) and any(s in str(exception) for s in SIGNS_OF_LOSS)
+    return isinstance(exception, RuntimeError) and bool(SIGN_OF_LOSS.search(str(exception)))
 
 
 def seen(switchboard: Switchboard, answers: Mapping[int, Whereabouts | OSError]) -> str:

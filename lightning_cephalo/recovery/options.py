@@ -17,6 +17,7 @@ LAUNCHES = "LIGHTNING_CEPHALO_LAUNCHES"
 """Environment variable with how many times the agent has begun anew: its counts have, too."""
 MOST_HOSTS = "LIGHTNING_CEPHALO_MOST_HOSTS"
 """Environment variable with how many hosts may take part."""
+_RUN_ID = "TORCHELASTIC_RUN_ID"
 SHARE = 0.02
 """Part of the time that keeping steps takes, where the user does not say how often."""
 
@@ -122,7 +123,8 @@ class Wish:
         if self.recovery.job is not None:
             return job_named(self.recovery.job)
         if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
-            return Agent.of(int(os.environ.get(AGENT, os.getppid()))).name
+            agent = os.environ.get(AGENT)
+            return (Agent.above(_RUN_ID) if agent is None else Agent.of(int(agent))).name
         if self.is_automatic:
             return None
         if self.recovery.storage is not None:

@@ -15,7 +15,7 @@ import shutil
 import stat
 import struct
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_cephalo.accelerator.cgroup import MemoryLimit, memory_limit
 from lightning_cephalo.common.errors import RecoveryError
 from lightning_cephalo.common.quantities import format_mib
 
@@ -248,7 +249,12 @@ _NAME = re.compile(r"((?:rank|copy)\d+)\.\d")
 class Store:
     """The kept steps of one job on this host."""
 
-    def __init__(self, folder: Path | None, job: str) -> None:
+    def __init__(
+        self,
+        folder: Path | None,
+        job: str,
+        limit_of: Callable[[], MemoryLimit | None] = memory_limit,
+    ) -> None:
         if folder is None and not MEMORY.is_dir():
             raise RecoveryError(
                 f"{MEMORY} does not exist, where steps would be kept in memory. Give a folder on a"
@@ -257,6 +263,7 @@ class Store:
         self.folder = folder_of(folder, job)
         self.base = self.folder.parent
         self.is_in_memory = folder is None
+        self._limit_of = limit_of
         self._slots: dict[str, Slot] = {}
         _make_private(self.base)
         _make_private(self.folder)
@@ -267,7 +274,11 @@ class Store:
     def free_bytes(self) -> int:
         """Bytes that can be written here, those of this job's files included."""
         found = os.statvfs(self.folder)
-        return found.f_bavail * found.f_frsize + self.held_bytes
+        free_bytes = found.f_bavail * found.f_frsize
+        limit = self._limit_of() if self.is_in_memory else None
+        if limit is not None:  # pages of /dev/shm count against the control group
+            free_bytes = min(free_bytes, int(limit.free_bytes))
+        return free_bytes + self.held_bytes
 
     @property
     def held_bytes(self) -> int:
@@ -413,6 +424,17 @@ class Agent:
         return cls(_boot(), _namespace(), process, _started(process) or 0)
 
     @classmethod
+    def above(cls, variable: str) -> Agent:
+        """Return the nearest process above this one that did not begin with this variable.
+
+        An agent sets it for its ranks. A shell in between, which ends with its rank, has it, too.
+        """
+        own, process = os.environ.get(variable), os.getppid()
+        while own is not None and _begun_with(process, variable) == own:
+            process = int(_stat(process)[1])
+        return cls.of(process)
+
+    @classmethod
     def parse(cls, name: str) -> Agent | None:
         """Return the agent of :attr:`name`; None if it is another name."""
         match = re.fullmatch(r"agent-([0-9a-f]{8})-(\d+)-(\d+)-(\d+)", name)
@@ -451,6 +473,18 @@ def _namespace() -> int:
 
 def _started(process: int) -> int | None:
     with suppress(OSError):
-        # the name, in parentheses, may contain anything
-        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19])
+        return int(_stat(process)[19])
+    return None
+
+
+def _stat(process: int) -> list[str]:
+    # the name, in parentheses, may contain anything
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+
+
+def _begun_with(process: int, variable: str) -> str | None:
+    with suppress(OSError):
+        pairs = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+        found = [pair for pair in pairs if pair.startswith(os.fsencode(variable) + b"=")]
+        return os.fsdecode(found[0].partition(b"=")[2]) if found else None
     return None

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from lightning_cephalo.accelerator import Accelerator, accelerator_of
 from lightning_cephalo.accelerator.attention import ATTENTION_KERNELS
-from lightning_cephalo.accelerator.backends import BACKENDS, SIGNS_OF_LOSS, Backend, backend_named
+from lightning_cephalo.accelerator.backends import BACKENDS, Backend, backend_named
 from lightning_cephalo.accelerator.cpu import Cpu
 from lightning_cephalo.accelerator.emulated.accelerator import Emulated
 from lightning_cephalo.accelerator.host import USABLE_SHARE, host_share
@@ -310,7 +310,6 @@ def test_backends_are_known_by_what_they_do():
     assert list(backend_named("nccl").environment) == ["NCCL_LAUNCH_ORDER_IMPLICIT"]
     assert backend_named("ucc") == backend_named(None) == Backend()
     assert set(BACKENDS) == {"gloo", "nccl", "xccl", "hccl"}
-    assert "Connection closed by peer" in SIGNS_OF_LOSS and "ncclRemoteError" in SIGNS_OF_LOSS
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda", "xpu"])

@@ -208,6 +208,13 @@ def _stops_after_a_second(ends):
     return process.pid, ours.recv()
 
 
+def test_other_kinds_of_connections_are_left_alone():
+    """Such as those between the threads of asyncio, whose ends have no name."""
+    here, there = socket.socketpair()
+    with here, there:
+        assert limit_silence(1, 15.0) == 0
+
+
 def test_a_connection_to_a_host_that_acknowledges_nothing_has_a_limit():
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

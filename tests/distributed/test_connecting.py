@@ -433,6 +433,21 @@ def test_a_connection_that_gloo_cannot_make_is_a_lost_one():
     assert is_lost_connection(RuntimeError(said))
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Socket closed while https://data.example was read",
+        "[Errno 104] Connection reset by peer",
+        "download failed: [Errno 32] Broken pipe",
+    ],
+)
+def test_a_download_that_breaks_off_is_no_lost_rank(said):
+    assert not is_lost_connection(RuntimeError(said))
+    lost = f"[/gloo/transport/tcp/pair.cc:534] {said}"
+    assert is_lost_connection(RuntimeError(lost))
+    assert is_lost_connection(RuntimeError("ncclRemoteError: a call failed"))
+
+
 def test_hosts_with_equal_names_are_told_apart():
     """Such as containers."""
     board = Switchboard(0, 2)

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+from lightning_cephalo.accelerator.cgroup import MemoryLimit
 from lightning_cephalo.common.errors import RecoveryError
 from lightning_cephalo.recovery import store as module
 from lightning_cephalo.recovery.lookup import Inventory
@@ -226,6 +227,31 @@ def test_agents_are_told_apart_by_their_start_and_by_their_container():
     assert not Agent("00000000", own.namespace, own.process, own.started).may_live
     assert Agent(own.boot, own.namespace + 1, own.process, own.started + 1).may_live
     assert Agent.parse("job-mine") is None
+
+
+@pytest.mark.parametrize("between", ["", "sh -c 'python -c \"$PRINTS\"; :'"])
+def test_an_agent_is_found_behind_a_shell(between):
+    """A launcher may start ``sh train.sh``, and the shell waits for its last command."""
+    prints = (
+        "from lightning_cephalo.recovery.store import Agent; print(Agent.above('OF_RANKS').process)"
+    )
+    ranks = {**os.environ, "OF_RANKS": "job", "PRINTS": prints}
+    python = [sys.executable, "-c", prints]
+    script = between.replace("python", sys.executable)
+    command = ["sh", "-c", f"{script}; :"] if between else python
+    found = subprocess.run(command, env=ranks, capture_output=True, text=True, check=True)
+    assert int(found.stdout) == os.getpid()
+
+
+def test_room_in_memory_is_that_of_the_control_group(monkeypatch, tmp_path):
+    """Its limit kills a process that writes more, whatever the file system has free."""
+    monkeypatch.setattr(module, "MEMORY", tmp_path)
+    limit = MemoryLimit(2**30, 2**20, "memory.max")
+    store = Store(None, "job", lambda: limit)
+    store.slot(0, None).write(Piece(1, 0, 0, 1), b"", [torch.ones(2**16)])
+    assert store.held_bytes > 2**18
+    assert store.free_bytes == 2**20 + store.held_bytes
+    assert Store(tmp_path / "disk", "job", lambda: limit).free_bytes > 2**21
 
 
 def test_the_job_is_the_agent_or_the_users_name(monkeypatch):
