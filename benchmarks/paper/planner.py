@@ -33,7 +33,6 @@ import numpy as np
 
 from lightning_cephalo.common.errors import InfeasibleError, PlanError
 from lightning_cephalo.common.quantities import GIB, format_gib
-from lightning_cephalo.offline.baselines import checked_plan
 from lightning_cephalo.plan.cost import (
     Mode,
     host_need,
@@ -44,10 +43,13 @@ from lightning_cephalo.plan.cost import (
 from lightning_cephalo.plan.even import even_batches
 from lightning_cephalo.plan.plan import Plan, RankPlan
 from lightning_cephalo.plan.problem import Problem, RankProfile
+from lightning_cephalo.plan.solver.solve import priced
 from lightning_cephalo.plan.solver.state import kept_by_runs, with_state
 from lightning_cephalo.plan.windows import backward_collectives_s
 from paper.table import Options, least_seconds, search
 
+# Rounding can push an even share slightly over the capacity of a full rank.
+_ROUNDING = 1 + 1e-9
 # Successive bounds of the table, as multiples of the least conceivable T.
 _REACHES = (1.0, 1.02, 1.05, 1.1, 1.2, 1.5, 2.0, 4.0, np.inf)
 
@@ -177,7 +179,31 @@ def published(
         RankPlan(rank.microbatch_sizes, fraction, recompute=rank.recompute, offload=rank.offload)
         for rank, fraction in zip(ranks, fractions, strict=True)
     ]
-    return checked_plan(problem, shared, backend=", ".join(names), started_s=started)
+    plan = _checked(problem, shared, backend=", ".join(names))
+    return replace(plan, solve_s=time.perf_counter() - started)
+
+
+def _checked(problem: Problem, ranks: Sequence[RankPlan], *, backend: str) -> Plan:
+    """Return the plan of this allocation with every prediction filled in."""
+    plan = priced(problem, ranks, backend=backend)
+    counts = {len(rank.microbatch_sizes) for rank in ranks}
+    if problem.single_microbatch and counts != {1}:
+        raise InfeasibleError(
+            f"{backend}: every rank runs one microbatch (single_microbatch: True), but it chooses "
+            f"{sorted(counts)}. Let solve() choose."
+        )
+    for index, (rank, profile) in enumerate(zip(plan.ranks, problem.ranks, strict=True)):
+        for kind, needed, capacity in (
+            ("", rank.memory_bytes or 0.0, profile.capacity_bytes),
+            ("host ", rank.host_bytes or 0.0, profile.host_capacity_bytes),
+        ):
+            if needed > capacity * _ROUNDING:
+                raise InfeasibleError(
+                    f"{backend}: rank {index} ({profile.name!r}) would hold "
+                    f"{format_gib(needed)} of {kind}memory, but its capacity is "
+                    f"{format_gib(capacity)}. Let solve() choose batches and state."
+                )
+    return plan
 
 
 def _options(

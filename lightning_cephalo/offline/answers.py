@@ -66,10 +66,10 @@ def compare(
     there are several nodes, our plan with the whole state on each node comes before it, and the
     fastest pipeline of node groups. With a deadline, so does the cheapest mix that holds it.
     """
+    cluster, problem_of = asked.cluster, asked.problem_of
     larger: list[Problem] = []
     parts: list[Problem] = []
     if additions or deadline:
-        cluster, problem_of = asked.cluster, asked.problem_of
         if cluster is None or problem_of is None:
             option = "--add" if additions else "--deadline"
             raise PlanError(f"{option} needs --cluster or --devices: a saved problem has neither.")
@@ -79,50 +79,72 @@ def compare(
         larger = [problem_of(cluster.with_device(device), False) for device in devices]
         parts = [problem_of(mix, False) for mix in mixes(cluster)] if deadline else []
 
-    def solved(problem: Problem) -> Plan:
-        return solve(problem, time_limit_s=time_limit_s)
-
-    def row(name: str, problem: Problem, make: Callable[[Problem], Plan]) -> ComparisonRow:
+    def row(name: str, problem: Problem, make: Callable[..., Plan] = solve) -> ComparisonRow:
         say(f"comparing: {name}")
-        return _priced(row_or_reason(name, problem, make), problem, prices, asked.tokens)
+        try:
+            plan = make(problem, time_limit_s=time_limit_s)
+        except (InfeasibleError, SolverError) as error:
+            return ComparisonRow(name, reason=str(error))
+        return _row(name, problem, plan.step_s, [plan], price_of(problem, prices), asked.tokens)
 
     rows = [row(name, asked.problem, baseline) for name, baseline in BASELINES.items()]
-    for name, problem in zip(additions, larger, strict=True):
-        rows.append(row(f"{_OURS} and one more {name}", problem, solved))
+    larger_rows = [
+        row(f"{_OURS} and one more {name}", problem)
+        for name, problem in zip(additions, larger, strict=True)
+    ]
+    rows += larger_rows
     say(f"comparing: {_OURS}")
     try:
-        plan = solved(asked.problem)
+        plan = solve(asked.problem, time_limit_s=time_limit_s)
     except (InfeasibleError, SolverError) as error:
-        if all(row.step_s is None for row in rows[len(BASELINES) :]):
+        if all(row.step_s is None for row in larger_rows):
             raise
         return [*rows, ComparisonRow(_OURS, reason=str(error))]
-    hybrid = asked.hybrid
-    if hybrid is not None:
-        rows.append(row(_HYBRID, hybrid, solved))
+    price = price_of(asked.problem, prices)
+    if asked.hybrid is not None:
+        rows.append(row(_HYBRID, asked.hybrid))
     if asked.has_nodes and asked.pipeline_of is not None:
         say("comparing: pipelines")
-        found = pipelines(asked, plan, time_limit_s=time_limit_s).row()
-        rows.append(_priced(found, asked.problem, prices, asked.tokens))
+        found = pipelines(asked, plan, time_limit_s=time_limit_s)
+        rows.append(_pipeline_row(found, asked.problem, price, asked.tokens))
     if deadline is not None:
-        tried = [row(counted(part), part, solved) for part in parts]
+        tried = [row(counted(part), part) for part in parts]
         rows.append(_cheapest(tried, asked.problem.global_batch_size, deadline))
-    return [*rows, row(_OURS, asked.problem, lambda problem: plan)]
+    return [*rows, _row(_OURS, asked.problem, plan.step_s, [plan], price, asked.tokens)]
 
 
-def _priced(
-    row: ComparisonRow, problem: Problem, prices: Mapping[str, float], tokens: int | None
+def _row(
+    name: str,
+    problem: Problem,
+    step_s: float | None,
+    plans: Sequence[Plan],
+    price_per_hour: float | None,
+    tokens: int | None,
 ) -> ComparisonRow:
-    price = price_of(problem, prices)
-    if price is None or row.samples_per_s is None:
-        return row
-    cost = price * 1e6 / (3600 * row.samples_per_s)
-    tokens_cost = cost / tokens if tokens else None
-    return replace(
-        row,
-        price_per_hour=price,
+    assert step_s is not None
+    rate = problem.global_batch_size / step_s if step_s else math.inf
+    cost = None if price_per_hour is None else price_per_hour * 1e6 / (3600 * rate)
+    ranks = [rank for plan in plans for rank in plan.ranks]
+    return ComparisonRow(
+        name,
+        step_s,
+        rate,
+        tuple((rank.memory_bytes or 0.0, rank.capacity_bytes or 0.0) for rank in ranks),
+        price_per_hour=price_per_hour,
         cost_per_million_samples=cost,
-        cost_per_million_tokens=tokens_cost,
+        cost_per_million_tokens=cost / tokens if cost is not None and tokens else None,
     )
+
+
+def _pipeline_row(
+    found: Pipelines, problem: Problem, price_per_hour: float | None, tokens: int | None
+) -> ComparisonRow:
+    best = found.advice.best
+    if best is None:
+        return ComparisonRow("pipeline", reason="no pipeline of node groups fits")
+    name = f"{pipeline_name(best)} (advice only: {crossover_text(found.crossover)})"
+    plans = [stage.plan for stage in best.stages]
+    return _row(name, problem, best.step_s, plans, price_per_hour, tokens)
 
 
 def _cheapest(rows: Sequence[ComparisonRow], batch: int, deadline: Deadline) -> ComparisonRow:
@@ -130,9 +152,9 @@ def _cheapest(rows: Sequence[ComparisonRow], batch: int, deadline: Deadline) -> 
     name = f"{_OURS}, cheapest within {deadline.hours:g} h"
     steps = math.ceil(deadline.samples / batch)
     found = [
-        (hours * row.price_per_hour, hours, row)
+        (hours * (row.price_per_hour or 0.0), hours, row)
         for row in rows
-        if row.price_per_hour is not None and row.step_s is not None
+        if row.step_s is not None
         for hours in [steps * row.step_s / 3600]
     ]
     in_time = [each for each in found if each[1] <= deadline.hours]
@@ -166,15 +188,6 @@ class Pipelines:
             "best": None if best is None else best.to_dict(self.advice.problem),
         }
 
-    def row(self) -> ComparisonRow:
-        """Return the row of the fastest pipeline, or one that says that none fits."""
-        best = self.advice.best
-        if best is None:
-            return ComparisonRow("pipeline", reason="no pipeline of node groups fits")
-        name = f"{pipeline_name(best)} (advice only: {crossover_text(self.crossover)})"
-        plans = (stage.plan for stage in best.stages)
-        return _row(name, self.advice.problem.batch, best.step_s, *plans)
-
 
 def pipelines(asked: Scenario, today: Plan, *, time_limit_s: float = 60.0) -> Pipelines:
     """Search for pipelines of node groups, on this network and on slower and faster ones."""
@@ -192,36 +205,6 @@ def pipelines(asked: Scenario, today: Plan, *, time_limit_s: float = 60.0) -> Pi
         time_limit_s=max(time_limit_s - (time.perf_counter() - started), time_limit_s / 2),
     )
     return Pipelines(advice, crossover)
-
-
-def row_or_reason(name: str, problem: Problem, make: Callable[[Problem], Plan]) -> ComparisonRow:
-    """Return the row of a problem's plan, or a row with the reason why there is none."""
-    try:
-        plan = make(problem)
-    except (InfeasibleError, SolverError) as error:
-        return ComparisonRow(name, reason=_reason(name, str(error)))
-    return _row(name, problem.global_batch_size, plan.step_s, plan)
-
-
-def _row(name: str, samples: int, step_s: float | None, *plans: Plan) -> ComparisonRow:
-    assert step_s is not None
-    memory = tuple(
-        (rank.memory_bytes or 0.0, rank.capacity_bytes or 0.0)
-        for plan in plans
-        for rank in plan.ranks
-    )
-    return ComparisonRow(name, step_s, samples / step_s if step_s else math.inf, memory)
-
-
-def _reason(name: str, error: str) -> str:
-    """Say why a row has no plan. Leaves out the planner's name, which the row already has."""
-    planner, separator, rest = error.partition(": ")
-    if separator and name.startswith(planner):
-        error = rest
-    # Our own message already names the limit. A rank may also lack a microbatch size while it has
-    # memory to spare.
-    speaks_of_memory = "GiB" in error and "microbatch size" not in error
-    return error if name.startswith(_OURS) or not speaks_of_memory else f"out of memory: {error}"
 
 
 def comparison_table(rows: Sequence[ComparisonRow]) -> Table:

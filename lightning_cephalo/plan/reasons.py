@@ -12,11 +12,12 @@ from itertools import groupby
 
 from lightning_cephalo.common.errors import SolverError
 from lightning_cephalo.common.quantities import format_seconds
-from lightning_cephalo.plan.cost import as_planned, predict, work_s
-from lightning_cephalo.plan.even import even_step_s, fastest_run
+from lightning_cephalo.plan.cost import as_planned, modes, predict, work_s
+from lightning_cephalo.plan.even import even_batches, even_state_plan
 from lightning_cephalo.plan.moving import moved_by
 from lightning_cephalo.plan.plan import Plan
 from lightning_cephalo.plan.problem import Problem, RankProfile
+from lightning_cephalo.plan.solver.columns import usable_sizes
 from lightning_cephalo.plan.solver.solve import solve_if_possible
 from lightning_cephalo.plan.state_homes import StateHome
 from lightning_cephalo.plan.windows import backward_collectives_s
@@ -157,11 +158,15 @@ def surprises(problem: Problem, plan: Plan) -> list[str]:
 
 
 def _gain(problem: Problem, plan: Plan) -> list[str]:
-    even_s, step_s = even_step_s(problem), plan.step_s
-    if plan.world_size == 1 or not step_s:
+    if plan.world_size == 1 or not plan.step_s:
         return []
-    if even_s is None:
+    try:
+        even = even_state_plan(problem, even_batches(problem), time_limit_s=_SEARCH_S)
+    except SolverError:
+        return []
+    if even is None or even.step_s is None:
         return ["Even batches and even state, as under FSDP, do not fit every rank."]
+    even_s, step_s = even.step_s, plan.step_s
     how = f"even batches and even state, as under FSDP ({format_seconds(even_s)})"
     if even_s < (1 + _GAIN) * step_s:
         return [f"As fast as {how}: these ranks gain nothing from an uneven plan."]
@@ -208,9 +213,9 @@ def _division(problem: Problem, plan: Plan) -> list[str]:
 
 
 def _has_room(problem: Problem, index: int) -> bool:
-    """Whether a rank has room for the smallest microbatch if it holds no state."""
-    rank, smallest = problem.ranks[index], problem.minimum_microbatch_size
-    return fastest_run(problem, rank, smallest, [1], rank.capacity_bytes) is not None
+    """Whether a rank has room for a microbatch if it holds no state."""
+    profile = problem.ranks[index]
+    return any(usable_sizes(problem, profile, mode) for mode in modes(problem, profile))
 
 
 def _is_full(plan: Plan, index: int) -> bool:

@@ -67,18 +67,21 @@ def test_even_shards_stay_gathered_where_cephalo_may_have_them_stay():
 def test_even_accumulates_until_the_smallest_rank_fits():
     # 4 of 8 bytes of state and at most 2 of compute
     plan = even(problem([rank(), rank("small", capacity=6)], 8, state=8))
-    assert [part.microbatch_sizes for part in plan.ranks] == [(2, 2), (2, 2)]
+    assert batches(plan) == [4, 4] and max(plan.ranks[1].microbatch_sizes) <= 2
 
 
-def test_even_takes_the_fastest_count_that_fits_not_the_largest_microbatch():
+def test_even_takes_the_fastest_microbatches_not_the_largest():
     slow_at_four = RankProfile("a", [1, 2, 3, 9], [1, 2, 3, 9], [0] * 4, [1] * 4, math.inf)
     plan = even(problem([slow_at_four], 4))
-    assert plan.ranks[0].microbatch_sizes == (2, 2)
+    assert max(plan.ranks[0].microbatch_sizes) < 4 and plan.step_s == 8
 
 
 def test_even_uses_no_size_beyond_the_curves():
-    assert counts(even(problem([rank(sizes=3), rank()], 8))) == [2, 2]
-    with pytest.raises(InfeasibleError, match=r"rank 1 \('none'\) was profiled for no microbatch"):
+    plan = even(problem([rank(sizes=3), rank()], 8))
+    assert batches(plan) == [4, 4] and max(plan.ranks[0].microbatch_sizes) <= 3
+    with pytest.raises(
+        InfeasibleError, match=r"Rank 1 \('none'\) .* cannot run 4 samples \(0 at most"
+    ):
         even(problem([rank(), rank("none", sizes=0)], 8))
 
 
@@ -87,18 +90,17 @@ def test_even_leaves_ranks_without_samples_when_there_are_too_few():
 
 
 def test_even_names_the_rank_that_does_not_fit():
-    with pytest.raises(InfeasibleError, match=r"rank 1 \('small'\) needs .* has 0.00 GiB next"):
+    with pytest.raises(
+        InfeasibleError, match=r"Rank 1 \('small'\) .* cannot run 1 samples \(0 at most"
+    ):
         even(problem([rank(capacity=100), rank("small", capacity=3)], 2, state=8))
 
 
 def test_even_keeps_activations_where_that_fits():
     keeps = rank(capacity=10, kept_backward_s=[1.0] * 8, kept_compute_bytes=[5.0] * 8)
-    plan = even(problem([keeps, rank()], 2, state=8))
-    assert [part.recompute for part in plan.ranks] == [False, None]
-    assert [part.recompute for part in even(problem([keeps, rank()], 2, state=14)).ranks] == [
-        True,
-        None,
-    ]
+    for state, recomputes in ((8, False), (14, True)):
+        plan = even(problem([keeps, keeps], 2, state=state))
+        assert [part.recompute for part in plan.ranks] == [recomputes] * 2
 
 
 # -- batch by speed --------------------------------------------------------------------------------
@@ -122,7 +124,7 @@ def test_proportional_gives_nothing_to_a_rank_that_can_take_none():
 
 def test_proportional_needs_room_for_even_state():
     asked = problem([rank(capacity=100), rank("small", capacity=3)], 4, state=8)
-    with pytest.raises(InfeasibleError, match=r"batch by speed, even state: rank 1 \('small'\)"):
+    with pytest.raises(InfeasibleError, match=r"Rank 1 \('small'\) .* even share of the state"):
         proportional(asked)
     assert solve(asked).global_batch_size == 4
 

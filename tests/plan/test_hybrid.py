@@ -11,7 +11,7 @@ from lightning_cephalo.observe.report import plan_table
 from lightning_cephalo.offline.simulate import simulate
 from lightning_cephalo.plan import Plan, PlanError, Problem, RankPlan, RankProfile, solve
 from lightning_cephalo.plan.cost import predict
-from lightning_cephalo.plan.even import even_step_s
+from lightning_cephalo.plan.even import even_batches, even_state_plan
 from lightning_cephalo.plan.replan import moved_share
 from lightning_cephalo.plan.state_groups import even_shares, members_of
 
@@ -51,7 +51,8 @@ def test_time_and_memory_by_hand():
     assert [rank.memory_bytes for rank in found.ranks] == [60 + 20, 180 + 20, 240 + 20]
     together = predict(TOGETHER, ranks_of(0.25, 0.25, 0.5))
     assert together.step_s == 8 + 2 + 8 + 8 + 2 + 4 + 4 + 16
-    assert even_step_s(GROUPED) == found.step_s
+    even = even_state_plan(GROUPED, even_batches(GROUPED))
+    assert even is not None and even.step_s == found.step_s
 
 
 def test_the_plan_shares_the_state_in_each_group():

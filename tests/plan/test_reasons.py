@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_cephalo.plan import Plan, Problem, RankPlan, RankProfile, predict, solve
-from lightning_cephalo.plan.even import even_step_s
+from lightning_cephalo.plan.even import even_batches, even_state_plan
 from lightning_cephalo.plan.reasons import left_out, reasons, surprises
 
 LARGEST = 16
@@ -38,10 +38,10 @@ def told(asked: Problem) -> list[str]:
 def test_samples_go_by_speed_and_the_gain_over_an_even_split_is_predicted() -> None:
     asked = problem(profile("fast", 1e-3), profile("slow", 3e-3))
     plan = solve(asked)
-    even_s = even_step_s(asked)
-    assert even_s is not None and plan.step_s is not None
+    even = even_state_plan(asked, even_batches(asked))
+    assert even is not None and even.step_s is not None and plan.step_s is not None
     gain, why = reasons(asked, plan)
-    assert gain.startswith(f"{even_s / plan.step_s:.2f} times as fast as even batches")
+    assert gain.startswith(f"{even.step_s / plan.step_s:.2f} times as fast as even batches")
     assert gain.startswith("2.00 times")
     assert why == (
         "Samples go by speed: every rank is busy for 100% or more of the slowest one's time."
@@ -51,7 +51,8 @@ def test_samples_go_by_speed_and_the_gain_over_an_even_split_is_predicted() -> N
 def test_an_even_split_is_priced_as_the_cost_function_prices_it() -> None:
     asked = problem(profile("fast", 1e-3), profile("slow", 3e-3))
     even = [RankPlan((8,), 0.5), RankPlan((8,), 0.5)]
-    assert even_step_s(asked) == pytest.approx(predict(asked, even).step_s)
+    plan = even_state_plan(asked, even_batches(asked))
+    assert plan is not None and plan.step_s == pytest.approx(predict(asked, even).step_s)
 
 
 def test_equal_ranks_hear_that_nothing_is_gained() -> None:

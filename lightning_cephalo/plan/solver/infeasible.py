@@ -46,7 +46,7 @@ def certainly_infeasible(problem: Problem, types: Sequence[RankType]) -> bool:
     if min(kind.profile.capacity_bytes for kind in types) < idle_bytes(problem):
         return True
     batch = problem.global_batch_size
-    if sum(kind.count * _most_samples(problem, kind.profile) for kind in types) < batch:
+    if sum(kind.count * most_samples(problem, kind.profile) for kind in types) < batch:
         return True
     for resource in RESOURCES:
         least, shared = _least_used(problem, types, resource), resource.shared(problem)
@@ -350,7 +350,7 @@ class _Room:
         for kind in self.types:
             # one microbatch more than the global batch: the nearest batch may be larger
             most = problem.global_batch_size + kind.profile.largest_microbatch_size
-            largest = int(min(most, _most_samples(problem, kind.profile)))
+            largest = int(min(most, most_samples(problem, kind.profile)))
             batches = tuple(_thinned(largest, problem.global_batch_size).tolist())
             limits.append(Limits(math.inf, (0.0, 0.0, 0.0), largest, batches=batches))
         return build_columns(problem, self.types, limits)
@@ -366,7 +366,7 @@ def _thinned(largest: int, batch: int) -> np.ndarray:
     return every[(every <= step) | (every % step == 0) | below]
 
 
-def _most_samples(problem: Problem, profile: RankProfile) -> float:
+def most_samples(problem: Problem, profile: RankProfile) -> float:
     """Return the samples that a rank without state could hold; infinite without lasting memory."""
     most = 0.0
     for mode in modes(problem, profile):
