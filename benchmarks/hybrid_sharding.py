@@ -58,7 +58,13 @@ from side_by_side.contenders import (  # noqa: E402
 from lightning_cephalo.accelerator import accelerator_of  # noqa: E402
 from lightning_cephalo.execution.sharded_model import ShardedModel  # noqa: E402
 from lightning_cephalo.features.install import install  # noqa: E402
-from lightning_cephalo.plan import Plan, Problem, RankPlan, RankProfile  # noqa: E402
+from lightning_cephalo.plan import (  # noqa: E402
+    Plan,
+    Problem,
+    RankPlan,
+    RankProfile,
+    StateBytes,
+)
 from lightning_cephalo.plan.cost import predict  # noqa: E402
 from lightning_cephalo.plan.state_groups import even_shares  # noqa: E402
 from lightning_cephalo.profiling.network import with_network_times  # noqa: E402
@@ -79,7 +85,7 @@ def own_contender(
         groups,
         accelerator_of(CPU),
         even_shares(state_groups, len(nodes)) if state_groups else shares,
-        state_groups=state_groups,
+        groups=state_groups,
     )
     install(sharded.executor)
     sharded.executor.recompute = size.recompute
@@ -162,18 +168,17 @@ def predicted_s(
     problem = Problem(
         sharded.control.gather(own),
         units,
-        state_bytes=1.0,
+        state=StateBytes(1.0),
         global_batch_size=len(sharded.fractions),
         update_overhead_s=updated_s,
-        hybrid_sharding=bool(state_groups),
-        state_groups=state_groups,
+        groups=state_groups,
     )
     # without room for shares of another kind
     problem = with_network_times(problem, sharded, accelerator_of(CPU).clock, 0.0)
     for flat in sharded.flats:
         flat.gradient.forget()
     ranks = tuple(RankPlan((1,), share) for share in sharded.fractions)
-    return predict(problem, Plan(ranks, state_groups=state_groups)).step_s
+    return predict(problem, Plan(ranks, groups=state_groups)).step_s
 
 
 def run_rank(

@@ -39,6 +39,7 @@ from lightning_cephalo.plan import (  # noqa: E402
     InfeasibleError,
     Plan,
     Problem,
+    StateBytes,
     predict,
     solve,
 )
@@ -209,8 +210,8 @@ def policies(problem: Problem) -> dict[str, tuple[Plan, bool]]:
 def _late(problem: Problem) -> Problem:
     """Return the problem with updates behind the backward, which hold all gradients."""
     gradients = problem.element_bytes * sum(problem.unit_parameters)
-    reducing = problem.reducing_state_bytes
-    return problem.with_late_update(problem.state_bytes + gradients + reducing)
+    held = problem.state.held_bytes + gradients + problem.state.reducing_bytes
+    return replace(problem, early_update=False, state=StateBytes(held))
 
 
 def blocking_s(problem: Problem, plan: Plan) -> float:

@@ -22,7 +22,13 @@ from pathlib import Path
 import numpy as np
 from paper.comparison import compare
 
-from lightning_cephalo.plan import Problem, RankProfile, solve
+from lightning_cephalo.plan import (
+    Links,
+    Problem,
+    RankProfile,
+    StateBytes,
+    solve,
+)
 
 _GIB = 2**30
 # Seconds of a collective that compute hides, and of one that sets the pace.
@@ -80,10 +86,9 @@ def problem(
     return Problem(
         ranks,
         units=32,
-        gather_s=collective_s,
-        reduce_s=collective_s,
+        links=Links(collective_s, collective_s),
         fill_s=2 * collective_s,
-        state_bytes=full * capacity,
+        state=StateBytes(full * capacity),
         global_batch_size=batch,
         boundary_bytes=2 * 2**20,
         gathered_bytes=0.5 * _GIB,

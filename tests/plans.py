@@ -33,7 +33,7 @@ def plan_of(
     offload: bool = False,
     stay_gathered: bool = False,
     padded: bool | None = None,
-    state_groups: tuple[int, ...] = (),
+    groups: tuple[int, ...] = (),
     **each: Any,
 ) -> Plan:
     """A plan from each rank's microbatch sizes and share of the state."""
@@ -42,7 +42,7 @@ def plan_of(
         tuple(RankPlan(microbatch_sizes=m, state_fraction=f, **each) for m, f in ranks),
         reshard_after_forward=not stay_gathered,
         padded=padded,
-        state_groups=state_groups,
+        groups=groups,
     )
 
 
@@ -59,11 +59,11 @@ PLANS = {
     "whole": plan_of(((6,), 0.75), ((2,), 0.25)),
     "whole even": plan_of(((4,), 0.5), ((4,), 0.5)),
     "whole three": plan_of(((3,), 0.6), ((4,), 0.4), ((1,), 0.0)),
-    "hybrid 2 + 1": plan_of(((3,), 0.3), ((2,), 0.7), ((2, 1), 1.0), state_groups=(0, 0, 1)),
+    "hybrid 2 + 1": plan_of(((3,), 0.3), ((2,), 0.7), ((2, 1), 1.0), groups=(0, 0, 1)),
     "hybrid 2 x 2": plan_of(
-        ((2, 1), 0.75), ((2,), 0.25), ((3,), 0.4), ((), 0.6), state_groups=(0, 0, 1, 1)
+        ((2, 1), 0.75), ((2,), 0.25), ((3,), 0.4), ((), 0.6), groups=(0, 0, 1, 1)
     ),
     "hybrid in turns": plan_of(
-        ((2,), 0.5), ((2,), 0.4), ((3,), 0.5), ((1,), 0.6), state_groups=(0, 1, 0, 1)
+        ((2,), 0.5), ((2,), 0.4), ((3,), 0.5), ((1,), 0.6), groups=(0, 1, 0, 1)
     ),
 }

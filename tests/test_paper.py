@@ -16,11 +16,13 @@ from lightning_cephalo.offline.estimate.devices import find_device
 from lightning_cephalo.offline.estimate.work import Linear, ModelWork, Pass
 from lightning_cephalo.plan import (
     InfeasibleError,
+    Links,
     Plan,
     PlanError,
     Problem,
     RankPlan,
     RankProfile,
+    StateBytes,
     solve,
 )
 
@@ -118,8 +120,8 @@ def test_a_problem_has_the_units_of_the_planner(toy):
         gather_s=0.5,
         memory_share=0.5,
     )
-    assert (problem.units, problem.global_batch_size, problem.gather_s) == (12, 16, 0.5)
-    assert problem.state_bytes == 16 * 1000
+    assert (problem.units, problem.global_batch_size, problem.links.gather_s) == (12, 16, 0.5)
+    assert problem.state.held_bytes == 16 * 1000
     assert problem.gathered_bytes == 2 * GIB
     assert [rank.name for rank in problem.ranks] == ["L4", "A6000", "L4"]
     assert problem.ranks[0].capacity_bytes == 0.5 * 22.5 * GIB
@@ -146,7 +148,7 @@ def rank(name="a", speed=1.0, sizes=8, capacity=math.inf, **more) -> RankProfile
 
 
 def problem(ranks, batch, state=0.0, units=1, **more) -> Problem:
-    return Problem(ranks, units=units, state_bytes=state, global_batch_size=batch, **more)
+    return Problem(ranks, units=units, state=StateBytes(state), global_batch_size=batch, **more)
 
 
 def batches(plan: Plan) -> list[int]:
@@ -162,7 +164,9 @@ def counts(plan: Plan) -> list[int]:
 
 
 def test_the_published_model_by_hand():
-    asked = problem([rank(capacity=10)] * 2, 8, state=4, gather_s=100, even_gather_s=2, reduce_s=30)
+    asked = problem(
+        [rank(capacity=10)] * 2, 8, state=4, links=Links(100, 30), even_links=Links(2, 30)
+    )
     model = PublishedModel(1.0, 5.0, uneven_factor=1.5, between_microbatches_s=0.25)
     # 10 - 5 - 2 leave room for size 3 beside even state, so that 4 is uneven
     small, large = RankPlan((2, 2), 0.5), RankPlan((4,), 0.5)
@@ -189,7 +193,7 @@ def tabulated(asked: Problem, model: PublishedModel) -> tuple[float, list[int]] 
                     if key[0] <= batch and slowest < reached.get(key, (math.inf,))[0]:
                         reached[key] = (slowest, (*chosen, (size, count)))
         best = reached
-    room = model.memory_share * sum(own.capacity_bytes for own in ranks) - asked.state_bytes
+    room = model.memory_share * sum(own.capacity_bytes for own in ranks) - asked.state.held_bytes
     answer = None
     for total in range(1, batch + 1):
         seconds, chosen = best.get((batch, total), (math.inf, ()))
@@ -218,7 +222,7 @@ def test_published_equals_its_whole_table(cases):
             )
             for name in "abc"
         ]
-        gathers = {"gather_s": draw.uniform(0, 4), "reduce_s": draw.uniform(0, 4)}
+        gathers = {"links": Links(draw.uniform(0, 4), draw.uniform(0, 4))}
         asked = problem(ranks, draw.randint(3, 14), draw.uniform(0, 18), **gathers)
         model = PublishedModel(0.9, 1.0, 1.25, 0.3)
         expected = tabulated(asked, model)

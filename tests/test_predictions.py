@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from lightning_cephalo.plan import Plan, Problem, RankPlan, RankProfile
+from lightning_cephalo.plan import (
+    KeptCurves,
+    Plan,
+    Problem,
+    RankPlan,
+    RankProfile,
+    StateBytes,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -30,13 +37,12 @@ def problem(speeds, samples):
                 curve(speed),
                 curve(1),
                 100.0,
-                kept_backward_s=curve(2 * speed),
-                kept_compute_bytes=curve(0.5),
+                kept=KeptCurves(curve(2 * speed), curve(0.5)),
             )
             for speed in speeds
         ],
         units=4,
-        state_bytes=8.0,
+        state=StateBytes(8.0),
         global_batch_size=samples,
         boundary_bytes=1.0,
         kept_bytes=2.0,

@@ -237,7 +237,7 @@ def exists(problem: Problem) -> bool:
         for rank, room in zip(problem.ranks, rooms, strict=True)
         if rank.compute_bytes and rank.compute_bytes[0] <= room
     ]
-    return bool(peaks) and sum(rooms) - min(peaks) >= problem.state_bytes
+    return bool(peaks) and sum(rooms) - min(peaks) >= problem.state.held_bytes
 
 
 def comparison(profiles: PublishedProfiles, time_limit_s: float, show: bool) -> bool:

@@ -33,6 +33,7 @@ import numpy as np
 
 from lightning_cephalo.common.errors import InfeasibleError, PlanError
 from lightning_cephalo.common.quantities import GIB, format_gib
+from lightning_cephalo.plan import Links
 from lightning_cephalo.plan.cost import (
     Mode,
     host_need,
@@ -102,13 +103,14 @@ class PublishedModel:
         """Return t_i: the seconds of one unit for ``count`` microbatches of ``size``."""
         factor = self.uneven_factor if uneven else 1.0
         even = problem.with_even_shares()
-        gather_s, reduce_s, both_s = (factor * seconds for seconds in even.collectives_s)
-        slowed = replace(even, gather_s=gather_s, reduce_s=reduce_s, gather_and_reduce_s=both_s)
+        links = even.links
+        seconds = links.gather_s, links.reduce_s, links.both_s
+        slowed = replace(even, links=Links(*(factor * each for each in seconds)))
         forward = count * profile.forward_s[size - 1]
         between = (count - 1) * self.between_microbatches_s
         backward = count * profile.backward_s[size - 1] + between
         collectives_s = backward_collectives_s(slowed)
-        return max(slowed.gather_s, forward) + max(collectives_s, backward)
+        return max(slowed.links.gather_s, forward) + max(collectives_s, backward)
 
     def fitting_sizes(
         self, problem: Problem, profile: RankProfile, *, even_state: bool = False
@@ -119,7 +121,7 @@ class PublishedModel:
         """
         room = self.memory_share * profile.capacity_bytes - self.overhead_bytes
         if even_state:
-            room -= problem.state_bytes / len(problem.ranks)
+            room -= problem.state.held_bytes / len(problem.ranks)
         fits = np.asarray(profile.compute_bytes) <= room
         return len(fits) if fits.all() else int(np.argmin(fits))
 
@@ -169,7 +171,7 @@ def published(
         capacities = [profile.capacity_bytes for profile in problem.ranks]
         fractions = [rank.state_fraction for rank in with_state(problem, ranks, capacities)]
         used = kept_by_runs(problem, ranks, capacities)
-        missing = sum(used) + problem.full_state_bytes - sum(capacities)
+        missing = sum(used) + problem.state.most_bytes - sum(capacities)
         if missing > 0:
             raise InfeasibleError(
                 f"{', '.join(names)}: its batches leave {format_gib(missing)} of the state "
@@ -263,12 +265,12 @@ def _rank_options(
 def _choose(problem: Problem, model: PublishedModel, options: Sequence[Options]) -> list[int]:
     """Return the row that the published program chooses from every rank's options."""
     capacity = model.memory_share * sum(profile.capacity_bytes for profile in problem.ranks)
-    room = capacity - problem.state_bytes
+    room = capacity - problem.state.held_bytes
     least = sum(float(own.memory_bytes.min()) for own in options)
     if least >= room:
         raise InfeasibleError(
             f"published program: state and the smallest microbatches need "
-            f"{format_gib(least + problem.state_bytes)}, but all ranks together may hold "
+            f"{format_gib(least + problem.state.held_bytes)}, but all ranks together may hold "
             f"{format_gib(capacity)}. Lower the model's memory, or add a rank."
         )
     start_s = least_seconds(problem, options)
@@ -280,7 +282,7 @@ def _choose(problem: Problem, model: PublishedModel, options: Sequence[Options])
             return chosen
     raise InfeasibleError(
         f"published program: no plan found fits {format_gib(capacity)} in all with the state of "
-        f"{format_gib(problem.state_bytes)}. Lower global_batch_size, or add a rank."
+        f"{format_gib(problem.state.held_bytes)}. Lower global_batch_size, or add a rank."
     )
 
 
@@ -302,7 +304,7 @@ def _released_split(
     Each rank starts with an even share. Bytes that a rank is estimated to have no room for move to
     the other ranks in equal parts, the fullest first.
     """
-    even = problem.state_bytes / len(ranks)
+    even = problem.state.held_bytes / len(ranks)
     room = []
     for profile, rank in zip(problem.ranks, ranks, strict=True):
         # the release's mistake: the number of microbatches in place of their size

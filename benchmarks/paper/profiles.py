@@ -27,7 +27,12 @@ from lightning_cephalo.common import files, records
 from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.common.quantities import GIB
 from lightning_cephalo.offline.estimate.devices import lookup, same_name
-from lightning_cephalo.plan import Problem, RankProfile
+from lightning_cephalo.plan import (
+    Links,
+    Problem,
+    RankProfile,
+    StateBytes,
+)
 from paper.release import (
     Line,
     as_mapping,
@@ -245,9 +250,8 @@ class PublishedProfiles:
         return Problem(
             tuple(ranks[name] for name in names),
             units=self.units(model),
-            gather_s=gather_s,
-            reduce_s=reduce_s,
-            state_bytes=self.state_bytes(model, memory=memory),
+            links=Links(gather_s, reduce_s),
+            state=StateBytes(self.state_bytes(model, memory=memory)),
             global_batch_size=batch,
             gathered_bytes=overhead_bytes,
         )

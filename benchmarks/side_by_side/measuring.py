@@ -19,8 +19,13 @@ import torch.distributed as dist
 from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.emulation import EmulatedDevice
 from lightning_cephalo.execution.sharded_model import ShardedModel
-from lightning_cephalo.plan import Plan, Problem, RankProfile, solve
-from lightning_cephalo.profiling.memory_model import state_fields
+from lightning_cephalo.plan import (
+    Plan,
+    Problem,
+    RankProfile,
+    solve,
+)
+from lightning_cephalo.profiling.memory_model import state_of
 from lightning_cephalo.profiling.network import with_network_times
 from lightning_cephalo.profiling.optimizer_time import optimizer_time
 from lightning_cephalo.profiling.probe import Prober, ProfiledStep
@@ -211,7 +216,7 @@ def _profile(
     problem = Problem(
         ranks=tuple(merge_equal_ranks(profiles)),
         units=units,
-        state_bytes=state_fields(sharded)["state_bytes"],
+        state=state_of(sharded)[0],
         global_batch_size=case.global_batch_size,
         reshard_after_forward="auto",
         unresharded_bytes=float(sharded.unresharded_bytes),

@@ -52,7 +52,7 @@ class OptimizerUpdates:
             raise UnsupportedError(
                 f"{name} updates whole parameters, which hybrid sharding does not support so far."
                 " Use an element-wise optimizer, such as AdamW or SGD, or leave hybrid_sharding"
-                " and state_groups out."
+                " and the plan's groups out."
             )
         return by_rows
 

@@ -223,6 +223,25 @@ class ListOf:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class RecordOf:
+    """Checks that a value is a record, and reads it from a mapping."""
+
+    record: type[Record]
+
+    def __call__(self, field: str, value: Any) -> Any:
+        """Return ``value``, or raise PlanError naming ``field``."""
+        if not isinstance(value, self.record):
+            raise PlanError(
+                f"{field}: expected {self.record.__name__}(...), but got {shortened(value)}."
+            )
+        return value
+
+    def read(self, where: str, data: Any) -> Any:
+        """Return a record made from a mapping, or raise PlanError starting with ``where``."""
+        return self.record.from_dict(data, where=where)
+
+
 # Annotations for fields of records. Bytes, seconds and rates are floats of at least 0.
 Text = Annotated[str, text]
 Name = Annotated[str, filled_text]
@@ -271,29 +290,35 @@ class Checked:
 
 @dataclasses.dataclass(frozen=True)
 class Record(Checked):
-    """A checked dataclass that converts to and from a mapping.
+    """A checked dataclass that converts to and from a mapping, which omits defaults.
+
+    A field may be another record, or a list of records (:class:`ListOf`).
 
     Class attributes:
         kind: Name of this kind of record in messages about a wrong mapping.
-        leaves_out_defaults: Whether mappings omit values equal to a field's default. Otherwise
-            they omit only None and empty values of fields with a default.
+        renamed: Fields that mappings of earlier versions have, with those of today. A dot leads
+            into a record in a field: ``{"gather_s": "links.gather_s"}``.
         removed: Fields that mappings of earlier versions have, with the value that asks for
             nothing, and what to do about any other. Without the latter any value asks for nothing.
     """
 
     kind: ClassVar[str]
-    leaves_out_defaults: ClassVar[bool] = False
+    renamed: ClassVar[Mapping[str, str]] = {}
     removed: ClassVar[Mapping[str, tuple[Any, str]]] = {}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain lists and numbers, for YAML and JSON; infinities become ``"inf"``."""
-        data = {}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            absent = (field.default,) if self.leaves_out_defaults else (None, (), "")
-            if field.default is dataclasses.MISSING or value not in absent:
-                data[field.name] = _plain(value)
-        return data
+        """Return plain lists and numbers, for YAML and JSON; infinities become ``"inf"``.
+
+        The name comes first, and lists of records last.
+        """
+        lists = [name for name, check in self.field_checks().items() if isinstance(check, ListOf)]
+        values = {field: getattr(self, field.name) for field in dataclasses.fields(self)}
+        data = {
+            field.name: _plain(value)
+            for field, value in values.items()
+            if field.default is dataclasses.MISSING or value != field.default
+        }
+        return dict(sorted(data.items(), key=lambda e: (e[0] != self.named_by, e[0] in lists)))
 
     @classmethod
     def from_dict(
@@ -314,12 +339,13 @@ class Record(Checked):
         fields = dataclasses.fields(cls)
         values = mapping(
             what,
-            cls._without_removed(what, data),
+            cls._of_today(what, data),
             known=[field.name for field in fields],
             required=[field.name for field in fields if field.default is dataclasses.MISSING],
         )
         for name, check in cls.field_checks().items():
-            if isinstance(check, ListOf) and name in values:
+            check = check.check if isinstance(check, _OrNone) else check
+            if isinstance(check, (ListOf, RecordOf)) and values.get(name) is not None:
                 values[name] = check.read(f"{what}: {name}", values[name])
         try:
             return cls(**values)
@@ -327,7 +353,8 @@ class Record(Checked):
             raise PlanError(f"{files.in_source(where or source)}{error}") from None
 
     @classmethod
-    def _without_removed(cls, what: str, data: Any) -> Any:
+    def _of_today(cls, what: str, data: Any) -> Any:
+        """Return the mapping of an earlier version with the fields of today."""
         if not isinstance(data, Mapping):
             return data
         for name, (nothing, remedy) in cls.removed.items():
@@ -337,7 +364,18 @@ class Record(Checked):
                     f"{what}: {name}: {shortened(value)} asks for what only earlier versions did."
                     f" {remedy}"
                 )
-        return {name: value for name, value in data.items() if name not in cls.removed}
+        earlier = cls.removed.keys() | cls.renamed.keys()
+        found = {name: value for name, value in data.items() if name not in earlier}
+        for name in data.keys() & cls.renamed.keys():
+            record, _, field = cls.renamed[name].rpartition(".")
+            if (record or field) in data:
+                raise PlanError(
+                    f"{what}: got both {record or field!r} and {name!r}, its name in earlier"
+                    f" versions. Leave out {name!r}."
+                )
+            if data[name] is not None:
+                (found.setdefault(record, {}) if record else found)[field] = data[name]
+        return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -396,17 +434,23 @@ def _find_checks(kind: type[Checked]) -> dict[str, Check]:
 
 def _check_of(hint: Any) -> Check | None:
     """Return the check in an annotation, alone or in a union with None; else None."""
+    if isinstance(hint, type) and issubclass(hint, Record):
+        return RecordOf(hint)
     if typing.get_origin(hint) is Annotated:
         return typing.cast(Check, hint.__metadata__[0])
     options = typing.get_args(hint)
     if type(None) not in options:
         return None
     check = next((check for option in options if (check := _check_of(option)) is not None), None)
-    return None if check is None else functools.partial(_unless_none, check)
+    return None if check is None else _OrNone(check)
 
 
-def _unless_none(check: Check, field: str, value: Any) -> Any:
-    return None if value is None else check(field, value)
+@dataclasses.dataclass(frozen=True)
+class _OrNone:
+    check: Check
+
+    def __call__(self, field: str, value: Any) -> Any:
+        return None if value is None else self.check(field, value)
 
 
 def _plain(value: Any) -> Any:

@@ -283,8 +283,8 @@ def _outcome(plan: Plan, details: bool) -> str | None:
         parts.append("units stay gathered from forward to backward")
     if plan.padded:
         parts.append("slices of even shares are padded")
-    if plan.state_groups:
-        count = len(set(plan.state_groups))
+    if plan.groups:
+        count = len(set(plan.groups))
         parts.append(f"each of {count} groups of ranks holds the whole state")
     if plan.step_s is not None:
         rate = plan.global_batch_size / plan.step_s if plan.step_s else math.inf

@@ -133,7 +133,6 @@ class RankRecord(Record):
     """
 
     kind = "rank record"
-    leaves_out_defaults = True
 
     rank: Annotated[int, partial(records.whole, minimum=0)]
     name: Text = ""

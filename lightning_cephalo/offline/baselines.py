@@ -69,7 +69,7 @@ def _speed(problem: Problem, profile: RankProfile) -> float:
 
 def _why_none(problem: Problem, batches: Sequence[int]) -> str:
     """Name a rank that has no room for its batch."""
-    share = problem.full_state_bytes / min(map(len, problem.groups))
+    share = problem.state.most_bytes / min(map(len, problem.members))
     beside = f"next to an even share of the state ({format_gib(share)})"
     for index, (profile, batch) in enumerate(zip(problem.ranks, batches, strict=True)):
         most = most_samples(problem, profile)

@@ -179,7 +179,7 @@ def _simulate(options: argparse.Namespace, notes: Console) -> None:
             plan = solve(asked.problem, time_limit_s=options.time_limit)
         else:
             plan = Plan.load(options.plan)
-        if plan.state_groups:
+        if plan.groups:
             asked = asked.in_nodes()
         problem = asked.problem
         plan.check(world_size=len(problem.ranks), global_batch_size=problem.global_batch_size)

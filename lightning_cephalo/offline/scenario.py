@@ -65,7 +65,7 @@ class Scenario:
 
     def in_nodes(self) -> Scenario:
         """Return the scenario in which each node holds the whole state."""
-        if self.problem.hybrid_sharding:
+        if self.problem.groups:
             return self
         problem = self.hybrid
         if problem is None:

@@ -43,7 +43,7 @@ from lightning_cephalo.plan.timeline import (
     merged,
 )
 
-# indices of Problem.states_bytes
+# indices of StateBytes.totals_bytes
 _FORWARD, _REDUCING, _UPDATING = range(3)
 _LINKED = frozenset({Operation.GATHER, Operation.REDUCE})
 # in the order of the curves of a profile
@@ -99,14 +99,14 @@ def programs_of(problem: Problem, plan: Plan) -> list[Program]:
 
 def _seconds_of(problem: Problem) -> Callable[[Meeting], float]:
     """Return a function of the collectives of a step, one after another."""
-    head, before = problem.units + 1, Instruction(Operation.OVERHEAD)
+    head, before, links = problem.units + 1, Instruction(Operation.OVERHEAD), problem.links
     others = {
-        (Operation.GATHER, ROOT): problem.root_gather_s,
-        (Operation.GATHER, head): problem.last_gather_s,
-        (Operation.REDUCE, ROOT): problem.root_reduce_s,
-        (Operation.REDUCE, head): problem.last_reduce_s,
+        (Operation.GATHER, ROOT): problem.root_links.gather_s,
+        (Operation.GATHER, head): problem.last_links.gather_s,
+        (Operation.REDUCE, ROOT): problem.root_links.reduce_s,
+        (Operation.REDUCE, head): problem.last_links.reduce_s,
     }
-    of_units = {Operation.GATHER: problem.gather_s, Operation.REDUCE: problem.reduce_s}
+    of_units = {Operation.GATHER: links.gather_s, Operation.REDUCE: links.reduce_s}
 
     def seconds_of(meeting: Meeting) -> float:
         nonlocal before
@@ -114,7 +114,7 @@ def _seconds_of(problem: Problem) -> Callable[[Meeting], float]:
         operation, unit = before.operation, before.unit
         is_behind_reduce = behind.operation is Operation.REDUCE and ROOT < behind.unit < head
         if operation is Operation.GATHER and is_behind_reduce:  # it runs beside the reduce
-            return max(0.0, problem.both_s - problem.reduce_s)
+            return max(0.0, links.both_s - links.reduce_s)
         return others.get((operation, unit), of_units[operation])
 
     return seconds_of
@@ -132,7 +132,7 @@ class _Change(NamedTuple):
     """A change of a rank's memory.
 
     Boundaries and activations are counted in unit-samples: integers cancel exactly.
-    ``moment`` is the index of ``Problem.states_bytes`` from then on; None: as before.
+    ``moment`` is the index of ``StateBytes.totals_bytes`` from then on; None: as before.
     """
 
     time_s: float
@@ -176,7 +176,7 @@ class _Lane:
         moved = moved_by(problem, part)
         share = part.state_fraction
         more_bytes = moved.device_bytes(problem)
-        self._states_bytes = [share * (size + more_bytes) for size in problem.states_bytes]
+        self._states_bytes = [share * (size + more_bytes) for size in problem.state.totals_bytes]
         self._state_host_bytes = share * moved.host_bytes(problem)
         self._state = StateLanes(problem, profile, part, self.record)
         seconds_of = share / profile.updated_parameters_per_s

@@ -6,11 +6,13 @@ Pure: uses numpy and, in the solver only, cvxpy and its scipy. Imports neither t
 from lightning_cephalo.common.errors import InfeasibleError, PlanError, SolverError
 from lightning_cephalo.plan.cost import RankPrediction, StepPrediction, predict
 from lightning_cephalo.plan.plan import Plan, RankPlan
-from lightning_cephalo.plan.problem import Problem, RankProfile
+from lightning_cephalo.plan.problem import KeptCurves, Links, Problem, RankProfile, StateBytes
 from lightning_cephalo.plan.solver.solve import solve
 
 __all__ = [
     "InfeasibleError",
+    "KeptCurves",
+    "Links",
     "Plan",
     "PlanError",
     "Problem",
@@ -18,6 +20,7 @@ __all__ = [
     "RankPrediction",
     "RankProfile",
     "SolverError",
+    "StateBytes",
     "StepPrediction",
     "predict",
     "solve",

@@ -87,8 +87,7 @@ class Mode:
 
     Args:
         recompute: True: activations inside units are recomputed, and the profile's ``backward_s``
-            and ``compute_bytes`` apply. False: they are retained, and its ``kept_backward_s`` and
-            ``kept_compute_bytes`` apply.
+            and ``compute_bytes`` apply. False: they are retained, and those of its ``kept`` apply.
         offload: whether boundary activations move to host memory.
     """
 
@@ -109,7 +108,7 @@ PLAIN = Mode()
 
 def modes(problem: Problem, profile: RankProfile) -> tuple[Mode, ...]:
     """Return the modes that a rank may choose between; the fastest without offload comes first."""
-    found = [Mode(recompute=False)] if chooses_recompute(profile) else []
+    found = [Mode(recompute=False)] if profile.kept is not None else []
     found.append(PLAIN)
     has_host = profile.host_capacity_bytes > 0 and problem.offloads_boundaries
     if has_host and problem.boundary_bytes > 0:
@@ -117,16 +116,11 @@ def modes(problem: Problem, profile: RankProfile) -> tuple[Mode, ...]:
     return tuple(found)
 
 
-def chooses_recompute(profile: RankProfile) -> bool:
-    """Return whether the profile lets the plan choose recomputation."""
-    return bool(profile.kept_backward_s)
-
-
 def rank_plan(
     profile: RankProfile, microbatch_sizes: Sequence[int], mode: Mode, state_fraction: float = 0.0
 ) -> RankPlan:
     """Return a rank plan without predictions; ``recompute`` is None if there is no choice."""
-    recompute = mode.recompute if chooses_recompute(profile) else None
+    recompute = None if profile.kept is None else mode.recompute
     return RankPlan(
         tuple(microbatch_sizes), state_fraction, recompute=recompute, offload=mode.offload
     )
@@ -138,10 +132,10 @@ def as_planned(problem: Problem, plan: Plan) -> Problem:
     Raises:
         PlanError: the problem was measured for other groups that hold the whole state.
     """
-    own = problem.state_groups
-    if members_of(plan.state_groups, plan.world_size) != members_of(own, len(problem.ranks)):
+    own = problem.groups
+    if members_of(plan.groups, plan.world_size) != members_of(own, len(problem.ranks)):
         raise PlanError(
-            f"The plan says state_groups: {list(plan.state_groups)}, but the problem was measured"
+            f"The plan says groups: {list(plan.groups)}, but the problem was measured"
             f" with {list(own) if own else 'none'}. Measure it with the plan's, or use another"
             " plan."
         )
@@ -194,7 +188,7 @@ def device_need(problem: Problem, profile: RankProfile, mode: Mode = PLAIN) -> N
     if problem.early_update and problem.reshard_after_forward is False:
         peaks = tuple(peak + problem.unresharded_peak_bytes for peak in peaks)
     return Need(
-        **_state(problem, problem.states_bytes[0]),
+        **_state(problem, problem.state.totals_bytes[0]),
         peaks=peaks,
         per_sample=problem.boundary_bytes * units + inside,
         per_microbatch=problem.microbatch_bytes,
@@ -204,10 +198,8 @@ def device_need(problem: Problem, profile: RankProfile, mode: Mode = PLAIN) -> N
 
 def reducing_need(problem: Problem, profile: RankProfile, mode: Mode = PLAIN) -> Need:
     """Return the bytes needed on the device from the first reduce on, while units compute."""
-    peaks = (
-        profile.reducing_compute_bytes if mode.recompute else profile.kept_reducing_compute_bytes
-    )
-    peaks = peaks or peak_curve(profile, mode)
+    curves = profile.curves(recompute=mode.recompute)
+    peaks = curves.reducing_compute_bytes or curves.compute_bytes
     # behind the reduce of the only unit nothing is left to compute
     return _backward_need(problem, profile, mode, 1, peaks if problem.units > 1 else None)
 
@@ -236,7 +228,7 @@ def _backward_need(
     elif retained is not None:
         per_sample = retained
     return Need(
-        **_state(problem, problem.states_bytes[passed]),
+        **_state(problem, problem.state.totals_bytes[passed]),
         peaks=peaks or tuple(0.0 for _ in range(profile.largest_microbatch_size)),
         per_sample=per_sample,
         per_microbatch=problem.microbatch_bytes,
@@ -249,7 +241,7 @@ def _state(problem: Problem, state_bytes: float) -> dict[str, float]:
     fixed = problem.fixed_bytes
     if problem.has_even_state:
         # where groups have different sizes, the smallest one's share is the largest
-        even = state_bytes / min(map(len, problem.groups))
+        even = state_bytes / min(map(len, problem.members))
         return {"state": 0.0, "fixed": fixed + even}
     return {"state": state_bytes, "fixed": fixed}
 
@@ -328,10 +320,10 @@ def predict(problem: Problem, ranks: Plan | Sequence[RankPlan]) -> StepPredictio
                     f"the largest is {profile.largest_microbatch_size}. "
                     f"Use smaller microbatches or profile larger ones."
                 )
-        if rank.recompute is False and not profile.kept_backward_s:
+        if rank.recompute is False and profile.kept is None:
             raise PlanError(
-                f"{where}: the plan says recompute: false, but the profile has no "
-                f"kept_backward_s. Profile it, or leave recompute out of the plan."
+                f"{where}: the plan says recompute: false, but the profile has no kept "
+                f"curves. Profile them, or leave recompute out of the plan."
             )
         if rank.moves_state and not sum(problem.unit_parameters):
             raise PlanError(
@@ -401,7 +393,7 @@ def step_time(problem: Problem, forward_s: float, backward_s: float, tail_s: flo
 
 def fixed_time(problem: Problem) -> float:
     """Return the seconds of a step that no plan changes, with the overhead of updates."""
-    root = problem.root_gather_s + problem.root_reduce_s
+    root = problem.root_links.gather_s + problem.root_links.reduce_s
     root += exposed_last_gather_s(problem)
     update_s = problem.update_overhead_s - hidden_updates_s(problem)
     return root + problem.fill_s + update_s + problem.step_overhead_s
@@ -433,13 +425,13 @@ def work_s(problem: Problem, forward_s: float, backward_s: float, tail_s: float)
 
 def time_curves(profile: RankProfile, mode: Mode) -> tuple[tuple[float, ...], ...]:
     """Return the curves of forward, backward and tail in this mode."""
-    backward = profile.backward_s if mode.recompute else profile.kept_backward_s
-    return profile.forward_s, backward, profile.tail_s
+    backward_s = profile.curves(recompute=mode.recompute).backward_s
+    return profile.forward_s, backward_s, profile.tail_s
 
 
 def peak_curve(profile: RankProfile, mode: Mode) -> tuple[float, ...]:
     """Return the curve of peak bytes, in addition to the state, in this mode."""
-    return profile.compute_bytes if mode.recompute else profile.kept_compute_bytes
+    return profile.curves(recompute=mode.recompute).compute_bytes
 
 
 def copy_time(problem: Problem, profile: RankProfile, samples: int, mode: Mode) -> float:

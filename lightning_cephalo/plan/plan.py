@@ -29,6 +29,7 @@ _REMOVED = {
     "vocabulary_sharding": (False, _PLAN_AGAIN),
     "by_node": (False, "Leave it out: slices go straight from rank to rank."),
 }
+_RENAMED = {"state_groups": "groups"}
 _REMOVED_OF_RANKS = {
     "speculated_fraction": (0.0, "Leave it out: hosts update once the norm is known."),
     "columns_s": (None, _PLAN_AGAIN),
@@ -82,7 +83,6 @@ class RankPlan(Record):
 
     kind = "rank plan"
     named_by = "name"
-    leaves_out_defaults = True
     removed = _REMOVED_OF_RANKS
 
     microbatch_sizes: Annotated[tuple[int, ...], _sizes]
@@ -127,10 +127,6 @@ class RankPlan(Record):
         """Samples of this rank in one step."""
         return sum(self.microbatch_sizes)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain lists and numbers, the name first; defaults are left out."""
-        return ({"name": self.name} if self.name else {}) | super().to_dict()
-
 
 @dataclass(frozen=True)
 class Plan(FileRecord):
@@ -138,7 +134,7 @@ class Plan(FileRecord):
 
     Args:
         ranks: one :class:`RankPlan` per rank, in rank order. Fractions sum to 1 within 1e-6, with
-            ``state_groups`` in each group, and at least one rank takes a sample.
+            ``groups`` in each group, and at least one rank takes a sample.
         step_s: predicted time of one step.
         bound_s: lower bound of ``step_s``: no plan that :func:`~lightning_cephalo.plan.solve`
             chooses among is faster.
@@ -153,8 +149,8 @@ class Plan(FileRecord):
             travel in faster collectives, in more memory. None: the strategy decides.
         early_update: whether the predictions count on units that are updated inside the backward.
             None: they do not say.
-        state_groups: hybrid sharding: the group of every rank, such as its node. Each group holds
-            the whole state. Empty: all ranks hold it together.
+        groups: hybrid sharding: the group of every rank, such as its node. Each group holds the
+            whole state, or that of its ``units``. Empty: all ranks hold it together.
 
     Raises:
         PlanError: a field has an invalid value; the message names it.
@@ -162,6 +158,7 @@ class Plan(FileRecord):
 
     kind = "plan"
     removed = _REMOVED
+    renamed = _RENAMED
 
     ranks: Annotated[tuple[RankPlan, ...], ListOf(RankPlan, "a RankPlan", "rank plans")]
     step_s: Amount | None = None
@@ -172,7 +169,7 @@ class Plan(FileRecord):
     reshard_after_forward: YesOrNo | None = None
     padded: YesOrNo | None = None
     early_update: YesOrNo | None = None
-    state_groups: Annotated[tuple[int, ...], records.wholes] = ()
+    groups: Annotated[tuple[int, ...], records.wholes] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -181,21 +178,21 @@ class Plan(FileRecord):
                 f"Plan: expected at least one sample in all, but all {self.world_size} ranks have "
                 f"empty microbatch_sizes. Give at least one rank a microbatch."
             )
-        check_groups("state_groups", self.state_groups, self.world_size)
+        check_groups("groups", self.groups, self.world_size)
         self._check_together()
         for fractions in self.fractions_of_groups:
             total = math.fsum(fractions)
             if abs(total - 1) > _FRACTION_TOLERANCE:
-                where = " in each of state_groups" if self.state_groups else ""
+                where = " in each of groups" if self.groups else ""
                 raise PlanError(
                     f"Plan: expected state fractions that sum to 1{where}, but"
                     f" {_listed(fractions)} sum to {total:.9g}. Divide each by their sum."
                 )
 
     def _check_together(self) -> None:
-        if self.state_groups and self.moves_state:
+        if self.groups and self.moves_state:
             raise PlanError(
-                "The plan says state_groups and resident_fraction, optimizer state in host memory,"
+                "The plan says groups and resident_fraction, optimizer state in host memory,"
                 " which do not go together so far. Leave one of the two out."
             )
 
@@ -216,10 +213,10 @@ class Plan(FileRecord):
 
     @property
     def fractions_of_groups(self) -> list[list[float]]:
-        """The shares of the state in each group of ``state_groups``; of all ranks without any."""
+        """The shares of the state in each of ``groups``; of all ranks without any."""
         return [
             [self.ranks[rank].state_fraction for rank in members]
-            for members in members_of(self.state_groups, self.world_size)
+            for members in members_of(self.groups, self.world_size)
         ]
 
     @property
@@ -246,14 +243,6 @@ class Plan(FileRecord):
                 f"global_batch_size={self.global_batch_size}, or change microbatch_sizes in the "
                 f"plan."
             )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain lists and numbers, the ranks last; None is left out."""
-        data = super().to_dict()
-        if not self.state_groups:
-            data.pop("state_groups", None)
-        data["ranks"] = data.pop("ranks")
-        return data
 
 
 def _listed(values: list[Any], most: int = 16) -> str:

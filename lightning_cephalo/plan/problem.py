@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -25,54 +25,158 @@ from lightning_cephalo.common.records import (
     PositiveOrInfinite,
     Record,
     Text,
+    YesOrNo,
     equally_long,
     wholes,
 )
 from lightning_cephalo.plan.state_groups import check_groups, fractions_are_even, members_of
 
-_CURVES = ("forward_s", "backward_s", "tail_s", "compute_bytes")
-_KEPT_CURVES = ("kept_backward_s", "kept_compute_bytes")
+TIME_CURVES = ("forward_s", "backward_s", "tail_s")
+MEMORY_CURVES = ("compute_bytes", "reducing_compute_bytes")
+CURVES = (*TIME_CURVES, *MEMORY_CURVES)
 _ROUNDING = 1e-9
-_OF_LAST_LAYERS = ("last_gather_s", "last_reduce_s")
 _MEASURE_AGAIN = "Measure the job again: embedding and head are gathered whole now."
 _IN_TURNS = (
-    0.0,
     "Manual optimization runs one microbatch on each rank. Measure again, such as with"
-    " CephaloStrategy(planner=Planner(remeasure=True)).",
+    " CephaloStrategy(planner=Planner(remeasure=True))."
 )
+_AS_LINKS = "Give groups, and these times as links, or leave both out."
 _REMOVED = {
-    "disturbance": ("", ""),
-    **dict.fromkeys(
-        (
-            *("vocabulary_sharding", "meeting_forward_s", "meeting_backward_s"),
-            *("hidden_bytes", "meeting_bytes"),
-        ),
-        (0.0, _MEASURE_AGAIN),
-    ),
-    **dict.fromkeys(("turn_s", "turn_state_bytes"), _IN_TURNS),
-    "by_node": (False, _MEASURE_AGAIN),
-    "one_microbatch_reason": ("", ""),
-    **dict.fromkeys(("may_speculate", "sends_gradients"), (False, "")),
-    "equal_microbatches": (False, ""),
-    **dict.fromkeys(
-        (
-            *("hybrid_gather_s", "hybrid_reduce_s", "hybrid_root_gather_s", "hybrid_root_reduce_s"),
-            *("hybrid_last_gather_s", "hybrid_last_reduce_s", "hybrid_fill_s"),
-        ),
-        (0.0, "Set hybrid_sharding: true and give these times as gather_s and so on, or false."),
-    ),
+    **dict.fromkeys(("disturbance", "one_microbatch_reason", "may_speculate"), (None, "")),
+    **dict.fromkeys(("sends_gradients", "equal_microbatches", "hybrid_sharding"), (None, "")),
+    **dict.fromkeys(("vocabulary_sharding", "by_node"), (False, _MEASURE_AGAIN)),
+    **dict.fromkeys(("meeting_forward_s", "meeting_backward_s"), (0.0, _MEASURE_AGAIN)),
+    **dict.fromkeys(("hidden_bytes", "meeting_bytes"), (0.0, _MEASURE_AGAIN)),
+    **dict.fromkeys(("turn_s", "turn_state_bytes"), (0.0, _IN_TURNS)),
+    **dict.fromkeys(("hybrid_gather_s", "hybrid_reduce_s", "hybrid_fill_s"), (0.0, _AS_LINKS)),
+    **dict.fromkeys(("hybrid_root_gather_s", "hybrid_root_reduce_s"), (0.0, _AS_LINKS)),
+    **dict.fromkeys(("hybrid_last_gather_s", "hybrid_last_reduce_s"), (0.0, _AS_LINKS)),
 }
 _REMOVED_OF_RANKS = {
-    **dict.fromkeys(
-        (
-            *("to_device_alone_bytes_per_s", "to_host_alone_bytes_per_s"),
-            *("copies_beside_compute", "copies_beside_gathers", "host_memory_bytes_per_s"),
-        ),
-        (None, ""),
-    ),
+    **dict.fromkeys(("to_device_alone_bytes_per_s", "to_host_alone_bytes_per_s"), (None, "")),
+    **dict.fromkeys(("copies_beside_compute", "copies_beside_gathers"), (None, "")),
+    "host_memory_bytes_per_s": (None, ""),
     "columns_s": (0.0, _MEASURE_AGAIN),
 }
-_REDUCING_CURVES = ("reducing_compute_bytes", "kept_reducing_compute_bytes")
+_RENAMED = {
+    "gather_s": "links.gather_s",
+    "reduce_s": "links.reduce_s",
+    "gather_and_reduce_s": "links.gather_and_reduce_s",
+    "even_gather_s": "even_links.gather_s",
+    "even_reduce_s": "even_links.reduce_s",
+    "even_gather_and_reduce_s": "even_links.gather_and_reduce_s",
+    "root_gather_s": "root_links.gather_s",
+    "root_reduce_s": "root_links.reduce_s",
+    "last_gather_s": "last_links.gather_s",
+    "last_reduce_s": "last_links.reduce_s",
+    "state_bytes": "state.held_bytes",
+    "reducing_state_bytes": "state.reducing_bytes",
+    "updating_state_bytes": "state.updating_bytes",
+    "early_state_bytes": "early_state.held_bytes",
+    "early_reducing_state_bytes": "early_state.reducing_bytes",
+    "early_updating_state_bytes": "early_state.updating_bytes",
+    "state_groups": "groups",
+}
+_RENAMED_OF_RANKS = {
+    "kept_backward_s": "kept.backward_s",
+    "kept_compute_bytes": "kept.compute_bytes",
+    "kept_reducing_compute_bytes": "kept.reducing_compute_bytes",
+}
+_COPIED = {
+    "even_": ("gather_s", "reduce_s", "gather_and_reduce_s"),
+    "early_": ("state_bytes", "reducing_state_bytes", "updating_state_bytes"),
+}
+
+
+@dataclass(frozen=True)
+class Links(Record):
+    """Seconds of one unit's collectives, which all ranks take part in.
+
+    Args:
+        gather_s: time to all-gather the parameters.
+        reduce_s: time to reduce-scatter the gradients.
+        gather_and_reduce_s: time of one unit's gather and another one's reduce beside each other;
+            None: as long as one after the other. It is less where they fill a link's two
+            directions, though no less than of one alone, and more where they keep each other
+            waiting.
+    """
+
+    kind = "links"
+
+    gather_s: Amount = 0.0
+    reduce_s: Amount = 0.0
+    gather_and_reduce_s: Amount | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.gather_and_reduce_s is not None:
+            longest = max(self.gather_s, self.reduce_s, self.gather_and_reduce_s)
+            object.__setattr__(self, "gather_and_reduce_s", longest)
+
+    @property
+    def both_s(self) -> float:
+        """Seconds of a gather and a reduce beside each other."""
+        both_s = self.gather_and_reduce_s
+        return self.gather_s + self.reduce_s if both_s is None else both_s
+
+    def or_faster(self, other: Links) -> Links:
+        """Return these links with the times of others that are shorter."""
+        both = self.gather_and_reduce_s, other.gather_and_reduce_s
+        return Links(
+            min(self.gather_s, other.gather_s),
+            min(self.reduce_s, other.reduce_s),
+            None if both == (None, None) else min(self.both_s, other.both_s),
+        )
+
+
+@dataclass(frozen=True)
+class StateBytes(Record):
+    """Bytes that all ranks hold together, each in proportion to its share of the state.
+
+    Args:
+        held_bytes: parameters, gradients and optimizer state of the whole model.
+        reducing_bytes: what comes in addition from the first reduce of the backward on: what a
+            reduce receives into, and the gradient of an early update.
+        updating_bytes: the same while a unit is updated inside the backward.
+    """
+
+    kind = "state"
+
+    held_bytes: Amount
+    reducing_bytes: Amount = 0.0
+    updating_bytes: Amount = 0.0
+
+    @property
+    def totals_bytes(self) -> tuple[float, float, float]:
+        """All bytes up to the first reduce, from then on, and in early updates."""
+        held = self.held_bytes
+        return held, held + self.reducing_bytes, held + self.updating_bytes
+
+    @property
+    def most_bytes(self) -> float:
+        """The most bytes of a step."""
+        return max(self.totals_bytes)
+
+    def plus(self, more_bytes: float) -> StateBytes:
+        """Return the state with so many more bytes all the time."""
+        return replace(self, held_bytes=max(0.0, self.held_bytes + more_bytes))
+
+
+@dataclass(frozen=True)
+class KeptCurves(Record):
+    """What a rank's profile has in place of its own curves if it does not recompute.
+
+    Args:
+        backward_s: backward time of one unit for one microbatch.
+        compute_bytes: peak memory, in addition to the state and to ``kept_bytes`` of the problem.
+        reducing_compute_bytes: the same from the first reduce on. Empty: the same all the time.
+    """
+
+    kind = "curves without recomputation"
+
+    backward_s: Curve
+    compute_bytes: Curve
+    reducing_compute_bytes: Curve = ()
 
 
 @dataclass(frozen=True)
@@ -93,15 +197,11 @@ class RankProfile(Record):
             backward together.
         compute_bytes: peak memory while a microbatch of that size runs, in addition to the state.
         capacity_bytes: memory that this rank may hold in total; ``math.inf`` for no limit.
-        kept_backward_s: ``backward_s`` without recomputation, when activations inside the unit are
-            retained. Empty: the plan does not choose recomputation for this rank. Otherwise the
-            plan chooses, and ``backward_s`` and ``compute_bytes`` are the values with
-            recomputation.
-        kept_compute_bytes: ``compute_bytes`` without recomputation, in addition to ``kept_bytes``
-            of the problem.
         reducing_compute_bytes: ``compute_bytes`` from the first reduce of the backward on, when
             the last unit's work is done. Empty: the same.
-        kept_reducing_compute_bytes: the same without recomputation. Empty: ``kept_compute_bytes``.
+        kept: the curves without recomputation, when activations inside the unit are retained. Then
+            the plan chooses, and the curves above are those with recomputation. None, or empty
+            curves: the plan does not choose recomputation for this rank.
         host_capacity_bytes: host memory for boundary activations and optimizer state; 0: they stay
             on the device.
         offload_bytes_per_s: copy rate between device and host, in each direction.
@@ -121,8 +221,8 @@ class RankProfile(Record):
 
     kind = "rank profile"
     named_by = "name"
-    leaves_out_defaults = True
     removed = _REMOVED_OF_RANKS
+    renamed = _RENAMED_OF_RANKS
 
     name: Text
     forward_s: Curve
@@ -131,10 +231,8 @@ class RankProfile(Record):
     compute_bytes: Curve
     capacity_bytes: PositiveOrInfinite
     _: KW_ONLY
-    kept_backward_s: Curve = ()
-    kept_compute_bytes: Curve = ()
     reducing_compute_bytes: Curve = ()
-    kept_reducing_compute_bytes: Curve = ()
+    kept: KeptCurves | None = None
     host_capacity_bytes: AmountOrInfinite = 0.0
     offload_bytes_per_s: PositiveOrInfinite = math.inf
     updated_parameters_per_s: PositiveOrInfinite = math.inf
@@ -144,11 +242,15 @@ class RankProfile(Record):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        kept = _KEPT_CURVES if self.kept_backward_s or self.kept_compute_bytes else ()
-        reducing = [curve for curve in _REDUCING_CURVES if getattr(self, curve)]
+        own = {name: getattr(self, name) for name in CURVES}
+        if self.kept is not None and not self.kept.backward_s:
+            object.__setattr__(self, "kept", None)
+        kept = {} if self.kept is None else vars(self.kept)
+        curves = own | {f"kept.{name}": curve for name, curve in kept.items()}
+        may_lack = "reducing_compute_bytes", "kept.reducing_compute_bytes"
         equally_long(
             self._where(),
-            {curve: getattr(self, curve) for curve in (*_CURVES, *kept, *reducing)},
+            {name: curve for name, curve in curves.items() if curve or name not in may_lack},
             remedy="Profile the same sizes for all.",
         )
 
@@ -160,6 +262,29 @@ class RankProfile(Record):
         """Largest profiled microbatch size; 0 when this rank can take no samples."""
         return len(self.forward_s)
 
+    def curves(self, *, recompute: bool) -> RankProfile | KeptCurves:
+        """Return what holds the curves with or without recomputation."""
+        if recompute:
+            return self
+        if self.kept is None:
+            raise PlanError(f"{self._where()}expected curves without recomputation, but got none.")
+        return self.kept
+
+    def changed(
+        self, curves: Sequence[str], change: Callable[[tuple[float, ...]], Sequence[float]]
+    ) -> RankProfile:
+        """Return this profile with some curves changed, those without recomputation as well."""
+
+        def values(record: Record) -> dict[str, Any]:
+            return {name: change(vars(record)[name]) for name in curves if name in vars(record)}
+
+        kept = None if self.kept is None else replace(self.kept, **values(self.kept))
+        return replace(self, kept=kept, **values(self))
+
+    def up_to(self, size: int) -> RankProfile:
+        """Return this profile with microbatches of up to this size."""
+        return self.changed(CURVES, lambda curve: curve[:size])
+
 
 @dataclass(frozen=True)
 class Problem(FileRecord):
@@ -168,14 +293,8 @@ class Problem(FileRecord):
     Args:
         ranks: one :class:`RankProfile` per rank, in rank order.
         units: number of repeated units in the model.
-        gather_s: time to all-gather one unit's parameters from uneven shards.
-        reduce_s: time to reduce-scatter one unit's gradients into uneven shards.
-        state_bytes: parameters, gradients and optimizer state of the whole model; all of it is
-            sharded.
-        reducing_state_bytes: bytes that ranks hold in proportion to their shares of the state, in
-            addition to it, from the first reduce of the backward on: what a reduce receives into,
-            and the gradient of an early update.
-        updating_state_bytes: the same while a unit is updated inside the backward.
+        links: times of a unit's collectives, with uneven shares of the state.
+        state: the state of the whole model; all of it is sharded.
         reducing_retained_bytes: bytes retained per sample from then on, over all units, on ranks
             that recompute. None: those of all units but one.
         kept_reducing_retained_bytes: the same on ranks that do not recompute.
@@ -192,20 +311,13 @@ class Problem(FileRecord):
             backwards themselves, and for steps with their own collectives).
         no_idle_ranks: whether every rank has samples, if any such plan fits.
         step_overhead_s: time of a step that no other field covers.
-        gather_and_reduce_s: time of one gather and one reduce of units that run beside each other;
-            None: as long as one after the other. It is less where they fill a link's two
-            directions, and more where they keep each other waiting.
-        even_gather_s: ``gather_s`` when all ranks hold equal shares; None: the same.
-        even_reduce_s: ``reduce_s`` when all ranks hold equal shares; None: the same.
-        even_gather_and_reduce_s: ``gather_and_reduce_s`` when all ranks hold equal shares; None:
-            the same.
+        even_links: ``links`` when all ranks hold equal shares; None: the same.
         padded_bytes: bytes of buffers in which equal shares travel that fast, on every rank: slices
             of rows are not quite equal, and are padded there; 0: they travel as they are.
-        root_gather_s: time to gather the root unit and embeddings, before any compute.
-        root_reduce_s: time to reduce them, after all other work.
-        last_gather_s: time to gather a head that is a unit of its own, which hides behind the last
-            units' forward; 0: there is none.
-        last_reduce_s: time to reduce it, behind the last unit's backward; the same.
+        root_links: times of the root unit and embeddings, gathered before any compute and reduced
+            after all other work.
+        last_links: times of a head that is a unit of its own. Its gather hides behind the last
+            units' forward, its reduce behind the last unit's backward. Zero: there is none.
         fill_s: time that no compute hides: the first unit's gather and the last unit's reduce. A
             simulation plays these itself and ignores ``fill_s``.
         kept_bytes: bytes retained per sample and unit, in addition to the boundary, on ranks that
@@ -218,9 +330,7 @@ class Problem(FileRecord):
             stay gathered.
         early_update: whether each unit is updated inside the backward, as soon as its reduce is
             done, so that gradients are never held whole.
-        early_state_bytes: ``state_bytes`` of early updates; None: the same.
-        early_reducing_state_bytes: ``reducing_state_bytes`` of early updates; None: the same.
-        early_updating_state_bytes: ``updating_state_bytes`` of early updates; None: the same.
+        early_state: ``state`` of early updates; None: the same.
         unresharded_peak_bytes: what a microbatch may need in addition before the first reduce if
             units stay gathered. Late updates count gradients that are not there yet, and have room.
         has_even_state: whether all ranks hold equal shares of the state. Then it leaves nothing to
@@ -233,14 +343,14 @@ class Problem(FileRecord):
         unit_parameters: trained parameters of each block, behind those of all else. Empty:
             optimizer state cannot move, and shares of it take no time. Their number need not be
             that of ``units``: a step may visit a unit several times.
-        moment_bytes: bytes of optimizer state for each, a part of ``state_bytes``.
+        moment_bytes: bytes of optimizer state for each, a part of ``state``.
         element_bytes: bytes of a parameter, and of its gradient.
         offloads_boundaries: whether boundaries may live in host memory, too.
         pins_host_memory: whether host memory comes in powers of two, as pinned memory does. Each
             unit's state lies in one piece, so that it takes more than it needs.
-        hybrid_sharding: whether each of ``state_groups`` holds the whole state. Then gathers are
-            those of a group, and reduces add up gradients inside of it and across.
-        state_groups: the group of every rank, such as its node.
+        groups: hybrid sharding: the group of every rank, such as its node. Each group holds the
+            whole state: gathers are those of a group, and reduces add up gradients inside of it
+            and across. Empty: all ranks hold it together.
 
     Raises:
         PlanError: a field has an invalid value; the message names it.
@@ -248,30 +358,25 @@ class Problem(FileRecord):
 
     kind = "problem"
     removed = _REMOVED
+    renamed = _RENAMED
 
     ranks: Annotated[tuple[RankProfile, ...], ListOf(RankProfile, "a RankProfile", "rank profiles")]
     units: Count
     _: KW_ONLY
-    gather_s: Amount = 0.0
-    reduce_s: Amount = 0.0
-    state_bytes: Amount
+    links: Links = Links()
+    state: StateBytes
     global_batch_size: Count
     boundary_bytes: Amount = 0.0
     update_overhead_s: Amount = 0.0
     gathered_bytes: Amount = 0.0
     minimum_microbatch_size: Count = 1
-    single_microbatch: Annotated[bool, OneOf((True, False), "True or False")] = False
-    no_idle_ranks: Annotated[bool, OneOf((True, False), "True or False")] = False
+    single_microbatch: YesOrNo = False
+    no_idle_ranks: YesOrNo = False
     step_overhead_s: Amount = 0.0
-    gather_and_reduce_s: Amount | None = None
-    even_gather_s: Amount | None = None
-    even_reduce_s: Amount | None = None
-    even_gather_and_reduce_s: Amount | None = None
+    even_links: Links | None = None
     padded_bytes: Amount = 0.0
-    root_gather_s: Amount = 0.0
-    root_reduce_s: Amount = 0.0
-    last_gather_s: Amount = 0.0
-    last_reduce_s: Amount = 0.0
+    root_links: Links = Links()
+    last_links: Links = Links()
     fill_s: Amount = 0.0
     kept_bytes: Amount = 0.0
     microbatch_bytes: Amount = 0.0
@@ -279,15 +384,11 @@ class Problem(FileRecord):
         bool | Literal["auto"], OneOf((True, False, "auto"), "True, False or 'auto'")
     ] = True
     unresharded_bytes: Amount = 0.0
-    early_update: Annotated[bool, OneOf((True, False), "True or False")] = False
-    early_state_bytes: Amount | None = None
-    early_reducing_state_bytes: Amount | None = None
-    early_updating_state_bytes: Amount | None = None
+    early_update: YesOrNo = False
+    early_state: StateBytes | None = None
     unresharded_peak_bytes: Amount = 0.0
-    has_even_state: Annotated[bool, OneOf((True, False), "True or False")] = False
+    has_even_state: YesOrNo = False
     unit_update_s: Amount = 0.0
-    reducing_state_bytes: Amount = 0.0
-    updating_state_bytes: Amount = 0.0
     reducing_retained_bytes: Amount | None = None
     kept_reducing_retained_bytes: Amount | None = None
     optimizer_offload: Annotated[
@@ -296,36 +397,34 @@ class Problem(FileRecord):
     unit_parameters: Annotated[tuple[int, ...], wholes] = ()
     moment_bytes: Amount = 0.0
     element_bytes: Amount = 4.0
-    offloads_boundaries: Annotated[bool, OneOf((True, False), "True or False")] = True
-    pins_host_memory: Annotated[bool, OneOf((True, False), "True or False")] = False
-    hybrid_sharding: Annotated[bool, OneOf((True, False), "True or False")] = False
-    state_groups: Annotated[tuple[int, ...], wholes] = ()
-
-    @classmethod
-    def _without_removed(cls, what: str, data: Any) -> Any:
-        is_mapping = isinstance(data, Mapping)
-        if is_mapping and data.get("equal_microbatches") and not data.get("single_microbatch"):
-            raise PlanError(
-                f"{what}: equal_microbatches: True asks for what only earlier versions did. Use"
-                " single_microbatch: True, or leave it out."
-            )
-        return super()._without_removed(what, data)
+    offloads_boundaries: YesOrNo = True
+    pins_host_memory: YesOrNo = False
+    groups: Annotated[tuple[int, ...], wholes] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_moved_state()
-        self._check_hybrid()
+        self._check_groups()
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain lists and numbers, without what only counts with an option that is off."""
-        data = super().to_dict()
-        if not self.has_last_layers:
-            for name in _OF_LAST_LAYERS:
-                del data[name]
-        if self.hybrid_sharding is False:
-            for name in ("hybrid_sharding", "state_groups"):
-                data.pop(name, None)
-        return data
+    @classmethod
+    def _of_today(cls, what: str, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        if data.get("equal_microbatches") and not data.get("single_microbatch"):
+            raise PlanError(
+                f"{what}: equal_microbatches: True asks for what only earlier versions did. Use"
+                " single_microbatch: True, or leave it out."
+            )
+        if data.get("hybrid_sharding") and not (data.get("state_groups") or data.get("groups")):
+            raise PlanError(
+                f"{what}: hybrid_sharding: True needs groups, the group of every rank, such as its"
+                " node. Give groups, or leave it out."
+            )
+        for prefix, names in _COPIED.items():  # each field of earlier versions was the same alone
+            if any(data.get(prefix + name) is not None for name in names):
+                filled = {prefix + name: data.get(name) for name in names}
+                data = {**filled, **{k: v for k, v in data.items() if v is not None}}
+        return super()._of_today(what, data)
 
     @classmethod
     def from_dict(
@@ -349,31 +448,20 @@ class Problem(FileRecord):
             unit_update_s=max(0.0, found.unit_update_s - even_unit_s),
         )
 
-    def _check_hybrid(self) -> None:
-        check_groups("state_groups", self.state_groups, len(self.ranks))
-        if not self.hybrid_sharding:
-            if self.state_groups:
-                raise PlanError(
-                    "state_groups: expected none with hybrid_sharding: false, where all ranks hold"
-                    " the state together. Set hybrid_sharding: true, or leave it out."
-                )
+    def _check_groups(self) -> None:
+        check_groups("groups", self.groups, len(self.ranks))
+        if not self.groups:
             return
-        if not self.state_groups:
-            raise PlanError(
-                "hybrid_sharding: it is True, which needs state_groups: the group of every rank,"
-                " such as its node."
-            )
         if self.optimizer_offload is not False:
             raise PlanError(
-                "hybrid_sharding: it is True, which does not go together with optimizer_offload:"
-                f" {self.optimizer_offload} so far. Leave one of the two out."
+                "groups: expected none with optimizer_offload:"
+                f" {self.optimizer_offload}, which does not go together with hybrid sharding so"
+                " far. Leave one of the two out."
             )
-        of_even = (self.even_gather_s, self.even_reduce_s, self.even_gather_and_reduce_s)
-        if of_even != (None,) * 3 or self.padded_bytes:
+        if self.even_links is not None or self.padded_bytes:
             raise PlanError(
-                "even_gather_s, even_reduce_s, even_gather_and_reduce_s, padded_bytes: expected"
-                " none with hybrid_sharding: true, whose shares are equal in groups at most. Leave"
-                " them out."
+                "even_links, padded_bytes: expected none with groups, whose shares are equal inside"
+                " a group at most. Leave them out."
             )
 
     def _check_moved_state(self) -> None:
@@ -384,29 +472,17 @@ class Problem(FileRecord):
                 f" but got one number, {sizes[0]}. Give the root unit's first, 0 if it trains none."
             )
         moments = self.moment_bytes * sum(sizes)
-        if moments > self.state_bytes * (1 + _ROUNDING):
+        if moments > self.state.held_bytes * (1 + _ROUNDING):
             raise PlanError(
-                f"moment_bytes: they are a part of state_bytes ({self.state_bytes:.6g}), but"
+                f"moment_bytes: they are a part of the state ({self.state.held_bytes:.6g}), but"
                 f" {self.moment_bytes:g} for each of {sum(sizes)} unit_parameters are"
                 f" {moments:.6g}. Give the bytes of one parameter, and parameters of all ranks."
             )
 
     @property
-    def both_s(self) -> float:
-        """Seconds of one gather and one reduce of units beside each other; no less than of one."""
-        if self.gather_and_reduce_s is None:
-            return self.gather_s + self.reduce_s
-        return max(self.gather_s, self.reduce_s, self.gather_and_reduce_s)
-
-    @property
-    def collectives_s(self) -> tuple[float, float, float]:
-        """Seconds of a unit's gather, of its reduce, and of both beside each other."""
-        return self.gather_s, self.reduce_s, self.both_s
-
-    @property
     def has_last_layers(self) -> bool:
         """Whether a head is a unit of its own."""
-        return self.last_gather_s + self.last_reduce_s > 0
+        return self.last_links.both_s > 0
 
     @property
     def every_rank_runs(self) -> bool:
@@ -441,30 +517,14 @@ class Problem(FileRecord):
         unresharded = self.unresharded_bytes if self.reshard_after_forward is False else 0.0
         return self.gathered_bytes + unresharded
 
-    @property
-    def states_bytes(self) -> tuple[float, float, float]:
-        """What the shares divide: up to the first reduce, from then on, and in early updates."""
-        reducing, updating = self.reducing_state_bytes, self.updating_state_bytes
-        return self.state_bytes, self.state_bytes + reducing, self.state_bytes + updating
-
-    @property
-    def full_state_bytes(self) -> float:
-        """The state, with the most that ranks hold in proportion to their shares of it."""
-        return max(self.states_bytes)
-
     @functools.cached_property  # every need of a rank asks
-    def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each group that holds the whole state; one group of all without hybrid."""
-        return members_of(self.active_groups, len(self.ranks))
+    def members(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each group that holds the whole state; one group of all without groups."""
+        return members_of(self.groups, len(self.ranks))
 
     def are_even(self, fractions: Sequence[float]) -> bool:
-        """Return whether these shares of the state are equal in each of :attr:`groups`."""
-        return all(fractions_are_even([fractions[rank] for rank in own]) for own in self.groups)
-
-    @property
-    def active_groups(self) -> tuple[int, ...]:
-        """``state_groups`` with hybrid sharding; else empty."""
-        return self.state_groups if self.hybrid_sharding else ()
+        """Return whether these shares of the state are equal in each of :attr:`members`."""
+        return all(fractions_are_even([fractions[rank] for rank in own]) for own in self.members)
 
     @property
     def reshard_choices(self) -> tuple[bool, ...]:
@@ -477,69 +537,33 @@ class Problem(FileRecord):
 
         Collectives for uneven shares also work for even ones, which thus never cost more time.
         """
-        gather_s = _least(self.gather_s, self.even_gather_s)
-        reduce_s = _least(self.reduce_s, self.even_reduce_s)
-        both_s = self.gather_and_reduce_s
-        if self.even_gather_and_reduce_s is not None:
-            both_s = min(self.both_s, self.even_gather_and_reduce_s)
-        saved_s = self.gather_s - gather_s + self.reduce_s - reduce_s
+        links = self.links if self.even_links is None else self.links.or_faster(self.even_links)
+        saved_s = self.links.gather_s - links.gather_s + self.links.reduce_s - links.reduce_s
         return replace(
             self,
-            gather_s=gather_s,
-            reduce_s=reduce_s,
-            gather_and_reduce_s=both_s,
+            links=links,
             fill_s=max(0.0, self.fill_s - saved_s),
-            even_gather_s=None,
-            even_reduce_s=None,
-            even_gather_and_reduce_s=None,
+            even_links=None,
             gathered_bytes=self.gathered_bytes + self.padded_bytes,
             padded_bytes=0.0,
         )
 
     def with_early_update(self) -> Problem:
         """Return this problem with each unit updated inside the backward."""
-        reducing, updating = self.early_reducing_state_bytes, self.early_updating_state_bytes
-        return replace(
-            self,
-            early_update=True,
-            state_bytes=_either(self.early_state_bytes, self.state_bytes),
-            reducing_state_bytes=_either(reducing, self.reducing_state_bytes),
-            updating_state_bytes=_either(updating, self.updating_state_bytes),
-            early_state_bytes=None,
-            early_reducing_state_bytes=None,
-            early_updating_state_bytes=None,
-        )
+        state = self.early_state or self.state
+        return replace(self, early_update=True, state=state, early_state=None)
 
-    def with_late_update(self, state_bytes: float) -> Problem:
-        """Return this problem with late updates, whose ``state_bytes`` early ones do not tell."""
-        return replace(
-            self,
-            early_update=False,
-            state_bytes=state_bytes,
-            reducing_state_bytes=0.0,
-            updating_state_bytes=0.0,
-        )
-
-    def with_moments(self, moment_bytes: float, planned_bytes: float, parameters: int) -> Problem:
+    def with_moments(self, moment_bytes: float) -> Problem:
         """Return this problem for an optimizer with other bytes of state per trained parameter."""
-        more_bytes = (moment_bytes - planned_bytes) * parameters
-        early = self.early_state_bytes
+        more_bytes = (moment_bytes - self.moment_bytes) * self.parameters
         # in one step, as moments are checked to be a part of the state
         return replace(
             self,
-            moment_bytes=moment_bytes if self.unit_parameters else self.moment_bytes,
-            state_bytes=max(0.0, self.state_bytes + more_bytes),
-            early_state_bytes=None if early is None else max(0.0, early + more_bytes),
+            moment_bytes=moment_bytes,
+            state=self.state.plus(more_bytes),
+            early_state=self.early_state and self.early_state.plus(more_bytes),
         )
 
     def resharding(self, reshard_after_forward: bool) -> Problem:
         """Return this problem with ``reshard_after_forward`` chosen."""
         return replace(self, reshard_after_forward=reshard_after_forward)
-
-
-def _either(early_bytes: float | None, late_bytes: float) -> float:
-    return late_bytes if early_bytes is None else early_bytes
-
-
-def _least(uneven_s: float, even_s: float | None) -> float:
-    return uneven_s if even_s is None else min(even_s, uneven_s)

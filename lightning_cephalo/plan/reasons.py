@@ -185,7 +185,7 @@ def _division(problem: Problem, plan: Plan) -> list[str]:
     waiting = [i for i, is_busy in enumerate(busy) if not is_busy and i not in {*idle, *full}]
     forward_s, backward_s = max(r.forward_s for r in ranks), max(r.backward_s for r in ranks)
     said = []
-    if forward_s < priced.gather_s and backward_s < backward_collectives_s(priced):
+    if forward_s < priced.links.gather_s and backward_s < backward_collectives_s(priced):
         said.append(
             "Communication takes longer than computing on every rank, so the split of the samples"
             " matters little. A larger global batch uses the devices better."

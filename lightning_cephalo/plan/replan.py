@@ -21,11 +21,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
 from lightning_cephalo.plan.cost import predict, work_s
 from lightning_cephalo.plan.plan import Plan
-from lightning_cephalo.plan.problem import Problem, RankProfile
+from lightning_cephalo.plan.problem import TIME_CURVES, Problem, RankProfile
 from lightning_cephalo.plan.state_groups import members_of
 
 WINDOW_STEPS = 8
@@ -177,7 +177,8 @@ class ReplanPolicy:
     def _cost_s(self, trial: Trial, plan: Plan) -> float:
         """Seconds of a change: rows travel as in gathers, and one step is traced anew."""
         problem = self._problem
-        gathers_s = problem.units * problem.gather_s + problem.root_gather_s + problem.last_gather_s
+        ends_s = problem.root_links.gather_s + problem.last_links.gather_s
+        gathers_s = problem.units * problem.links.gather_s + ends_s
         return _COPIES_MOVED * gathers_s * moved_share(self.plan, plan) + trial.present_s
 
     def _change(self, trial: Trial, plan: Plan) -> Replan:
@@ -226,18 +227,15 @@ class ReplanPolicy:
 def at_paces(problem: Problem, paces: Sequence[float]) -> Problem:
     """Return a problem whose ranks take so many times as long as they were measured."""
 
-    def scaled(rank: RankProfile, pace: float) -> RankProfile:
-        curves = ("forward_s", "backward_s", "tail_s", "kept_backward_s")
-        slower: dict[str, Any] = {n: tuple(pace * s for s in getattr(rank, n)) for n in curves}
-        return replace(rank, **slower)
+    def slower(rank: RankProfile, pace: float) -> RankProfile:
+        return rank.changed(TIME_CURVES, lambda curve: [pace * seconds for seconds in curve])
 
-    ranks = tuple(scaled(rank, pace) for rank, pace in zip(problem.ranks, paces, strict=True))
-    return replace(problem, ranks=ranks)
+    return replace(problem, ranks=tuple(map(slower, problem.ranks, paces)))
 
 
 def moved_share(old: Plan, new: Plan) -> float:
     """Return the share of the state that changes its rank, 0 to 1."""
-    groups = members_of(new.state_groups, new.world_size)
+    groups = members_of(new.groups, new.world_size)
     kept = 0.0
     for members in groups:
         old_end = new_end = 0.0

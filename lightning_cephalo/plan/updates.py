@@ -61,19 +61,19 @@ def least_update_s(problem: Problem) -> float:
     if not problem.shares_take_time:
         return 0.0
     if problem.has_even_state:
-        shares = even_shares(problem.active_groups, len(problem.ranks))
+        shares = even_shares(problem.groups, len(problem.ranks))
         pairs = zip(problem.ranks, shares, strict=True)
         return max(s * problem.parameters / r.updated_parameters_per_s for r, s in pairs)
     idle = problem.fixed_bytes
     rooms = [room_for_state(problem, idle, rank.capacity_bytes) for rank in problem.ranks]
     return max(
-        shortest_update_s(problem, own, [rooms[rank] for rank in own]) for own in problem.groups
+        shortest_update_s(problem, own, [rooms[rank] for rank in own]) for own in problem.members
     )
 
 
 def room_for_state(problem: Problem, used: float, capacity: float) -> float:
     """Return the largest share of the state that a rank can hold, 1 at most."""
-    full = problem.full_state_bytes
+    full = problem.state.most_bytes
     if not full or math.isinf(capacity):
         return 1.0
     return min(1.0, max(0.0, (capacity - used) / full))

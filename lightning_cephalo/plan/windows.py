@@ -96,12 +96,12 @@ def _parts(problem: Problem) -> tuple[_Groups, ...]:
 
 def _seconds(problem: Problem, window: _Window) -> tuple[float, float]:
     """Return the seconds of a window's gathers, and of all its collectives."""
-    gather_s = problem.gather_s if "gather" in window else 0.0
-    both_s = gather_s + problem.reduce_s if "reduce" in window else gather_s
+    gather_s = problem.links.gather_s if "gather" in window else 0.0
+    both_s = gather_s + problem.links.reduce_s if "reduce" in window else gather_s
     if {"gather", "reduce"} <= window:
-        both_s = problem.both_s
-    head_s = problem.last_gather_s * ("gather head" in window)
-    head_s += problem.last_reduce_s * ("reduce head" in window)
+        both_s = problem.links.both_s
+    head_s = problem.last_links.gather_s * ("gather head" in window)
+    head_s += problem.last_links.reduce_s * ("reduce head" in window)
     return gather_s + head_s, both_s + head_s
 
 
@@ -143,9 +143,10 @@ def hidden_updates_s(problem: Problem) -> float:
 
 def _behind_backward(problem: Problem) -> Windows:
     # unit 1's reduce hides an update only as far as it counts
-    last_s = min(problem.reduce_s, problem.fill_s)
+    last_s = min(problem.links.reduce_s, problem.fill_s)
     windows = [window for window, _ in _parts(problem)[3] if "update" in window]
-    return tuple((problem.root_reduce_s if "reduce root" in w else last_s, 1) for w in windows)
+    root_s = problem.root_links.reduce_s
+    return tuple((root_s if "reduce root" in window else last_s, 1) for window in windows)
 
 
 def rooms_of_updates(problem: Problem, backward_s: float) -> Windows:
@@ -166,7 +167,7 @@ def rooms_of_updates(problem: Problem, backward_s: float) -> Windows:
 
 def exposed_last_gather_s(problem: Problem) -> float:
     """Return the seconds in which the gather of a head hides behind nothing."""
-    return problem.last_gather_s if problem.units == 1 else 0.0
+    return problem.last_links.gather_s if problem.units == 1 else 0.0
 
 
 def pass_s(windows: Windows, own_s: Any) -> Any:

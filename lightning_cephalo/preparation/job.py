@@ -162,7 +162,7 @@ def _find(view: TrainerView, groups: Groups, options: Options) -> tuple[Loaders,
 
 def _state_groups(options: Options, plan: Plan | None, groups: Groups) -> tuple[int, ...]:
     """Return the group of every rank, where each holds the whole state; equal on every rank."""
-    given, nodes = () if plan is None else plan.state_groups, groups.nodes
+    given, nodes = () if plan is None else plan.groups, groups.nodes
     if not given and (not options.planner.hybrid_sharding or len(nodes) == 1):
         return ()
     if backend_of(groups.gather).runs_on_device:
@@ -174,19 +174,19 @@ def _state_groups(options: Options, plan: Plan | None, groups: Groups) -> tuple[
     if options.optimizer_offload is not False:
         raise UnsupportedError(
             f"optimizer_offload={options.optimizer_offload!r} does not work with hybrid sharding so"
-            " far. Leave it out, or hybrid_sharding and state_groups of the plan."
+            " far. Leave it out, or hybrid_sharding and groups of the plan."
         )
     if plan is not None and not given:
         raise PlanError(
-            "Planner(hybrid_sharding=True), but the plan has no state_groups. Give a plan with"
-            f" state_groups: {list(nodes)} and shares that sum to 1 in each, or leave one of the"
+            "Planner(hybrid_sharding=True), but the plan has no groups. Give a plan with"
+            f" groups: {list(nodes)} and shares that sum to 1 in each, or leave one of the"
             " two out."
         )
     if plan is None and len(set(nodes)) == 1:
         raise PlanError(
             f"Planner(hybrid_sharding=True), but all {len(nodes)} ranks are on one node. Nodes are"
             " told apart by the launcher's node number, the host name, the kernel and the network"
-            " namespace. Leave it out, or give a plan with state_groups, the group of every rank."
+            " namespace. Leave it out, or give a plan with groups, the group of every rank."
         )
     return given or groups_by_node(nodes)
 

@@ -148,7 +148,7 @@ class Planner:
             prints how the plan was solved, and how far from the optimum it may be.
         hybrid_sharding: Let each node hold the whole state, cut unevenly among its ranks. Gathers
             stay inside of a node, and gradients cross to another node once, over gloo. A plan that
-            is given says so itself (``state_groups``).
+            is given says so itself (``groups``).
         early_update: Update each unit's rows inside the backward, as soon as their gradients are
             reduced, so that gradients are never held whole. "auto": where the result is the same to
             the last bit and no code of the user's reads gradients. False: behind the backward.

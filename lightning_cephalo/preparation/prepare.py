@@ -110,7 +110,7 @@ def with_optimizers(problem: Problem, model: ShardedModel, facts: OptimizerFacts
     """Return a problem that counts what the user's optimizers hold, in place of Adam's moments."""
     planned, each = problem.moment_bytes, facts.each_bytes
     if each is not None and not math.isclose(each, planned, rel_tol=_ROUNDING):
-        problem = problem.with_moments(each, planned, problem.parameters)
+        problem = problem.with_moments(each)
         # a rank may hold a row more than its share
         row_bytes = max(0.0, each - planned) * largest_row(model)[0]
         problem = replace(problem, gathered_bytes=problem.gathered_bytes + row_bytes)

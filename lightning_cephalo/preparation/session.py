@@ -238,8 +238,8 @@ class Session(NotCopied):
         check_homes(plan, job.optimizers.stays, loss_scaler(self.view.precision) is not None)
         refusals = (
             (
-                members_of(plan.state_groups, plan.world_size) != self.model.members,
-                f"The plan says state_groups: {list(plan.state_groups) or 'none'}, but this"
+                members_of(plan.groups, plan.world_size) != self.model.members,
+                f"The plan says groups: {list(plan.groups) or 'none'}, but this"
                 f" training has begun with {list(self.model.state_groups) or 'none'}. A plan"
                 " cannot change them while training: begin with such a plan.",
             ),
@@ -369,7 +369,7 @@ def _plan_before(job: Job, fractions: Sequence[float]) -> Plan:
     """Return the plan until one is applied: an even batch, which counts the steps of an epoch."""
     even = deal(max(job.global_batch_size, len(fractions)), [1] * len(fractions))
     ranks = tuple(RankPlan((n,), f) for n, f in zip(even, fractions, strict=True))
-    return Plan(ranks, state_groups=job.state_groups)
+    return Plan(ranks, groups=job.state_groups)
 
 
 def _planned_memory(rank: RankPlan) -> str:

@@ -13,7 +13,7 @@ from lightning_cephalo.data.batch_layout import own_copy
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.plan import Problem
 from lightning_cephalo.profiling.isolation import isolated, moved_to_device
-from lightning_cephalo.profiling.memory_model import RetainedBytes, resting_bytes, state_fields
+from lightning_cephalo.profiling.memory_model import RetainedBytes, resting_bytes, state_of
 from lightning_cephalo.profiling.network import with_network_times
 from lightning_cephalo.profiling.optimizer_time import OptimizerTime, optimizer_time
 from lightning_cephalo.profiling.probe import Prober, ProfiledStep
@@ -127,6 +127,7 @@ def _problem_of(
     gathered_bytes = float(model.gathered_bytes)
     profile = profile_of(device, measured, retaining, units, gathered_bytes)
     profile = replace(profile, updated_parameters_per_s=updates.parameters_per_s)
+    state, early_state = state_of(model)
     problem = Problem(
         ranks=tuple(merge_equal_ranks(model.control.gather(profile))),
         units=units,
@@ -141,9 +142,9 @@ def _problem_of(
         unresharded_bytes=float(model.unresharded_bytes),
         # the forward's peak may lack a free unit buffer
         unresharded_peak_bytes=float(max((u.full_bytes for u in model.units[1:]), default=0)),
-        **state_fields(model),
+        state=state,
+        early_state=early_state,
         gathered_bytes=gathered_bytes,
-        hybrid_sharding=bool(model.state_groups),
-        state_groups=model.state_groups,
+        groups=model.state_groups,
     )
     return with_unit_parameters(problem, model)

@@ -23,6 +23,7 @@ from lightning_cephalo.common.quantities import format_mib
 from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.observe.memory import MemoryMeter
+from lightning_cephalo.plan import StateBytes
 from lightning_cephalo.plan.program import Instruction, Operation
 from lightning_cephalo.sharding.discovery import UnitKind
 from lightning_cephalo.sharding.placement import local_part
@@ -41,8 +42,8 @@ _ROW_COPIES = _STATE_COPIES + 2
 _COUNTER_BYTES = 64
 
 
-def state_fields(model: ShardedModel) -> dict[str, Any]:
-    """Return a problem's bytes of the whole model's state, which the plan's fractions divide.
+def state_of(model: ShardedModel) -> tuple[StateBytes, StateBytes]:
+    """Return the whole model's state, which the plan's fractions divide, and with early updates.
 
     A trained parameter takes 16, or 12 with early updates. Then what reduces receive comes from the
     first reduce of a block on, and what an update makes while a unit is updated.
@@ -62,12 +63,11 @@ def state_fields(model: ShardedModel) -> dict[str, Any]:
         masters = ((flat.contents.master_bytes, flat.trainable) for flat in model.flats)
         return float(sum(nbytes * (copies if is_trained else 1) for nbytes, is_trained in masters))
 
-    return {
-        "state_bytes": held(_STATE_COPIES) + received,
-        "early_state_bytes": held(_EARLY_COPIES) + of_heads,
-        "early_reducing_state_bytes": max(0.0, received - of_heads),
-        "early_updating_state_bytes": max(0.0, updating - of_heads),
-    }
+    return StateBytes(held(_STATE_COPIES) + received), StateBytes(
+        held(_EARLY_COPIES) + of_heads,
+        reducing_bytes=max(0.0, received - of_heads),
+        updating_bytes=max(0.0, updating - of_heads),
+    )
 
 
 def _received(units: Sequence[Unit], model: ShardedModel) -> int:
@@ -172,7 +172,7 @@ class StepMeter(Observer):
 
 
 class _StepTracker(MemoryTracker):
-    """Leaves out the buffers of a reduce: `state_bytes` counts them, by the planned shares."""
+    """Leaves out the buffers of a reduce: the state counts them, by the planned shares."""
 
     def __init__(self, model: ShardedModel) -> None:
         super().__init__()

@@ -11,10 +11,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
 
 from lightning_cephalo.execution.sharded_model import ShardedModel
-from lightning_cephalo.plan import Problem
+from lightning_cephalo.plan import Links, Problem
 from lightning_cephalo.plan.state_groups import fractions_are_even
 from lightning_cephalo.sharding.discovery import UnitKind
 from lightning_cephalo.sharding.unit import Unit
@@ -29,26 +28,6 @@ _WITH_BOTH = 3
 # Even shares save time if it is more than this part of it.
 _NOISE = 0.05
 _EXCHANGES = 5
-
-
-class MeanTimes(NamedTuple):
-    """Mean seconds of gathering a unit, of reducing it, and of both at the same time."""
-
-    gather_s: float = 0.0
-    reduce_s: float = 0.0
-    gather_and_reduce_s: float = 0.0
-
-    @property
-    def total_s(self) -> float:
-        """Seconds of a unit's gather in the forward, and of its gather and reduce after it."""
-        return self.gather_s + self.gather_and_reduce_s
-
-    def fields(self, prefix: str, reduced: float) -> dict[str, Any]:
-        """Return the fields of a problem of whose units this part is reduced."""
-        alone_s = self.gather_s, reduced * self.reduce_s
-        both_s = self.gather_s + reduced * (self.gather_and_reduce_s - self.gather_s)
-        names = ("gather_s", "reduce_s", "gather_and_reduce_s")
-        return {prefix + name: s for name, s in zip(names, (*alone_s, both_s), strict=True)}
 
 
 def with_network_times(
@@ -91,33 +70,39 @@ def with_network_times(
     exchanges_s = [_slowest(model, model.accelerator.now_s, exchange) for _ in range(_EXCHANGES)]
     problem = replace(
         problem,
-        **uneven.fields("", reduced),
-        root_gather_s=root.gather_s,
-        root_reduce_s=root.reduce_s,
-        last_gather_s=last.gather_s,
-        last_reduce_s=last.reduce_s,
+        links=_with_reduced(uneven, reduced),
+        root_links=root,
+        last_links=last,
         # the first unit's gather and the last unit's reduce, which no compute hides
         fill_s=uneven.gather_s + uneven.reduce_s,
         # the two exchanges that every step waits for, whatever the ranks compute
         step_overhead_s=2 * statistics.median(exchanges_s),
     )
-    if even.total_s >= (1 - _NOISE) * uneven.total_s:
+    # a unit's gather in the forward, and its gather and reduce after it
+    even_s, uneven_s = (each.gather_s + each.both_s for each in (even, uneven))
+    if even_s >= (1 - _NOISE) * uneven_s:
         return problem
-    return replace(problem, **even.fields("even_", reduced), padded_bytes=padded_bytes)
+    return replace(problem, even_links=_with_reduced(even, reduced), padded_bytes=padded_bytes)
 
 
-def _sum_of(model: ShardedModel, clock: Callable[[], float], *kinds: UnitKind) -> MeanTimes:
+def _with_reduced(links: Links, part: float) -> Links:
+    """Return the mean times of units of which this part is reduced."""
+    gather_s = links.gather_s
+    return Links(gather_s, part * links.reduce_s, gather_s + part * (links.both_s - gather_s))
+
+
+def _sum_of(model: ShardedModel, clock: Callable[[], float], *kinds: UnitKind) -> Links:
     """Return the times of all units of some kinds, one after the other."""
     times = [mean_times(model, clock, [unit]) for kind in kinds for unit in model.of_kind(kind)]
-    return MeanTimes(*map(sum, zip(*times, strict=True)))
+    return Links(sum(each.gather_s for each in times), sum(each.reduce_s for each in times))
 
 
-def mean_times(model: ShardedModel, clock: Callable[[], float], units: Sequence[Unit]) -> MeanTimes:
+def mean_times(model: ShardedModel, clock: Callable[[], float], units: Sequence[Unit]) -> Links:
     """Return the mean times of units whose collectives run as in a step."""
     passed = _spread([unit for unit in units if unit.flats])
     trained = _spread([unit for unit in units if unit.trainable])
     if not passed:
-        return MeanTimes()
+        return Links()
     timed = partial(_slowest, model, clock)
 
     def forward() -> None:
@@ -163,16 +148,15 @@ def mean_times(model: ShardedModel, clock: Callable[[], float], units: Sequence[
     forward_s, *of_trained = map(statistics.median, zip(*(passes[1:] or passes), strict=True))
     gather_s = forward_s / len(passed)
     if not trained:
-        return MeanTimes(gather_s, 0.0, gather_s)
+        return Links(gather_s)
     backward_s, last_s = of_trained
     # the last reduce runs alone: its unit counts for all by its bytes
     mean_bytes = statistics.fmean(unit.gradient_bytes for unit in trained)
     reduce_s = last_s * mean_bytes / max(1, trained[0].gradient_bytes)
     if len(trained) < _WITH_BOTH:
-        return MeanTimes(gather_s, reduce_s, gather_s + reduce_s)
+        return Links(gather_s, reduce_s)
     both_s = (backward_s - gather_s - reduce_s) / (len(trained) - 2)
-    # a gather or a reduce alone is never longer
-    return MeanTimes(gather_s, reduce_s, max(gather_s, reduce_s, both_s))
+    return Links(gather_s, reduce_s, max(0.0, both_s))
 
 
 def _spread(units: Sequence[Unit]) -> Sequence[Unit]:

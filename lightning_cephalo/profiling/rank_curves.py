@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -15,22 +16,17 @@ from torch.utils import _pytree as pytree
 
 from lightning_cephalo.accelerator import Device
 from lightning_cephalo.execution.sharded_model import ShardedModel
-from lightning_cephalo.plan import Problem, RankProfile
+from lightning_cephalo.plan import KeptCurves, Problem, RankProfile
 from lightning_cephalo.plan.curves import Curves, CurveTable, save_measured
+from lightning_cephalo.plan.problem import CURVES, MEMORY_CURVES, TIME_CURVES
 from lightning_cephalo.profiling.sweep import Measured
 
+_T = TypeVar("_T", RankProfile, KeptCurves)
 # Ranks with the same device name whose times and capacities differ by less count as equal.
 _ALIKE = 0.10
 # Memory that grows by less than this part of before has slowed down.
 _SLOWER = 0.9
 # Of equal ranks' figures, times are medians, memory is the largest, and the rest the smallest.
-_TIMES = ("forward_s", "backward_s", "tail_s")
-_MEMORY = (
-    "compute_bytes",
-    "reducing_compute_bytes",
-    "kept_compute_bytes",
-    "kept_reducing_compute_bytes",
-)
 _LEAST = (
     "capacity_bytes",
     "updated_parameters_per_s",
@@ -83,12 +79,8 @@ def profile_of(
         {m: at.backward_s / max(times[m].backward_s, 1e-12) for m, at in retaining.times.items()}
     )
     compute, reducing = memory(retaining)
-    return replace(
-        profile,
-        kept_backward_s=tuple(np.multiply(shares, profile.backward_s).tolist()),
-        kept_compute_bytes=compute,
-        kept_reducing_compute_bytes=reducing,
-    )
+    kept = KeptCurves(tuple(np.multiply(shares, profile.backward_s)), compute, reducing)
+    return replace(profile, kept=kept)
 
 
 def compute_curve(
@@ -128,11 +120,9 @@ def merge_equal_ranks(profiles: Sequence[RankProfile]) -> list[RankProfile]:
         group = [profile for profile in profiles if profile.name == name]
         length = min(profile.largest_microbatch_size for profile in group)
         capacities = [profile.capacity_bytes for profile in group]
-        curves = {
-            curve: [getattr(own, curve)[:length] for own in group]
-            for curve in (*_TIMES, "kept_backward_s", *_MEMORY)
-        }
-        totals = np.sum([curves[curve] for curve in _TIMES], axis=0)  # by rank and size
+        group = [own.up_to(length) for own in group]
+        # by rank and size
+        totals = np.sum([[getattr(own, curve) for own in group] for curve in TIME_CURVES], axis=0)
         typical = np.median(totals, axis=0)
         if (
             not length
@@ -140,13 +130,23 @@ def merge_equal_ranks(profiles: Sequence[RankProfile]) -> list[RankProfile]:
             or np.any(np.abs(totals - typical) > _ALIKE * typical)
         ):
             continue
-        merged: dict[str, Any] = {rate: min(getattr(own, rate) for own in group) for rate in _LEAST}
-        for curve, own in curves.items():
-            merge = np.max if curve in _MEMORY else np.median
-            merged[curve] = tuple(merge(own, axis=0).tolist()) if all(own) else ()
-        shared = replace(group[0], **merged)
+        least: dict[str, Any] = {rate: min(getattr(own, rate) for own in group) for rate in _LEAST}
+        kept = [own.kept for own in group if own.kept is not None]
+        shared = replace(
+            _merged(group), **least, kept=_merged(kept) if len(kept) == len(group) else None
+        )
         found = [shared if own.name == name else own for own in found]
     return found
+
+
+def _merged(records: Sequence[_T]) -> _T:
+    """Return the first of some records, with the curves of all."""
+    merged: dict[str, Any] = {}
+    for curve in filter(partial(hasattr, records[0]), CURVES):
+        own = [getattr(record, curve) for record in records]
+        merge = np.max if curve in MEMORY_CURVES else np.median
+        merged[curve] = merge(own, axis=0) if all(own) else ()
+    return replace(records[0], **merged)
 
 
 def remember(problem: Problem, model: ShardedModel, batch: Any) -> str | None:

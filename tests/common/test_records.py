@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import KW_ONLY, FrozenInstanceError, dataclass, fields
+from dataclasses import KW_ONLY, FrozenInstanceError, dataclass, fields, replace
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -30,7 +30,6 @@ from lightning_cephalo.plan.curves import Curves, CurveTable
 class Dish(Record):
     kind = "dish"
     named_by = "name"
-    leaves_out_defaults = True
 
     name: Text
     grams: PositiveOrInfinite = math.inf
@@ -44,6 +43,12 @@ class Dish(Record):
 class Meal(FileRecord):
     kind = "meal"
     removed: ClassVar = {"music": (False, "Bring a radio."), "weather": (None, "")}
+    renamed: ClassVar = {
+        "minutes_s": "duration_s",
+        "tip": "note",
+        "drink_name": "drink.name",
+        "drink_grams": "drink.grams",
+    }
 
     dishes: Annotated[tuple[Dish, ...], ListOf(Dish, "a Dish", "dishes")]
     _: KW_ONLY
@@ -51,6 +56,7 @@ class Meal(FileRecord):
     duration_s: Amount = 0.0
     place: Annotated[str, OneOf(("in", "out"), "in or out")] = "in"
     note: str | None = None
+    drink: Dish | None = None
 
 
 SOUP = Dish("soup", 250, True)
@@ -84,14 +90,26 @@ def test_a_wrong_field_is_named(make, message):
         make()
 
 
-def test_a_mapping_lacks_what_is_absent_and_where_asked_defaults():
-    assert MEAL.to_dict() == {
-        "dishes": [{"name": "soup", "grams": 250.0, "is_hot": True}, {"name": "bread"}],
-        "guests": 4,
-        "duration_s": 0.0,
-        "place": "in",
-    }
-    assert Meal.from_dict(MEAL.to_dict()) == MEAL
+def test_a_mapping_lacks_defaults_and_has_lists_last():
+    meal = replace(MEAL, drink=Dish("tea"))
+    assert list(meal.to_dict().items()) == [
+        ("guests", 4),
+        ("drink", {"name": "tea"}),
+        ("dishes", [{"name": "soup", "grams": 250.0, "is_hot": True}, {"name": "bread"}]),
+    ]
+    assert Meal.from_dict(meal.to_dict()) == meal
+    assert "drink" not in MEAL.to_dict() and Meal.from_dict(MEAL.to_dict()) == MEAL
+
+
+def test_fields_of_earlier_versions_are_read_under_their_names_of_today():
+    data = MEAL.to_dict()
+    earlier = {**data, "minutes_s": 60.0, "drink_name": "tea", "drink_grams": 200, "tip": None}
+    assert Meal.from_dict(earlier) == replace(MEAL, duration_s=60.0, drink=Dish("tea", 200))
+    with pytest.raises(PlanError, match=r"^meal: drink: missing 'name'"):
+        Meal.from_dict({**data, "drink_grams": 200})
+    message = r"^meal: got both 'drink' and 'drink_name', its name in earlier versions\. Leave out"
+    with pytest.raises(PlanError, match=message):
+        Meal.from_dict({**data, "drink": {"name": "tea"}, "drink_name": "tea"})
 
 
 @pytest.mark.parametrize("suffix", [".yaml", ".json"])

@@ -13,7 +13,12 @@ from profiled import GPT, fit, in_ranks, loader
 from lightning_cephalo import Plan, Planner, RankPlan
 from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.emulation import active_device
-from lightning_cephalo.plan import PlanError, Problem, RankProfile
+from lightning_cephalo.plan import (
+    PlanError,
+    Problem,
+    RankProfile,
+    StateBytes,
+)
 from lightning_cephalo.preparation import prepare as planning
 from lightning_cephalo.preparation.limits import HostMemory, read_limits, with_host_memory
 from lightning_cephalo.preparation.options import Options
@@ -155,7 +160,7 @@ def test_caps():
 
 def test_equal_ranks_stay_equal_and_ranks_on_the_cpu_move_nothing():
     rank = RankProfile("a", [1.0], [1.0], [1.0], [1.0], 100)
-    problem = Problem([rank, rank], units=2, state_bytes=1, global_batch_size=2)
+    problem = Problem([rank, rank], units=2, state=StateBytes(1), global_batch_size=2)
     hosts = [HostMemory(10.0, 3.0), HostMemory(20.0, 2.0)]
     first, second = with_host_memory(problem, hosts).ranks
     assert first == second

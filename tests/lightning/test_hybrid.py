@@ -183,7 +183,7 @@ def test_what_does_not_go_together_is_refused_by_name_on_every_rank():
     for found, losses in in_ranks(3, _all_refused, "hybrid 2 + 1"):
         assert "Adafactor updates whole parameters" in found["whole"]
         assert "optimizer_offload='auto' does not work with hybrid sharding" in found["offload"]
-        assert "the plan has no state_groups" in found["no groups"]
+        assert "the plan has no groups" in found["no groups"]
         assert "all 3 ranks are on one node" in found["one node"]
         assert (
             "told apart by the launcher's node number, the host name, the kernel"
@@ -202,7 +202,7 @@ class _Changes(Callback):
         with pytest.raises((PlanError, RemoteRankError), match="cannot change them while training"):
             alone = [RankPlan((3,), 0.5), RankPlan((2,), 0.25), RankPlan((3,), 0.25)]
             trainer.strategy.change_plan(Plan(alone))
-        trainer.strategy.change_plan(Plan(ranks, state_groups=(0, 0, 1)))
+        trainer.strategy.change_plan(Plan(ranks, groups=(0, 0, 1)))
 
 
 class _Manual(Net):
@@ -248,7 +248,7 @@ def test_a_plan_is_solved_for_nodes_that_hold_the_whole_state_and_changes_inside
     ranks = in_ranks(3, _solved)
     for solved, changed in ranks:
         for plan, own_losses, own_values in solved:
-            assert plan.state_groups == (0, 0, 1) and plan.step_s > 0
+            assert plan.groups == (0, 0, 1) and plan.step_s > 0
             totals = [sum(own) for own in plan.fractions_of_groups]
             assert totals == pytest.approx([1] * len(totals))
             assert own_losses == pytest.approx(losses, rel=1e-5)
@@ -258,4 +258,4 @@ def test_a_plan_is_solved_for_nodes_that_hold_the_whole_state_and_changes_inside
 
 
 def test_plans_of_the_tests_have_groups():
-    assert all(PLANS[name].state_groups for name in GROUPED)
+    assert all(PLANS[name].groups for name in GROUPED)

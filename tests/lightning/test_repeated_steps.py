@@ -19,14 +19,19 @@ from torchmetrics import MeanMetric, SumMetric
 from lightning_cephalo import CephaloStrategy, Plan, Planner
 from lightning_cephalo.adapters.repeated_step import RepeatedStep
 from lightning_cephalo.execution.memory_errors import OutOfMemoryInStepError
-from lightning_cephalo.plan import Problem, RankProfile, solve
+from lightning_cephalo.plan import (
+    Problem,
+    RankProfile,
+    StateBytes,
+    solve,
+)
 from lightning_cephalo.plan.replan import ReplanPolicy
 from lightning_cephalo.preparation import replanning
 
 CURVE = [0.01 * size for size in range(1, 9)]
 BYTES = [1000.0 * size for size in range(1, 9)]
 RANK = RankProfile("made up", CURVE, [2 * s for s in CURVE], CURVE, BYTES, 20_000.0)
-PROBLEM = Problem([RANK, RANK], units=3, state_bytes=20_000, global_batch_size=GLOBAL_BATCH)
+PROBLEM = Problem([RANK, RANK], units=3, state=StateBytes(20_000), global_batch_size=GLOBAL_BATCH)
 PLAN = solve(PROBLEM)
 STEPS = 7
 
@@ -279,7 +284,9 @@ class Grows(GPT):
 
 LARGE = [0.5e6 * size for size in range(1, 9)]
 DEVICE = RankProfile("made up", CURVE, CURVE, CURVE, LARGE, 4.6e6)
-ON_DEVICES = Problem([DEVICE, DEVICE], units=3, state_bytes=2e6, global_batch_size=GLOBAL_BATCH)
+ON_DEVICES = Problem(
+    [DEVICE, DEVICE], units=3, state=StateBytes(2e6), global_batch_size=GLOBAL_BATCH
+)
 
 
 def _grown(capacity_bytes: int):

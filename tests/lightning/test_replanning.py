@@ -14,7 +14,13 @@ from lightning.pytorch.loggers import CSVLogger
 from plans import GLOBAL_BATCH, QUIET, plan_of
 
 from lightning_cephalo import CephaloStrategy, Planner
-from lightning_cephalo.plan import Problem, RankProfile, predict, solve
+from lightning_cephalo.plan import (
+    Problem,
+    RankProfile,
+    StateBytes,
+    predict,
+    solve,
+)
 from lightning_cephalo.plan.replan import ReplanPolicy
 from lightning_cephalo.preparation import replanning
 from lightning_cephalo.preparation.job import Job
@@ -23,7 +29,7 @@ from lightning_cephalo.preparation.options import Options
 
 CURVE = [0.01 * size for size in range(1, 9)]
 RANK = RankProfile("made up", CURVE, [2 * s for s in CURVE], CURVE, [0.0] * 8, 1e9)
-PROBLEM = Problem([RANK, RANK], units=3, state_bytes=2**20, global_batch_size=GLOBAL_BATCH)
+PROBLEM = Problem([RANK, RANK], units=3, state=StateBytes(2**20), global_batch_size=GLOBAL_BATCH)
 STEPS, SLOW = 120, range(30, 70)
 # Its optimizer state lives in host memory, before a change and after it.
 OFFLOADED = replace(

@@ -15,7 +15,10 @@ from warm_ranks import in_ranks
 
 from lightning_cephalo import CephaloStrategy, Plan, RankPlan
 from lightning_cephalo.emulation import active_device
-from lightning_cephalo.plan import Problem
+from lightning_cephalo.plan import (
+    Links,
+    Problem,
+)
 from lightning_cephalo.preparation import prepare as planning
 
 MODEL = {"width": 64, "depth": 3, "context": 8}
@@ -110,8 +113,8 @@ class Solving:
 
         def measured(**arguments) -> Problem:
             self.measured = self.measured or measure(**arguments)
-            alone = {"gather_and_reduce_s": None, "even_gather_and_reduce_s": None}
-            return replace(self.measured, gather_s=gather_s, even_gather_s=None, **alone)
+            links = Links(gather_s, self.measured.links.reduce_s)
+            return replace(self.measured, links=links, even_links=None)
 
         planning.measure = measured
         try:

@@ -10,7 +10,15 @@ import pytest
 from lightning_cephalo.observe.trace import write_recording, write_trace
 from lightning_cephalo.observe.watch import aligned
 from lightning_cephalo.offline.simulate import simulate
-from lightning_cephalo.plan import Plan, PlanError, Problem, RankPlan, RankProfile
+from lightning_cephalo.plan import (
+    Links,
+    Plan,
+    PlanError,
+    Problem,
+    RankPlan,
+    RankProfile,
+    StateBytes,
+)
 from lightning_cephalo.plan.program import Instruction, Operation
 from lightning_cephalo.plan.timeline import Event, Recording, Stream
 
@@ -30,9 +38,8 @@ def case(ranks: int, **changes) -> tuple[Problem, Plan]:
     problem = Problem(
         [PROFILE] * ranks,
         units=4,
-        gather_s=1e-3 / 3,
-        reduce_s=2e-3 / 3,
-        state_bytes=100,
+        links=Links(1e-3 / 3, 2e-3 / 3),
+        state=StateBytes(100),
         global_batch_size=3 * ranks,
         boundary_bytes=1,
     )

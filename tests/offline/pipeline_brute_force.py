@@ -64,9 +64,9 @@ def quick_plan(problem: Problem, time_limit_s: float = 0.0) -> Plan | None:
         batches[min(able)[1]] += 1
     used = [need.of((1,) * batch) for need, batch in zip(needs, batches, strict=True)]
     capacities = [own.capacity_bytes for own in problem.ranks]
-    if sum(capacities) - sum(used) < problem.state_bytes:
+    if sum(capacities) - sum(used) < problem.state.held_bytes:
         return None
-    fractions = share_state(problem.state_bytes, used, capacities)
+    fractions = share_state(problem.state.held_bytes, used, capacities)
     parts = [RankPlan((1,) * batch, share) for batch, share in zip(batches, fractions, strict=True)]
     return priced(problem, parts, backend="quick")
 

@@ -7,7 +7,12 @@ import random
 from lightning_cephalo.offline.estimate.network import Link, Network
 from lightning_cephalo.offline.pipeline.problem import Block, PartBytes, PipelineProblem
 from lightning_cephalo.offline.pipeline.times import Crossing, Gathering, StageTimes
-from lightning_cephalo.plan import Problem, RankProfile
+from lightning_cephalo.plan import (
+    Links,
+    Problem,
+    RankProfile,
+    StateBytes,
+)
 
 
 def random_stage(dice: random.Random, *, last: bool) -> StageTimes:
@@ -77,12 +82,10 @@ def problem_of(
     whole = Problem(
         ranks=tuple(each for node in nodes for each in node),
         units=units,
-        gather_s=gather_s,
-        reduce_s=reduce_s,
-        root_gather_s=network.ring_s(ranks, 10.0),
-        root_reduce_s=network.ring_s(ranks, 20.0),
+        links=Links(gather_s, reduce_s),
+        root_links=Links(network.ring_s(ranks, 10.0), network.ring_s(ranks, 20.0)),
         fill_s=gather_s + reduce_s,
-        state_bytes=units * 160.0 + 80.0 + 40.0,
+        state=StateBytes(units * 160.0 + 80.0 + 40.0),
         global_batch_size=batch,
         boundary_bytes=2.0,
         gathered_bytes=min(2, units) * 60.0 + 30.0,

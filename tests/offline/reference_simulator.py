@@ -25,7 +25,7 @@ class Reference:
 def reference_step(problem: Problem, plan: Plan) -> Reference:
     """Play one step."""
     problem = cost.as_planned(problem, plan)
-    gather_s, reduce_s = problem.gather_s, problem.reduce_s
+    gather_s, reduce_s = problem.links.gather_s, problem.links.reduce_s
     lanes = [_Lane(problem, *pair) for pair in zip(problem.ranks, plan.ranks, strict=True)]
     link_s = 0.0
 
@@ -35,7 +35,7 @@ def reference_step(problem: Problem, plan: Plan) -> Reference:
         return link_s
 
     units = problem.units
-    collective(problem.root_gather_s)
+    collective(problem.root_links.gather_s)
     ready_s = collective(gather_s)
     for unit in range(units):
         following_s = collective(gather_s) if unit + 1 < units else ready_s
@@ -45,13 +45,17 @@ def reference_step(problem: Problem, plan: Plan) -> Reference:
     for unit in reversed(range(units)):
         following_s = ready_s
         if unit and problem.reshard_after_forward:
-            beside_s = 0.0 if unit + 1 == units else problem.both_s - gather_s - reduce_s
+            beside_s = 0.0 if unit + 1 == units else problem.links.both_s - gather_s - reduce_s
             following_s = collective(gather_s + beside_s)
         for lane in lanes:
             lane.backward(unit, ready_s)
         collective(reduce_s)
         ready_s = following_s
-    step_s = collective(problem.root_reduce_s) + problem.update_overhead_s + problem.step_overhead_s
+    step_s = (
+        collective(problem.root_links.reduce_s)
+        + problem.update_overhead_s
+        + problem.step_overhead_s
+    )
     peaks = [lane.peaks() for lane in lanes]
     return Reference(step_s, tuple(p for p, _ in peaks), tuple(h for _, h in peaks))
 
@@ -64,7 +68,7 @@ class _Lane:
         self._copy_s = [cost.copy_time(problem, profile, size, mode) for size in self._sizes]
         self._away = problem.units - _STAY if part.offload else 0
         self._keeps = not mode.recompute
-        self._rest = part.state_fraction * problem.state_bytes + problem.fixed_bytes
+        self._rest = part.state_fraction * problem.state.held_bytes + problem.fixed_bytes
         self._rest += problem.microbatch_bytes * len(self._sizes)
         if part.offload and problem.units > _STAY:
             self._rest += problem.boundary_bytes * part.batch_size

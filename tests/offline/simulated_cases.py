@@ -6,7 +6,16 @@ import dataclasses
 
 import numpy as np
 
-from lightning_cephalo.plan import Plan, Problem, RankPlan, RankProfile, predict
+from lightning_cephalo.plan import (
+    KeptCurves,
+    Links,
+    Plan,
+    Problem,
+    RankPlan,
+    RankProfile,
+    StateBytes,
+    predict,
+)
 
 _SPREAD = 0.2
 _MIB = 2**20
@@ -47,8 +56,7 @@ class Model:
             tail_s=forward_s * tail * size,
             compute_bytes=compute_bytes,
             capacity_bytes=np.inf,
-            kept_backward_s=forward_s * backward * size,
-            kept_compute_bytes=compute_bytes,
+            kept=KeptCurves(forward_s * backward * size, compute_bytes),
             host_capacity_bytes=np.inf,
             # copying a unit's boundaries takes 2 to 100 % of its forward
             offload_bytes_per_s=_BOUNDARY_BYTES / (forward_s * random.uniform(0.02, 1)),
@@ -93,7 +101,7 @@ def random_case(random: np.random.Generator, units: int) -> tuple[Problem, Plan]
     problem = Problem(
         profiles,
         units,
-        state_bytes=units * 200.0 * _MIB,
+        state=StateBytes(units * 200.0 * _MIB),
         global_batch_size=sum(part.batch_size for part in parts),
         boundary_bytes=_BOUNDARY_BYTES,
         kept_bytes=8 * _BOUNDARY_BYTES,
@@ -104,14 +112,18 @@ def random_case(random: np.random.Generator, units: int) -> tuple[Problem, Plan]
     both_s = gather_s + reduce_s
     problem = dataclasses.replace(
         problem,
-        gather_s=gather_s,
-        reduce_s=reduce_s,
-        gather_and_reduce_s=random.choice([None, max(gather_s, reduce_s), 1.2 * both_s]),
-        even_gather_s=0.8 * gather_s,
-        even_reduce_s=0.8 * reduce_s,
+        links=Links(
+            gather_s,
+            reduce_s,
+            gather_and_reduce_s=random.choice([None, max(gather_s, reduce_s), 1.2 * both_s]),
+        ),
+        even_links=Links(0.8 * gather_s, 0.8 * reduce_s),
         fill_s=both_s,  # as in profiles and estimates
-        root_gather_s=gather_s * random.uniform(0, 2),
-        root_reduce_s=reduce_s * random.uniform(0, 2),
+        root_links=dataclasses.replace(
+            problem.root_links,
+            gather_s=gather_s * random.uniform(0, 2),
+            reduce_s=reduce_s * random.uniform(0, 2),
+        ),
         update_overhead_s=forward_s * random.uniform(0, 1),
         gathered_bytes=800.0 * _MIB,
     )

@@ -7,7 +7,17 @@ import math
 import pytest
 
 from lightning_cephalo.offline.baselines import BASELINES, even, proportional
-from lightning_cephalo.plan import InfeasibleError, Plan, Problem, RankProfile, predict, solve
+from lightning_cephalo.plan import (
+    InfeasibleError,
+    KeptCurves,
+    Links,
+    Plan,
+    Problem,
+    RankProfile,
+    StateBytes,
+    predict,
+    solve,
+)
 
 
 def rank(name="a", speed=1.0, sizes=8, capacity=math.inf, **more) -> RankProfile:
@@ -25,7 +35,7 @@ def rank(name="a", speed=1.0, sizes=8, capacity=math.inf, **more) -> RankProfile
 
 
 def problem(ranks, batch, state=0.0, units=1, **more) -> Problem:
-    return Problem(ranks, units=units, state_bytes=state, global_batch_size=batch, **more)
+    return Problem(ranks, units=units, state=StateBytes(state), global_batch_size=batch, **more)
 
 
 def batches(plan: Plan) -> list[int]:
@@ -52,7 +62,7 @@ def test_even_deals_the_remainder_to_the_first_ranks():
 
 def test_even_shards_stay_gathered_where_cephalo_may_have_them_stay():
     """FSDP2 has the same option: a comparison must not count it as the planner's."""
-    slow = {"units": 2, "gather_s": 20, "reduce_s": 20, "unresharded_bytes": 5}
+    slow = {"units": 2, "links": Links(20, 20), "unresharded_bytes": 5}
     for baseline in (even, proportional):
         plans = [
             baseline(problem([rank(capacity=capacity)] * 2, 4, reshard_after_forward=asked, **slow))
@@ -97,7 +107,7 @@ def test_even_names_the_rank_that_does_not_fit():
 
 
 def test_even_keeps_activations_where_that_fits():
-    keeps = rank(capacity=10, kept_backward_s=[1.0] * 8, kept_compute_bytes=[5.0] * 8)
+    keeps = rank(capacity=10, kept=KeptCurves([1.0] * 8, [5.0] * 8))
     for state, recomputes in ((8, False), (14, True)):
         plan = even(problem([keeps, keeps], 2, state=state))
         assert [part.recompute for part in plan.ranks] == [recomputes] * 2

@@ -20,7 +20,7 @@ from lightning_cephalo import Plan, Problem, RankProfile
 from lightning_cephalo.offline import answers, cli, scenario
 from lightning_cephalo.offline.answers import ComparisonRow
 from lightning_cephalo.offline.cli import BAD_INPUT, DONE, INFEASIBLE, UNEXPECTED, UNSOLVED, main
-from lightning_cephalo.plan import SolverError, predict
+from lightning_cephalo.plan import Links, SolverError, StateBytes, predict
 from lightning_cephalo.plan.curves import Curves, CurveTable, save_measured
 
 TINY = ["--model-option", "n_layer=4", "--model-option", "n_embd=64", "--model-option", "n_head=2"]
@@ -45,7 +45,12 @@ def problem(tmp_path: Path) -> Path:
     ranks = [rank("fast", 3), rank("slow", 1)]
     path = tmp_path / "problem.yaml"
     Problem(
-        ranks, units=24, gather_s=0.5, state_bytes=600, global_batch_size=16, update_overhead_s=1
+        ranks,
+        units=24,
+        links=Links(0.5),
+        state=StateBytes(600),
+        global_batch_size=16,
+        update_overhead_s=1,
     ).save(path)
     return path
 
@@ -207,7 +212,7 @@ def test_the_first_line_says_what_is_planned_for(capsys, case):
 def test_a_step_that_takes_no_time(capsys, tmp_path):
     path = tmp_path / "problem.yaml"
     free = RankProfile("free", [0.0], [0.0], [0.0], [1.0], 1000)
-    Problem([free], units=1, state_bytes=1, global_batch_size=4).save(path)
+    Problem([free], units=1, state=StateBytes(1), global_batch_size=4).save(path)
     for command in ("plan", "simulate", "compare"):
         assert main([command, "--problem", str(path)]) == DONE
     assert "inf" in capsys.readouterr().out
@@ -221,7 +226,7 @@ def test_the_first_line_of_a_saved_problem_is_its_file(capsys, problem):
 def test_compare_says_what_cannot_run_and_why(capsys, tmp_path):
     path = tmp_path / "problem.yaml"
     ranks = [rank("large", 1, 1000), rank("small", 1, 100)]
-    Problem(ranks, units=8, state_bytes=600, global_batch_size=8).save(path)
+    Problem(ranks, units=8, state=StateBytes(600), global_batch_size=8).save(path)
     assert main(["compare", "--problem", str(path), "--json"]) == DONE
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     even = rows["even batch, even state (FSDP)"]
@@ -231,7 +236,7 @@ def test_compare_says_what_cannot_run_and_why(capsys, tmp_path):
 
 def test_nothing_fits(capsys, tmp_path):
     path = tmp_path / "problem.yaml"
-    Problem([rank("a", 1, 100)], units=8, state_bytes=600, global_batch_size=8).save(path)
+    Problem([rank("a", 1, 100)], units=8, state=StateBytes(600), global_batch_size=8).save(path)
     for command in ("plan", "simulate", "compare"):
         assert main([command, "--problem", str(path)]) == INFEASIBLE
         said = capsys.readouterr()

@@ -17,7 +17,15 @@ from lightning_cephalo.offline.figures import (
     timeline_figure,
 )
 from lightning_cephalo.offline.simulate import simulate
-from lightning_cephalo.plan import Plan, PlanError, Problem, RankPlan, RankProfile
+from lightning_cephalo.plan import (
+    Links,
+    Plan,
+    PlanError,
+    Problem,
+    RankPlan,
+    RankProfile,
+    StateBytes,
+)
 from lightning_cephalo.plan.program import Instruction, Operation
 from lightning_cephalo.plan.timeline import Simulation
 
@@ -40,9 +48,8 @@ def case(names: str, *, offload: bool = False) -> tuple[Simulation, Problem, Pla
     problem = Problem(
         [profile(name, 1 + ord(name) / 100) for name in names],
         units=4,
-        gather_s=0.5,
-        reduce_s=0.5,
-        state_bytes=20 * len(names),
+        links=Links(0.5, 0.5),
+        state=StateBytes(20 * len(names)),
         global_batch_size=2 * len(names),
         boundary_bytes=2,
         gathered_bytes=7,

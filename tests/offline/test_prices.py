@@ -15,7 +15,13 @@ from lightning_cephalo.offline.cli import BAD_INPUT, DONE, main
 from lightning_cephalo.offline.estimate.cluster import Cluster
 from lightning_cephalo.offline.prices import mixes, price_of, prices_of
 from lightning_cephalo.offline.scenario import Scenario
-from lightning_cephalo.plan import InfeasibleError, PlanError, solve
+from lightning_cephalo.plan import (
+    InfeasibleError,
+    Links,
+    PlanError,
+    StateBytes,
+    solve,
+)
 
 SPEEDS = {"A6000": 2.0, "L4": 1.0, "T4": 0.6}
 PRICES = {"A6000": 0.8, "L4": 0.3, "T4": 0.25}
@@ -32,7 +38,7 @@ def problem_of(cluster: Cluster, hybrid: bool = False) -> Problem:
         ranks.append(RankProfile(rank.device.name, times, times, times, list(sizes), 100.0))
     gather_s = 0.5 if len(cluster.nodes) == 1 else 2.0
     return Problem(
-        ranks, units=4, gather_s=gather_s, reduce_s=gather_s, state_bytes=150, global_batch_size=12
+        ranks, units=4, links=Links(gather_s, gather_s), state=StateBytes(150), global_batch_size=12
     )
 
 

@@ -15,7 +15,18 @@ from reference_simulator import reference_step
 from simulated_cases import random_case as drawn_case
 
 from lightning_cephalo.offline.simulate import programs_of, simulate
-from lightning_cephalo.plan import Plan, PlanError, Problem, RankPlan, RankProfile, cost, predict
+from lightning_cephalo.plan import (
+    KeptCurves,
+    Links,
+    Plan,
+    PlanError,
+    Problem,
+    RankPlan,
+    RankProfile,
+    StateBytes,
+    cost,
+    predict,
+)
 from lightning_cephalo.plan.check import check
 from lightning_cephalo.plan.program import COLLECTIVES, COMPUTE, Operation
 from lightning_cephalo.plan.timeline import Event, Simulation, Stream
@@ -32,16 +43,14 @@ def problem(gather_s: float, reduce_s: float, **changes) -> Problem:
     given = {
         "ranks": [FAST, SLOW],
         "units": 2,
-        "gather_s": gather_s,
-        "reduce_s": reduce_s,
-        "state_bytes": 100,
+        "links": Links(gather_s, reduce_s),
+        "state": StateBytes(100),
         "global_batch_size": 2,
         "boundary_bytes": 2,
         "update_overhead_s": 0.5,
         "gathered_bytes": 7,
         "step_overhead_s": 0.25,
-        "root_gather_s": 1,
-        "root_reduce_s": 1,
+        "root_links": Links(1, 1),
     }
     return Problem(**given | changes)
 
@@ -53,12 +62,14 @@ def random_case(seed: int, units: int) -> tuple[Problem, Plan]:
 def early(case: Problem, seed: int) -> Problem:
     """The case with updates inside the backward, of a part of the optimizer's time or all of it."""
     update_s = case.update_overhead_s * (1 + seed % 4) / 4 / case.units
-    held = 0.75 * case.state_bytes
+    held = 0.75 * case.state.held_bytes
     ranks = tuple(
         dataclasses.replace(
             rank,
             reducing_compute_bytes=[0.9 * size for size in rank.compute_bytes],
-            kept_reducing_compute_bytes=[0.8 * size for size in rank.kept_compute_bytes],
+            kept=dataclasses.replace(
+                rank.kept, reducing_compute_bytes=[0.8 * size for size in rank.kept.compute_bytes]
+            ),
         )
         for rank in case.ranks
     )
@@ -66,9 +77,11 @@ def early(case: Problem, seed: int) -> Problem:
         case,
         ranks=ranks,
         unit_update_s=update_s,
-        early_state_bytes=held,
-        early_reducing_state_bytes=held / case.units,
-        early_updating_state_bytes=held * (1 + seed % 3) / case.units,
+        early_state=StateBytes(
+            held,
+            reducing_bytes=held / case.units,
+            updating_bytes=held * (1 + seed % 3) / case.units,
+        ),
     ).with_early_update()
 
 
@@ -182,7 +195,7 @@ def test_busy_and_waiting_by_hand():
 
 
 def test_equal_shares_use_the_times_of_even_collectives():
-    case = problem(4, 3, even_gather_s=1, even_reduce_s=1)
+    case = problem(4, 3, even_links=Links(1, 1))
     even = Plan([dataclasses.replace(rank, state_fraction=0.5) for rank in PLAN.ranks])
     assert simulate(case, even).step_s == 19.75
     assert simulate(case, PLAN).step_s == 26.75
@@ -197,9 +210,7 @@ def test_a_rank_without_samples_only_communicates():
 
 def test_copies_by_hand():
     copying = dataclasses.replace(SLOW, host_capacity_bytes=100, offload_bytes_per_s=0.5)
-    case = problem(
-        0, 0, ranks=[copying], units=4, boundary_bytes=3, root_gather_s=0, root_reduce_s=0
-    )
+    case = problem(0, 0, ranks=[copying], units=4, boundary_bytes=3, root_links=Links(0, 0))
     simulation = simulate(case, Plan([RankPlan((1,), 1.0, offload=True)]))
     # a copy takes 6: unit 2 waits for the room of unit 0's boundary; the last two units' stay
     assert spans(simulation, 0, Stream.COMPUTE) == [
@@ -333,7 +344,7 @@ def test_a_stream_is_busy_for_the_work_that_it_has(seed, units):
     case, plan = random_case(seed, units)
     simulation = simulate(case, plan)
     planned = cost.as_planned(case, plan)
-    gather_s, reduce_s = planned.gather_s, planned.reduce_s
+    gather_s, reduce_s = planned.links.gather_s, planned.links.reduce_s
     for rank, (profile, part) in enumerate(zip(case.ranks, plan.ranks, strict=True)):
         mode = cost.Mode.of(part)
         one_pass = [
@@ -347,8 +358,8 @@ def test_a_stream_is_busy_for_the_work_that_it_has(seed, units):
         assert timeline.communication_s == pytest.approx(
             (2 * units - 1) * gather_s
             + units * reduce_s
-            + max(0, units - 2) * (planned.both_s - gather_s - reduce_s)
-            + (case.root_gather_s + case.root_reduce_s)
+            + max(0, units - 2) * (planned.links.both_s - gather_s - reduce_s)
+            + (case.root_links.gather_s + case.root_links.reduce_s)
         )
         assert timeline.copy_s == pytest.approx(
             2 * max(units - 2, 0) * cost.copy_time(case, profile, part.batch_size, mode)
@@ -464,10 +475,16 @@ def test_nor_is_one_whose_last_layers_move_apart_and_it_is_shorter_for_that(
 ):
     whole, plan = random_case(seed, units)
     whole = early(whole, seed) if is_early else whole
-    last_s = gathers * whole.gather_s, reduces * whole.reduce_s
-    root_s = whole.root_gather_s + last_s[0], whole.root_reduce_s + last_s[1]
-    apart = dataclasses.replace(whole, last_gather_s=last_s[0], last_reduce_s=last_s[1])
-    whole = dataclasses.replace(whole, root_gather_s=root_s[0], root_reduce_s=root_s[1])
+    last_s = gathers * whole.links.gather_s, reduces * whole.links.reduce_s
+    root_s = whole.root_links.gather_s + last_s[0], whole.root_links.reduce_s + last_s[1]
+    apart = dataclasses.replace(
+        whole,
+        last_links=dataclasses.replace(whole.last_links, gather_s=last_s[0], reduce_s=last_s[1]),
+    )
+    whole = dataclasses.replace(
+        whole,
+        root_links=dataclasses.replace(whole.root_links, gather_s=root_s[0], reduce_s=root_s[1]),
+    )
     for reshard in (True, False):
         plan = dataclasses.replace(plan, reshard_after_forward=reshard)
         found_s = simulate(apart, plan).step_s
@@ -479,9 +496,11 @@ def test_nor_is_one_whose_last_layers_move_apart_and_it_is_shorter_for_that(
 def test_last_layers_hide_behind_the_last_units_by_hand():
     # forward 1 and backward 2 of each of four units; root: 10, of which the last layers are 8
     profile = RankProfile("a", [1], [2], [3], [1], math.inf)
-    whole = problem(0, 0, ranks=[profile], units=4, root_gather_s=10, root_reduce_s=10)
+    whole = problem(0, 0, ranks=[profile], units=4, root_links=Links(10, 10))
     apart = dataclasses.replace(
-        whole, root_gather_s=2, last_gather_s=8, root_reduce_s=2, last_reduce_s=8
+        whole,
+        root_links=dataclasses.replace(whole.root_links, gather_s=2, reduce_s=2),
+        last_links=dataclasses.replace(whole.last_links, gather_s=8, reduce_s=8),
     )
     plan = Plan([RankPlan((1,), 1.0)])
     whole_s = predict(whole, plan).step_s
@@ -537,7 +556,7 @@ def test_a_step_of_equal_ranks_is_the_closed_form(
         ranks=[profile] * 3,
         units=units,
         fill_s=fill,
-        gather_and_reduce_s=both,
+        links=Links(gather, reduce, both),
     )
     plan = Plan([RankPlan((1,), 1 / 3)] * 3, reshard_after_forward=reshard)
     assert simulate(case, plan).step_s == pytest.approx(predict(case, plan).step_s, rel=1e-12)
@@ -570,7 +589,7 @@ def test_equal_ranks_are_played_once_and_as_if_alone():
     ],
 )
 def test_a_rank_that_is_planned_otherwise_is_another_kind(part):
-    choosing = dataclasses.replace(FAST, kept_backward_s=[1, 2], kept_compute_bytes=[1, 2])
+    choosing = dataclasses.replace(FAST, kept=KeptCurves([1, 2], [1, 2]))
     rest = RankPlan((1,), 1 - 0.3 - part.state_fraction)
     case = problem(1, 1, ranks=[choosing] * 3)
     simulation = simulate(case, Plan([RankPlan((1,), 0.3), part, rest]))
@@ -603,7 +622,7 @@ def test_a_plan_for_other_ranks_is_refused():
 def test_what_was_not_profiled_is_refused():
     with pytest.raises(PlanError, match=r"rank 1 \('slow'\): microbatch size 2 was not profiled"):
         simulate(problem(1, 1), Plan([RankPlan((1,), 0.5), RankPlan((2,), 0.5)]))
-    with pytest.raises(PlanError, match="kept_backward_s"):
+    with pytest.raises(PlanError, match="kept curves"):
         simulate(problem(1, 1), Plan([RankPlan((1,), 0.5, recompute=False), RankPlan((), 0.5)]))
 
 
@@ -650,7 +669,7 @@ def test_state_that_moves_takes_no_longer_than_the_closed_form_and_the_fill(seed
     case, plan = moving(seed, units, is_early)
     planned = cost.as_planned(case, plan)
     simulation = simulate(case, plan)
-    fill_s = planned.gather_s + planned.reduce_s
+    fill_s = planned.links.gather_s + planned.links.reduce_s
     predicted = predict(case, plan)
     # copies of two kinds may leave gaps on a link that hold none of the others
     mixed = all(0 < r.host_update_fraction < 1 - r.resident_fraction for r in plan.ranks)
@@ -672,7 +691,7 @@ def test_the_ways_of_state_by_hand():
         dataclasses.replace(rank, to_device_bytes_per_s=8, to_host_bytes_per_s=4)
         for rank in (FAST,)
     ]
-    case = problem(0, 0, ranks=ranks, global_batch_size=1, root_gather_s=0, root_reduce_s=0)
+    case = problem(0, 0, ranks=ranks, global_batch_size=1, root_links=Links(0, 0))
     case = dataclasses.replace(case, unit_parameters=(0, 1, 1), moment_bytes=8.0)
     plan = Plan([RankPlan((1,), 1.0, resident_fraction=0.5)])
     soon = simulate(case.with_early_update(), plan)

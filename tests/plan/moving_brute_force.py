@@ -11,9 +11,11 @@ from plan_brute_force import partitions
 
 from lightning_cephalo.plan import (
     InfeasibleError,
+    Links,
     Plan,
     Problem,
     RankProfile,
+    StateBytes,
     cost,
     moving,
     predict,
@@ -45,11 +47,9 @@ def random_problem(seed: int) -> Problem:
     problem = Problem(
         ranks,
         units,
-        gather_s=draw.choice([0.0, 2.0]),
-        reduce_s=draw.choice([0.0, 1.0]),
-        state_bytes=16 * sum(sizes),
-        early_state_bytes=12 * sum(sizes),
-        early_updating_state_bytes=4 * max(sizes),
+        links=Links(draw.choice([0.0, 2.0]), draw.choice([0.0, 1.0])),
+        state=StateBytes(16 * sum(sizes)),
+        early_state=StateBytes(12 * sum(sizes), updating_bytes=4 * max(sizes)),
         global_batch_size=draw.randint(1, 4),
         boundary_bytes=draw.choice([0.0, 1.0]),
         gathered_bytes=2.0,
@@ -59,7 +59,7 @@ def random_problem(seed: int) -> Problem:
         unit_parameters=sizes,
         moment_bytes=8.0,
         offloads_boundaries=draw.choice([True, False]),
-        even_gather_s=draw.choice([None, 0.5]),
+        even_links=draw.choice([None, Links(0.5)]),
     )
     return problem.with_early_update() if draw.random() < 0.7 else problem
 
@@ -68,7 +68,7 @@ def least_moving_step(problem: Problem) -> float | None:
     """The shortest step of all plans that may move state: every batch, mode and home is tried."""
     shares = [(problem, 1.0)]
     even = problem.with_even_shares()
-    if even.gather_s < problem.gather_s:
+    if even.links.gather_s < problem.links.gather_s:
         shares.append((even, 1 / len(problem.ranks)))
     steps = [_least(one, most) for one, most in shares]
     return min((step for step in steps if step is not None), default=None)

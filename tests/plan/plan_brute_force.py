@@ -59,12 +59,12 @@ def ways_of(problem: Problem, profile: RankProfile) -> dict[int, list[Way]]:
 
 def holds(problem: Problem, left_bytes: list[tuple[float, ...]]) -> bool:
     """Whether ranks with so much left at each moment can share the state."""
-    states, full = problem.states_bytes, max(problem.states_bytes)
+    states, full = problem.state.totals_bytes, max(problem.state.totals_bytes)
     rooms = [
         min(own * (full / s) if s else math.inf for own, s in zip(left, states, strict=True))
         for left in left_bytes
     ]
-    return all(math.fsum(rooms[rank] for rank in own) >= full for own in problem.groups)
+    return all(math.fsum(rooms[rank] for rank in own) >= full for own in problem.members)
 
 
 def least_step(problem: Problem) -> float | None:
@@ -95,8 +95,8 @@ def _least_step(problem: Problem) -> float | None:
             steps = []
             if holds(problem, left):
                 steps.append(step_time(problem, *slowest))
-            shares = [s / len(left) + problem.padded_bytes for s in problem.states_bytes]
-            if not problem.hybrid_sharding and all(
+            shares = [s / len(left) + problem.padded_bytes for s in problem.state.totals_bytes]
+            if not problem.groups and all(
                 own >= share for pair in left for own, share in zip(pair, shares, strict=True)
             ):
                 steps.append(step_time(problem.with_even_shares(), *slowest))

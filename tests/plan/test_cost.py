@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_cephalo.plan import Plan, PlanError, Problem, RankPlan, RankProfile, predict
+from lightning_cephalo.plan import (
+    KeptCurves,
+    Links,
+    Plan,
+    PlanError,
+    Problem,
+    RankPlan,
+    RankProfile,
+    StateBytes,
+    predict,
+)
 from lightning_cephalo.plan.solver.state import share_state
 
 FAST = RankProfile("fast", [1, 1.5, 2], [2, 3, 4], [5, 6, 7], [10, 20, 30], 1000)
@@ -17,9 +27,8 @@ SLOW = RankProfile("slow", [3], [7], [8], [10], 500)
 PROBLEM = Problem(
     [FAST, SLOW],
     units=4,
-    gather_s=2.5,
-    reduce_s=3.0,
-    state_bytes=100,
+    links=Links(2.5, 3.0),
+    state=StateBytes(100),
     global_batch_size=6,
     boundary_bytes=2,
     update_overhead_s=0.25,
@@ -76,26 +85,26 @@ def test_a_gather_and_a_reduce_beside_each_other_take_what_was_measured_of_both(
     apart = predict(PROBLEM, plans).step_s
     # two of four units have both in their backward: 5.5 one after the other
     for both_s, longer_s in ((5.5, 0), (4.0, 2 * -1.5), (7.0, 2 * 1.5), (1.0, 2 * -2.5)):
-        problem = replace(PROBLEM, gather_and_reduce_s=both_s)
+        problem = replace(PROBLEM, links=replace(PROBLEM.links, gather_and_reduce_s=both_s))
         assert predict(problem, plans).step_s == apart + longer_s
     # units that stay gathered have no gather there
     stay = replace(PROBLEM, reshard_after_forward=False)
-    measured = replace(stay, gather_and_reduce_s=4.0)
+    measured = replace(stay, links=replace(stay.links, gather_and_reduce_s=4.0))
     assert predict(measured, plans).step_s == predict(stay, plans).step_s
 
 
 def test_equal_shares_take_the_least_of_what_was_measured_of_both():
-    case = replace(PROBLEM, gather_and_reduce_s=5.0, even_gather_s=1.0)
-    assert case.with_even_shares().collectives_s == (1.0, 3.0, 5.0)
+    case = replace(PROBLEM, links=Links(2.5, 3.0, 5.0), even_links=Links(1.0, 3.0, 5.0))
+    assert case.with_even_shares().links == Links(1.0, 3.0, 5.0)
     # both may take longer than one after the other: that alone is no gain of equal shares
-    waiting = replace(PROBLEM, gather_and_reduce_s=7.0)
-    assert waiting.with_even_shares().collectives_s == waiting.collectives_s
-    apart = replace(PROBLEM, even_gather_s=1.0)
-    assert apart.with_even_shares().collectives_s == (1.0, 3.0, 4.0)
-    measured = replace(case, even_gather_and_reduce_s=3.5)
-    assert measured.with_even_shares().collectives_s == (1.0, 3.0, 3.5)
-    slow = replace(case, even_gather_and_reduce_s=9.0)
-    assert slow.with_even_shares().collectives_s == (1.0, 3.0, 5.0)
+    waiting = replace(PROBLEM, links=Links(2.5, 3.0, 7.0))
+    assert waiting.with_even_shares().links == waiting.links
+    apart = replace(PROBLEM, even_links=Links(1.0, 3.0))
+    assert apart.with_even_shares().links == Links(1.0, 3.0)
+    measured = replace(case, even_links=Links(1.0, 3.0, 3.5))
+    assert measured.with_even_shares().links == Links(1.0, 3.0, 3.5)
+    slow = replace(case, even_links=Links(4.0, 5.0, 9.0))
+    assert slow.with_even_shares().links == Links(2.5, 3.0, 5.0)
 
 
 def test_early_updates_hide_behind_collectives_and_hold_less_state():
@@ -105,10 +114,8 @@ def test_early_updates_hide_behind_collectives_and_hold_less_state():
         update_overhead_s=2.0,
         unit_update_s=0.5,
         fill_s=5.5,
-        root_reduce_s=1.0,
-        early_state_bytes=75,
-        early_reducing_state_bytes=5,
-        early_updating_state_bytes=9,
+        root_links=replace(PROBLEM.root_links, reduce_s=1.0),
+        early_state=StateBytes(75, reducing_bytes=5, updating_bytes=9),
     )
     early = late.with_early_update()
     # with the update a unit's backward takes 2.5, its collectives 5.5; the root unit's reduce 1
@@ -127,22 +134,18 @@ def test_early_updates_hide_behind_collectives_and_hold_less_state():
     before, after = (predict(case, busy).ranks for case in (late, early))
     less = [one.memory_bytes - other.memory_bytes for one, other in zip(before, after, strict=True)]
     assert less == pytest.approx([25 * 0.8, 25 * 0.2])
-    assert early.states_bytes == (75, 80, 84) and early.full_state_bytes == 84
+    assert early.state.totals_bytes == (75, 80, 84) and early.state.most_bytes == 84
     # a plan says more than the problem, and files of before say nothing
     assert predict(late, Plan(busy, early_update=True)) == predict(early, busy)
     assert predict(late, Plan(busy)) == predict(late, busy)
     assert late.with_early_update().with_early_update() == early
-    back = early.with_late_update(late.state_bytes)
-    assert predict(back, busy) == predict(late, busy) and back.states_bytes == late.states_bytes
 
 
 def test_a_rank_needs_what_the_fullest_moment_of_its_step_needs():
     rank = replace(
         FAST,
         reducing_compute_bytes=[4, 8, 12],
-        kept_backward_s=[1, 2, 3],
-        kept_compute_bytes=[11, 22, 33],
-        kept_reducing_compute_bytes=[5, 10, 15],
+        kept=KeptCurves([1, 2, 3], [11, 22, 33], [5, 10, 15]),
         host_capacity_bytes=1000,
     )
     problem = replace(PROBLEM, ranks=[rank, SLOW], kept_bytes=3)
@@ -155,9 +158,9 @@ def test_a_rank_needs_what_the_fullest_moment_of_its_step_needs():
     before = 80 + 7 + 30 + 2 * 4 * 5
     assert held() == before
     # from the first reduce on the last unit's boundaries are gone; shares of 30 and of 60 come
-    reducing = replace(problem, reducing_state_bytes=30)
+    reducing = replace(problem, state=replace(problem.state, reducing_bytes=30))
     assert held(reducing) == before  # 80 + 24 + 7 + 12 + 2 * 3 * 5 are less
-    reducing = replace(problem, reducing_state_bytes=60)
+    reducing = replace(problem, state=replace(problem.state, reducing_bytes=60))
     assert held(reducing) == 80 + 48 + 7 + 12 + 2 * 3 * 5
     measured = replace(reducing, reducing_retained_bytes=7)
     assert held(measured) == 80 + 48 + 7 + 12 + 7 * 5
@@ -166,7 +169,7 @@ def test_a_rank_needs_what_the_fullest_moment_of_its_step_needs():
     assert held(measured, recompute=False) == held(reducing, recompute=False)
     assert held(measured, offload=True) == 80 + 48 + 7 + 12 + 2 * 3 * 5
     # in an update nothing computes, and the backward has passed two units
-    updating = replace(reducing, updating_state_bytes=90)
+    updating = replace(reducing, state=replace(reducing.state, updating_bytes=90))
     assert held(updating) == 80 + 72 + 7 + 2 * 2 * 5
     assert held(updating, sizes=()) == 80 + 72 + 7
     # if all ranks hold equal shares, a share is a part of what each rank holds
@@ -185,7 +188,7 @@ def test_a_rank_without_samples_holds_state_and_buffers_only():
 
 def test_the_order_of_microbatches_changes_nothing():
     rank = RankProfile("a", [0.1, 0.2, 0.3], [0.7, 0.1, 0.2], [0.1, 0.7, 0.3], [1, 1, 1], 9)
-    problem = Problem([rank], 1, state_bytes=1, global_batch_size=9)
+    problem = Problem([rank], 1, state=StateBytes(1), global_batch_size=9)
     one, other = (predict(problem, [RankPlan(sizes, 1.0)]) for sizes in ((3, 2, 1), (1, 3, 2)))
     assert one == other
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 
 from lightning_cephalo.offline.baselines import even
-from lightning_cephalo.plan import Problem, RankPlan, RankProfile, predict, solve
+from lightning_cephalo.plan import (
+    Links,
+    Problem,
+    RankPlan,
+    RankProfile,
+    StateBytes,
+    predict,
+    solve,
+)
 
 GIB = 2**30
 SIZES = range(1, 5)
@@ -28,9 +36,8 @@ SLOW = RankProfile(
 EXAMPLE = Problem(
     [FAST, SLOW],
     units=10,
-    gather_s=0.006,
-    reduce_s=0.006,
-    state_bytes=12 * GIB,
+    links=Links(0.006, 0.006),
+    state=StateBytes(12 * GIB),
     gathered_bytes=GIB,
     global_batch_size=8,
 )

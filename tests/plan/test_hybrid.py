@@ -9,7 +9,16 @@ import pytest
 from lightning_cephalo.common.errors import InfeasibleError
 from lightning_cephalo.observe.report import plan_table
 from lightning_cephalo.offline.simulate import simulate
-from lightning_cephalo.plan import Plan, PlanError, Problem, RankPlan, RankProfile, solve
+from lightning_cephalo.plan import (
+    Links,
+    Plan,
+    PlanError,
+    Problem,
+    RankPlan,
+    RankProfile,
+    StateBytes,
+    solve,
+)
 from lightning_cephalo.plan.cost import predict
 from lightning_cephalo.plan.even import even_batches, even_state_plan
 from lightning_cephalo.plan.replan import moved_share
@@ -20,23 +29,18 @@ RANK = RankProfile("card", [1, 2], [2, 4], [1, 2], [10, 20], 300)
 TOGETHER = Problem(
     [RANK] * 3,
     2,
-    state_bytes=240,
+    state=StateBytes(240),
     global_batch_size=6,
-    gather_s=8,
-    reduce_s=8,
-    root_gather_s=4,
-    root_reduce_s=4,
+    links=Links(8, 8),
+    root_links=Links(4, 4),
     fill_s=16,
 )
 GROUPED = replace(
     TOGETHER,
-    gather_s=1,
-    reduce_s=10,
-    root_gather_s=0.5,
-    root_reduce_s=5,
+    links=Links(1, 10),
+    root_links=Links(0.5, 5),
     fill_s=11,
-    hybrid_sharding=True,
-    state_groups=(0, 0, 1),
+    groups=(0, 0, 1),
 )
 
 
@@ -57,7 +61,7 @@ def test_time_and_memory_by_hand():
 
 def test_the_plan_shares_the_state_in_each_group():
     plan = solve(GROUPED)
-    assert plan.state_groups == (0, 0, 1) and plan.gap == 0
+    assert plan.groups == (0, 0, 1) and plan.gap == 0
     assert plan.step_s == predict(GROUPED, plan).step_s
     assert [sum(shares) for shares in plan.fractions_of_groups] == pytest.approx([1, 1])
     assert "each of 2 groups of ranks holds the whole state" in str(plan_table(plan).caption)
@@ -79,15 +83,15 @@ def test_what_does_not_fit_says_what_would():
 def test_other_plans_keep_the_groups_and_count_what_moves_inside_of_them():
     plan = solve(GROUPED)
     other = solve(GROUPED, batches=[4, 1, 1])
-    assert other is not None and other.state_groups == plan.state_groups
-    first = Plan(ranks_of(0.5, 0.5, 1.0), state_groups=(0, 0, 1))
-    second = Plan(ranks_of(0.25, 0.75, 1.0), state_groups=(0, 0, 1))
+    assert other is not None and other.groups == plan.groups
+    first = Plan(ranks_of(0.5, 0.5, 1.0), groups=(0, 0, 1))
+    second = Plan(ranks_of(0.25, 0.75, 1.0), groups=(0, 0, 1))
     assert moved_share(first, second) == 0.125 and moved_share(first, first) == 0
 
 
 def test_files_say_nothing_of_groups_where_there_are_none(tmp_path):
     assert not [name for name in TOGETHER.to_dict() if "hybrid" in name or "group" in name]
-    assert "state_groups" not in solve(TOGETHER).to_yaml()
+    assert "groups" not in solve(TOGETHER).to_yaml()
     GROUPED.save(tmp_path / "problem.yaml")
     assert Problem.load(tmp_path / "problem.yaml") == GROUPED
     plan = solve(GROUPED)
@@ -102,22 +106,20 @@ def test_groups_by_hand():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda: Plan(ranks_of(0.5, 0.5), state_groups=(0, 0)), "two or more groups"),
-        (lambda: Plan(ranks_of(0.5, 0.5), state_groups=(0, 1, 1)), "each of 2 ranks"),
-        (lambda: Plan(ranks_of(0.5, 0.5), state_groups=(0, 1)), "sum to 1 in each of state_groups"),
-        (lambda: Plan(ranks_of(1, 1), state_groups="01"), "state_groups"),
-        (lambda: replace(GROUPED, state_groups=()), "which needs state_groups"),
+        (lambda: Plan(ranks_of(0.5, 0.5), groups=(0, 0)), "two or more groups"),
+        (lambda: Plan(ranks_of(0.5, 0.5), groups=(0, 1, 1)), "each of 2 ranks"),
+        (lambda: Plan(ranks_of(0.5, 0.5), groups=(0, 1)), "sum to 1 in each of groups"),
+        (lambda: Plan(ranks_of(1, 1), groups="01"), "groups: expected a list"),
         (
-            lambda: replace(GROUPED, hybrid_sharding="auto"),
-            "expected True or False, but got 'auto'",
+            lambda: Problem.from_dict({**TOGETHER.to_dict(), "hybrid_sharding": True}),
+            "hybrid_sharding: True needs groups",
         ),
         (
             lambda: Problem.from_dict({**GROUPED.to_dict(), "hybrid_gather_s": 1.0}),
-            "hybrid_gather_s: 1.0 asks for .* Set hybrid_sharding: true and give these",
+            "hybrid_gather_s: 1.0 asks for .* Give groups, and these times as links",
         ),
-        (lambda: replace(GROUPED, even_gather_s=1), "even_gather_s"),
-        (lambda: replace(TOGETHER, state_groups=(0, 0, 1)), "expected none with"),
-        (lambda: replace(GROUPED, optimizer_offload="auto"), "optimizer_offload: auto so far"),
+        (lambda: replace(GROUPED, even_links=Links(1)), "even_links, padded_bytes"),
+        (lambda: replace(GROUPED, optimizer_offload="auto"), "optimizer_offload: auto, which"),
         (lambda: predict(TOGETHER, solve(GROUPED)), "measured with none"),
         (lambda: predict(GROUPED, solve(TOGETHER)), r"measured with \[0, 0, 1\]"),
     ],

@@ -8,7 +8,16 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_cephalo.plan import InfeasibleError, PlanError, Problem, RankProfile, predict, solve
+from lightning_cephalo.plan import (
+    InfeasibleError,
+    KeptCurves,
+    PlanError,
+    Problem,
+    RankProfile,
+    StateBytes,
+    predict,
+    solve,
+)
 from lightning_cephalo.plan.memory_pressure import with_less_memory
 from lightning_cephalo.plan.solver.solve import solve_if_possible
 
@@ -25,15 +34,16 @@ def _problem(draw: random.Random) -> Problem:
             curve,
             used,
             draw.uniform(60.0, 160.0),
-            kept_backward_s=[2 * s for s in curve],
-            kept_compute_bytes=[2 * b for b in used],
+            kept=KeptCurves([2 * s for s in curve], [2 * b for b in used]),
             host_capacity_bytes=draw.choice([0.0, 1000.0]),
         )
 
     return Problem(
         [rank(), rank(), rank()],
         units=4,
-        state_bytes=120,
+        state=StateBytes(
+            120, reducing_bytes=draw.choice([0.0, 40.0]), updating_bytes=draw.choice([0.0, 80.0])
+        ),
         global_batch_size=12,
         boundary_bytes=draw.uniform(0.0, 2.0),
         kept_bytes=draw.uniform(0.0, 4.0),
@@ -41,8 +51,6 @@ def _problem(draw: random.Random) -> Problem:
         unresharded_bytes=20,
         reshard_after_forward=draw.choice([True, False, "auto"]),
         single_microbatch=draw.choice([True, False]),
-        reducing_state_bytes=draw.choice([0.0, 40.0]),
-        updating_state_bytes=draw.choice([0.0, 80.0]),
     )
 
 
@@ -105,19 +113,19 @@ def _room(problem: Problem, batches: list[int], count: int | None) -> bool:
         if own < 0 or (n and largest > 8):
             return False
         room += own
-    return room >= problem.full_state_bytes
+    return room >= problem.state.most_bytes
 
 
 def test_shares_go_where_there_is_room():
     profile = RankProfile("a", [1.0], [1.0], [1.0], [10.0], 50.0)
     ranks = [profile, replace(profile, capacity_bytes=200.0)]
-    problem = Problem(ranks, units=1, state_bytes=100, global_batch_size=4, boundary_bytes=8)
+    problem = Problem(ranks, units=1, state=StateBytes(100), global_batch_size=4, boundary_bytes=8)
     other = solve_if_possible(problem, batches=[4, 0])
     assert other is not None
     assert other.ranks[0].microbatch_sizes == (1, 1, 1, 1)
     assert other.ranks[0].state_fraction <= 0.08 + 1e-6
     with pytest.raises(InfeasibleError, match=r"No plan has room for the batches \[4, 0\]"):
-        solve(replace(problem, state_bytes=220), batches=[4, 0])
+        solve(replace(problem, state=replace(problem.state, held_bytes=220)), batches=[4, 0])
     with pytest.raises(PlanError, match=r"batches of 2 ranks that sum to 4, but got \[6, 0\]"):
         solve(problem, batches=[6, 0])
 
@@ -139,7 +147,7 @@ def test_state_moves_for_batches_that_are_loaded_where_devices_lack_room(offload
     problem = Problem(
         [rank, rank],
         units=4,
-        state_bytes=1320.0,
+        state=StateBytes(1320.0),
         global_batch_size=4,
         early_update=True,
         optimizer_offload=offload,

@@ -13,11 +13,13 @@ from moving_brute_force import checked_plan, least_moving_step, random_problem
 from lightning_cephalo.common.lanes import Lane
 from lightning_cephalo.plan import (
     InfeasibleError,
+    KeptCurves,
     Plan,
     PlanError,
     Problem,
     RankPlan,
     RankProfile,
+    StateBytes,
     moving,
     predict,
     solve,
@@ -41,8 +43,8 @@ RANK = RankProfile(
 PROBLEM = Problem(
     [RANK, RANK],
     units=4,
-    state_bytes=1600,
-    early_state_bytes=1200,
+    state=StateBytes(1600),
+    early_state=StateBytes(1200),
     global_batch_size=2,
     gathered_bytes=7.0,
     update_overhead_s=0.0,
@@ -169,8 +171,7 @@ def _tight_problem(seed: int) -> Problem:
         [0.1, 0.1],
         [least, least + draw.uniform(20, 300)],
         capacity,
-        kept_backward_s=[0.5, 0.8],
-        kept_compute_bytes=[capacity - 20, capacity - 10],
+        kept=KeptCurves([0.5, 0.8], [capacity - 20, capacity - 10]),
         host_capacity_bytes=1e9,
         to_device_bytes_per_s=draw.uniform(2, 40),
         to_host_bytes_per_s=40.0,
@@ -179,8 +180,8 @@ def _tight_problem(seed: int) -> Problem:
     problem = Problem(
         [rank],
         units,
-        state_bytes=16 * sum(sizes),
-        early_state_bytes=12 * sum(sizes),
+        state=StateBytes(16 * sum(sizes)),
+        early_state=StateBytes(12 * sum(sizes)),
         global_batch_size=2,
         gathered_bytes=2.0,
         optimizer_offload="auto",
@@ -252,7 +253,7 @@ def test_a_rank_whose_host_is_slow_keeps_less_state_there():
     rates = {"to_device_bytes_per_s": 20.0, "to_host_bytes_per_s": 10.0}
     slow = replace(fast, host_updated_parameters_per_s=2.0, **rates)
     for is_early in (False, True):
-        case = replace(PROBLEM, ranks=[fast, slow], state_bytes=1600)
+        case = replace(PROBLEM, ranks=[fast, slow], state=replace(PROBLEM.state, held_bytes=1600))
         case = case.with_early_update() if is_early else case
         # less room than all of the state needs on both together
         case = replace(case, ranks=[replace(r, capacity_bytes=480.0) for r in case.ranks])

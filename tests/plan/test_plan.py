@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import FrozenInstanceError
+from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_cephalo.plan import Plan, PlanError, RankPlan
 
+EARLIER = Path(__file__).parent / "earlier"
 UNEVEN = Plan(ranks=(RankPlan((4, 4, 3), 0.75, name="A6000"), RankPlan((1,), 0.25)))
 
 
@@ -218,3 +221,10 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "plan.json").write_text("{'ranks': []}")
     with pytest.raises(PlanError, match=r"plan.json: expected a plan in JSON, .* not JSON"):
         Plan.load(tmp_path / "plan.json")
+
+
+def test_plans_of_earlier_versions_load():
+    full = Plan.load(EARLIER / "plan.yaml")
+    assert full.to_dict() == yaml.safe_load((EARLIER / "plan.yaml").read_text())
+    assert full.ranks[0].resident_fraction == 0.5 and full.backend == "HiGHS"
+    assert Plan.load(EARLIER / "hybrid_plan.yaml").groups == (0, 0, 1)

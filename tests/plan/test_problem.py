@@ -4,13 +4,25 @@ saved.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
-from lightning_cephalo.plan import PlanError, Problem, RankProfile
+from lightning_cephalo.plan import (
+    KeptCurves,
+    Links,
+    PlanError,
+    Problem,
+    RankProfile,
+    StateBytes,
+)
+
+EARLIER = Path(__file__).parent / "earlier"
 
 
 def profile(**changes) -> RankProfile:
@@ -26,7 +38,7 @@ def profile(**changes) -> RankProfile:
 
 
 def problem(**changes) -> Problem:
-    values = {"ranks": [profile()], "units": 4, "state_bytes": 40.0, "global_batch_size": 8}
+    values = {"ranks": [profile()], "units": 4, "state": StateBytes(40.0), "global_batch_size": 8}
     return Problem(**{**values, **changes})
 
 
@@ -84,9 +96,9 @@ def test_profile_names_the_field_and_what_came(changes, message):
         ({"global_batch_size": 0}, r"Problem.global_batch_size: .* at least 1, but got 0"),
         ({"global_batch_size": 8.0}, r"Problem.global_batch_size: .*whole.* but got 8.0"),
         ({"minimum_microbatch_size": True}, r"minimum_microbatch_size: .* but got True"),
-        ({"gather_s": -1e-3}, r"Problem.gather_s: .* at least 0, but got -0.001"),
-        ({"reduce_s": math.nan}, r"Problem.reduce_s: .* but got nan"),
-        ({"state_bytes": math.inf}, r"Problem.state_bytes: .*finite.* but got inf"),
+        ({"links": (1.0, 2.0)}, r"Problem.links: expected Links\(...\), but got \(1.0, 2.0\)"),
+        ({"even_links": 3}, r"Problem.even_links: expected Links\(...\), but got 3"),
+        ({"state": 40}, r"Problem.state: expected StateBytes\(...\), but got 40"),
         ({"boundary_bytes": -1}, r"Problem.boundary_bytes"),
         ({"gathered_bytes": None}, r"Problem.gathered_bytes: .* but got None"),
         ({"update_overhead_s": "slow"}, r"Problem.update_overhead_s: .* but got 'slow'"),
@@ -96,20 +108,59 @@ def test_profile_names_the_field_and_what_came(changes, message):
             {"reshard_after_forward": None},
             r"reshard_after_forward: expected True, False or 'auto', but got None",
         ),
-        ({"single_microbatch": 1}, r"single_microbatch: expected True or False, but got 1"),
+        ({"single_microbatch": 1}, r"single_microbatch: expected true or false, but got 1"),
         ({"unit_parameters": [5]}, r"unit_parameters: expected .* one or more other.* number, 5\."),
         ({"unit_parameters": [5, -1]}, r"unit_parameters\[1\]: .* at least 0, but got -1"),
         ({"unit_parameters": [5, 1.5]}, r"unit_parameters\[1\]: expected a whole number.* 1.5"),
         ({"unit_parameters": 5}, r"unit_parameters: expected a list of whole numbers, but got 5"),
         (
             {"unit_parameters": [5, 1], "moment_bytes": 8},
-            r"moment_bytes: .* part of state_bytes \(40\), but 8 for each of 6 .* are 48\.",
+            r"moment_bytes: .* part of the state \(40\), but 8 for each of 6 .* are 48\.",
         ),
     ],
 )
 def test_problem_names_the_field_and_what_came(changes, message):
     with pytest.raises(PlanError, match=message):
         problem(**changes)
+
+
+def test_problems_of_earlier_versions_load():
+    """Their files have a field for each time and size, as in ``even_gather_s``."""
+    full = Problem.load(EARLIER / "problem.yaml")
+    assert full.links == Links(2.0, 3.0, 4.0) and full.even_links == Links(1.5, 2.5, 3.5)
+    assert full.root_links == Links(0.75, 0.875) and full.last_links == Links(0.625, 0.5)
+    assert full.state == StateBytes(400.0, 25.0, 15.0)
+    assert full.early_state == StateBytes(300.0, 35.0, 45.0)
+    assert full.ranks[0].kept == KeptCurves([1.0, 2.5], [11.0, 22.0], [9.0, 18.0])
+    assert full.ranks[0].reducing_compute_bytes == (8.0, 16.0) and full.ranks[1].kept is None
+    given = yaml.safe_load((EARLIER / "problem.yaml").read_text())
+    same = given.keys() & {field.name for field in dataclasses.fields(Problem)} - {"ranks"}
+    assert len(same) == 27
+    assert {name: getattr(full, name) for name in same} == {
+        name: tuple(given[name]) if name == "unit_parameters" else given[name] for name in same
+    }
+    assert Problem.from_yaml(full.to_yaml()) == full
+    grouped = Problem.load(EARLIER / "hybrid_problem.json")
+    assert grouped.groups == (0, 0, 1) and grouped.state == StateBytes(40.0)
+    assert grouped == Problem(
+        grouped.ranks,
+        2,
+        links=Links(2, 3),
+        groups=(0, 0, 1),
+        state=StateBytes(40),
+        global_batch_size=8,
+    )
+
+
+def test_a_time_that_an_earlier_file_lacks_is_that_of_uneven_shares_or_late_updates():
+    flat = {"units": 4, "global_batch_size": 8, "ranks": [profile().to_dict()]}
+    flat |= {"gather_s": 4.0, "reduce_s": 3.0, "gather_and_reduce_s": 5.0, "even_gather_s": 1.0}
+    flat |= {"state_bytes": 40.0, "reducing_state_bytes": 7.0}
+    flat |= {"early_state_bytes": 30.0, "early_updating_state_bytes": 2.0}
+    found = Problem.from_dict(flat)
+    assert found.links == Links(4.0, 3.0, 5.0) and found.even_links == Links(1.0, 3.0, 5.0)
+    assert found.state == StateBytes(40.0, 7.0)
+    assert found.early_state == StateBytes(30.0, 7.0, 2.0)
 
 
 @pytest.mark.parametrize("suffix", [".yaml", ".yml", ".json"])
@@ -119,8 +170,8 @@ def test_saved_and_loaded_problems_are_equal(tmp_path, suffix):
             profile(forward_s=[0.1, 1 / 3], capacity_bytes=math.inf),
             profile(name="", forward_s=[], backward_s=[], tail_s=[], compute_bytes=[]),
         ],
-        gather_s=1e-5,
-        state_bytes=1e20,
+        links=Links(1e-5),
+        state=StateBytes(1e20),
         single_microbatch=True,
         minimum_microbatch_size=2,
         reshard_after_forward="auto",
@@ -138,8 +189,8 @@ def test_unknown_and_missing_keys_are_named_with_the_file(tmp_path):
     path.write_text(Problem.from_dict(data).to_yaml().replace("units", "unit"))
     with pytest.raises(PlanError, match=r"problem.yaml: problem: unknown key 'unit'.*'units'"):
         Problem.load(path)
-    del data["state_bytes"]
-    with pytest.raises(PlanError, match=r"problem: missing 'state_bytes'"):
+    del data["state"]
+    with pytest.raises(PlanError, match=r"problem: missing 'state'"):
         Problem.from_dict(data)
     data = problem().to_dict()
     data["ranks"][0]["speed"] = 3

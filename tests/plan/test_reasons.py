@@ -7,7 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_cephalo.plan import Plan, Problem, RankPlan, RankProfile, predict, solve
+from lightning_cephalo.plan import (
+    Links,
+    Plan,
+    Problem,
+    RankPlan,
+    RankProfile,
+    StateBytes,
+    predict,
+    solve,
+)
 from lightning_cephalo.plan.even import even_batches, even_state_plan
 from lightning_cephalo.plan.reasons import left_out, reasons, surprises
 
@@ -27,7 +36,7 @@ def profile(name: str, sample_s: float, capacity_bytes: float = math.inf) -> Ran
 
 
 def problem(*ranks: RankProfile, batch: int = 16, **more: float) -> Problem:
-    known = {"gather_s": 1e-6, "reduce_s": 1e-6, "state_bytes": 1000.0, **more}
+    known = {"links": Links(1e-6, 1e-6), "state": StateBytes(1000.0), **more}
     return Problem(ranks=ranks, units=10, global_batch_size=batch, **known)
 
 
@@ -99,12 +108,12 @@ def test_what_leaving_a_rank_without_samples_would_gain_is_told() -> None:
 
 def test_a_rank_without_room_for_a_sample_holds_state_only_in_measured_plans_too() -> None:
     full = profile("full", 1e-3, capacity_bytes=90.0)
-    asked = problem(full, profile("slow", 3e-3), state_bytes=10.0, no_idle_ranks=True)
+    asked = problem(full, profile("slow", 3e-3), state=StateBytes(10.0), no_idle_ranks=True)
     assert [rank.batch_size for rank in solve(asked).ranks] == [0, 16]
 
 
 def test_slow_communication_is_the_reason_that_the_split_matters_little() -> None:
-    asked = problem(profile("fast", 1e-3), profile("slow", 3e-3), gather_s=9.0, reduce_s=9.0)
+    asked = problem(profile("fast", 1e-3), profile("slow", 3e-3), links=Links(9.0, 9.0))
     assert any(one.startswith("Communication takes longer than computing") for one in told(asked))
 
 

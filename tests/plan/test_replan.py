@@ -8,7 +8,16 @@ from itertools import pairwise
 
 import pytest
 
-from lightning_cephalo.plan import Plan, Problem, RankPlan, RankProfile, predict, solve
+from lightning_cephalo.plan import (
+    Links,
+    Plan,
+    Problem,
+    RankPlan,
+    RankProfile,
+    StateBytes,
+    predict,
+    solve,
+)
 from lightning_cephalo.plan.replan import HOLD_STEPS, ReplanPolicy, at_paces, moved_share
 
 
@@ -20,9 +29,8 @@ def _profile(name: str, second: float) -> RankProfile:
 PROBLEM = Problem(
     [_profile("one", 0.01), _profile("two", 0.01)],
     units=4,
-    gather_s=0.004,
-    reduce_s=0.004,
-    state_bytes=100,
+    links=Links(0.004, 0.004),
+    state=StateBytes(100),
     global_batch_size=16,
     step_overhead_s=0.01,
 )

@@ -18,11 +18,14 @@ from plan_brute_force import least_step
 import lightning_cephalo.plan as plan_package
 from lightning_cephalo.plan import (
     InfeasibleError,
+    KeptCurves,
+    Links,
     Plan,
     PlanError,
     Problem,
     RankProfile,
     SolverError,
+    StateBytes,
     cost,
     predict,
     solve,
@@ -82,10 +85,8 @@ def profiles(draw) -> RankProfile:
         draw(curve),
         draw(curve),
         draw(st.integers(10, 60)),
-        kept_backward_s=draw(curve if keeps else none),
-        kept_compute_bytes=draw(curve if keeps else none),
+        kept=KeptCurves(draw(curve), draw(curve), draw(curve)) if keeps else None,
         reducing_compute_bytes=draw(st.sampled_from([none, curve]).flatmap(lambda own: own)),
-        kept_reducing_compute_bytes=draw(curve if keeps else none),
         host_capacity_bytes=draw(st.sampled_from([0, 0, 5, 1000])),
         offload_bytes_per_s=draw(st.sampled_from([math.inf, 1.0, 0.1])),
     )
@@ -96,12 +97,16 @@ def problems(draw) -> Problem:
     ranks = draw(st.lists(profiles(), min_size=1, max_size=2))
     if draw(st.booleans()):
         ranks.append(ranks[0])
+    even = st.sampled_from([1.0, 20.0]), st.sampled_from([1.0, 2.0]), st.sampled_from([None, 2.0])
     problem = Problem(
         ranks,
         units=draw(st.integers(1, 3)),
-        gather_s=draw(st.sampled_from([0.0, 3.0, 20.0])),
-        reduce_s=draw(st.sampled_from([0.0, 2.0])),
-        state_bytes=draw(st.integers(0, 40) | st.floats(1e-6, 80)),
+        links=Links(
+            draw(st.sampled_from([0.0, 3.0, 20.0])),
+            draw(st.sampled_from([0.0, 2.0])),
+            gather_and_reduce_s=draw(st.sampled_from([None, None, 20.0, 30.0])),
+        ),
+        state=StateBytes(draw(st.integers(0, 40) | st.floats(1e-6, 80))),
         global_batch_size=draw(st.integers(1, 8 if len(ranks) < 3 else 5)),
         boundary_bytes=draw(st.sampled_from([0.0, 0.3, 1.0])),
         gathered_bytes=draw(st.sampled_from([0.0, 2.0])),
@@ -109,14 +114,12 @@ def problems(draw) -> Problem:
         single_microbatch=draw(st.sampled_from([False, False, True])),
         no_idle_ranks=draw(st.sampled_from([False, False, False, True])),
         update_overhead_s=draw(st.sampled_from([0.0, 1.0])),
-        gather_and_reduce_s=draw(st.sampled_from([None, None, 20.0, 30.0])),
-        even_gather_s=draw(st.sampled_from([None, None, 1.0])),
-        even_reduce_s=draw(st.sampled_from([None, None, 1.0])),
-        even_gather_and_reduce_s=draw(st.sampled_from([None, None, None, 2.0])),
+        even_links=draw(st.none() | st.none() | st.builds(Links, *even)),
         padded_bytes=draw(st.sampled_from([0.0, 0.0, 4.0])),
-        root_reduce_s=draw(st.sampled_from([0.0, 0.5])),
-        last_gather_s=draw(st.sampled_from([0.0, 0.0, 6.0])),
-        last_reduce_s=draw(st.sampled_from([0.0, 0.0, 4.0])),
+        root_links=Links(reduce_s=draw(st.sampled_from([0.0, 0.5]))),
+        last_links=Links(
+            draw(st.sampled_from([0.0, 0.0, 6.0])), draw(st.sampled_from([0.0, 0.0, 4.0]))
+        ),
         kept_bytes=draw(st.sampled_from([0.0, 0.5])),
         microbatch_bytes=draw(st.sampled_from([0.0, 0.0, 1.5])),
         reshard_after_forward=draw(st.sampled_from([True, True, "auto", "auto", False])),
@@ -128,8 +131,11 @@ def problems(draw) -> Problem:
     # stretched by these, bytes stay what they are to the last bit
     problem = dataclasses.replace(
         problem,
-        reducing_state_bytes=draw(st.sampled_from([0, 0, 0.25, 1])) * problem.state_bytes,
-        updating_state_bytes=draw(st.sampled_from([0, 0, 1, 3])) * problem.state_bytes,
+        state=dataclasses.replace(
+            problem.state,
+            reducing_bytes=draw(st.sampled_from([0, 0, 0.25, 1])) * problem.state.held_bytes,
+            updating_bytes=draw(st.sampled_from([0, 0, 1, 3])) * problem.state.held_bytes,
+        ),
     )
     if len(ranks) > 1 and draw(st.booleans()):
         problem = hybrid(draw, problem)
@@ -139,9 +145,7 @@ def problems(draw) -> Problem:
 def hybrid(draw, problem: Problem) -> Problem:
     """The problem with groups of ranks that each hold the whole state."""
     groups = [0, *[draw(st.integers(0, 1)) for _ in problem.ranks[2:]], 1]
-    none = {"even_gather_s": None, "even_reduce_s": None, "padded_bytes": 0.0}
-    none["even_gather_and_reduce_s"] = None
-    return dataclasses.replace(problem, hybrid_sharding=True, state_groups=groups, **none)
+    return dataclasses.replace(problem, groups=groups, even_links=None, padded_bytes=0.0)
 
 
 def assert_optimal(problem: Problem) -> None:
@@ -180,8 +184,8 @@ def test_units_stay_gathered_only_where_every_rank_can_hold_them(state_bytes, lo
     problem = Problem(
         [small, large],
         units=2,
-        gather_s=3.0,
-        state_bytes=state_bytes,
+        links=Links(3.0),
+        state=StateBytes(state_bytes),
         global_batch_size=1,
         reshard_after_forward="auto",
         unresharded_bytes=30.0,
@@ -198,10 +202,10 @@ def test_the_reduce_of_the_last_layers_makes_a_gather_beside_it_longer():
     problem = Problem(
         [RankProfile("r", zero, (1.0,), zero, zero, 10.0)],
         units=2,
-        gather_s=3.0,
-        even_gather_s=1.0,
-        last_reduce_s=4.0,
-        state_bytes=0.0,
+        links=Links(3.0),
+        even_links=Links(1.0),
+        last_links=Links(reduce_s=4.0),
+        state=StateBytes(0.0),
         global_batch_size=1,
         reshard_after_forward="auto",
     )
@@ -214,8 +218,8 @@ def test_a_gather_that_takes_time_beside_a_reduce_only_counts():
     problem = Problem(
         [RankProfile("r", zero, zero, zero, zero, 10.0)],
         units=3,
-        gather_and_reduce_s=20.0,
-        state_bytes=0.0,
+        links=Links(gather_and_reduce_s=20.0),
+        state=StateBytes(0.0),
         global_batch_size=1,
         reshard_after_forward="auto",
     )
@@ -243,7 +247,7 @@ def assert_refused_truly(problem: Problem) -> None:
     elif ("What would do" in message and not higher) or "No smaller batch" in message:
         assert not any(fits(problem, global_batch_size=b) for b in range(1, batch))
     if missing := re.search(r"(\d+) bytes are missing\. (What|No)", message):
-        full_bytes = problem.full_state_bytes
+        full_bytes = problem.state.most_bytes
 
         def fits_of_state(left_bytes: float) -> bool:
             part = max(left_bytes, 0) / full_bytes if full_bytes else 1.0
@@ -256,12 +260,12 @@ def assert_refused_truly(problem: Problem) -> None:
         assert fits(problem, minimum_microbatch_size=1)
     # what brute force can try
     if "add 1 more 'r'" in message and len(problem.ranks) < 3 and batch < 6:
-        groups = problem.state_groups
+        groups = problem.groups
         assert any(
             fits(
                 problem,
                 ranks=(*problem.ranks, rank),
-                state_groups=(*groups, groups[number]) if groups else (),
+                groups=(*groups, groups[number]) if groups else (),
             )
             for number, rank in enumerate(problem.ranks)
         )
@@ -284,7 +288,7 @@ def test_work_follows_speed_and_state_follows_memory():
     problem = Problem(
         [affine("fast", 3, capacity=100), affine("slow", 1, capacity=300)],
         units=8,
-        state_bytes=200,
+        state=StateBytes(200),
         global_batch_size=16,
     )
     plan = checked(problem, solve(problem))
@@ -302,7 +306,7 @@ def test_work_follows_speed_and_state_follows_memory():
 
 
 def test_a_ragged_last_microbatch():
-    problem = Problem([affine("a", 1)], units=2, state_bytes=0, global_batch_size=11)
+    problem = Problem([affine("a", 1)], units=2, state=StateBytes(0), global_batch_size=11)
     plan = checked(problem, solve(problem))
     # three microbatches are the fewest; of those the split with the least memory would be 4 too
     assert len(plan.ranks[0].microbatch_sizes) == 3
@@ -313,7 +317,7 @@ def test_a_rank_too_slow_to_help_only_holds_state():
     problem = Problem(
         [affine("fast", 100), affine("slow", 0.01)],
         units=2,
-        state_bytes=100,
+        state=StateBytes(100),
         global_batch_size=4,
     )
     plan = checked(problem, solve(problem))
@@ -323,7 +327,7 @@ def test_a_rank_too_slow_to_help_only_holds_state():
 
 def test_a_rank_with_empty_curves_holds_state():
     store = RankProfile("store", [], [], [], [], 500)
-    problem = Problem([affine("a", 1), store], units=2, state_bytes=300, global_batch_size=4)
+    problem = Problem([affine("a", 1), store], units=2, state=StateBytes(300), global_batch_size=4)
     plan = checked(problem, solve(problem))
     assert plan.ranks[1].batch_size == 0
     assert plan.ranks[1].state_fraction > 0.3
@@ -332,7 +336,7 @@ def test_a_rank_with_empty_curves_holds_state():
 def test_memory_that_all_share_moves_samples_to_smaller_microbatches():
     def plan_for(state_bytes):
         ranks = [affine("a", 1, capacity=100), affine("b", 1, capacity=100)]
-        problem = Problem(ranks, units=2, state_bytes=state_bytes, global_batch_size=8)
+        problem = Problem(ranks, units=2, state=StateBytes(state_bytes), global_batch_size=8)
         return checked(problem, solve(problem))
 
     roomy, tight = plan_for(100), plan_for(180)
@@ -346,8 +350,8 @@ def test_equal_ranks_get_equal_shares_and_unlimited_memory_even_ones():
     problem = Problem(
         [affine(f"host{index}", 1, capacity=math.inf) for index in range(4)],
         units=2,
-        gather_s=100,
-        state_bytes=100,
+        links=Links(100),
+        state=StateBytes(100),
         global_batch_size=16,
     )
     plan = checked(problem, solve(problem))
@@ -359,7 +363,9 @@ def test_equal_ranks_get_equal_shares_and_unlimited_memory_even_ones():
 
 def test_many_distinct_sizes_and_a_large_batch():
     ranks = [affine("a", 3, longest=24), *[affine("b", 1.1, longest=24)] * 2]
-    problem = Problem(ranks, units=2, state_bytes=1500, global_batch_size=300, boundary_bytes=0.1)
+    problem = Problem(
+        ranks, units=2, state=StateBytes(1500), global_batch_size=300, boundary_bytes=0.1
+    )
     plan = checked(problem, solve(problem))
     assert plan.gap == 0
 
@@ -379,7 +385,9 @@ def test_a_thousand_ranks_of_few_types_are_as_much_work_as_a_hundred(monkeypatch
 
     def variables_of(times: int, state_bytes: int, batch: int) -> int:
         variables.clear()
-        problem = Problem(kinds * times, units=8, state_bytes=state_bytes, global_batch_size=batch)
+        problem = Problem(
+            kinds * times, units=8, state=StateBytes(state_bytes), global_batch_size=batch
+        )
         plan = checked(problem, solve(problem))
         assert plan.gap == 0
         return sum(variables)
@@ -392,7 +400,7 @@ def test_solving_twice_gives_the_same_plan():
     problem = Problem(
         [affine("a", 3), affine("b", 2), affine("c", 1)],
         units=2,
-        state_bytes=900,
+        state=StateBytes(900),
         global_batch_size=24,
     )
     first, second = solve(problem), solve(problem)
@@ -401,7 +409,9 @@ def test_solving_twice_gives_the_same_plan():
 
 def test_out_of_time_is_a_plan_with_its_gap_or_an_error_with_the_reason():
     ranks = [affine(f"r{index}", 1 + index / 7, 150 + index, 16) for index in range(24)]
-    problem = Problem(ranks, units=8, state_bytes=2500, global_batch_size=700, boundary_bytes=0.2)
+    problem = Problem(
+        ranks, units=8, state=StateBytes(2500), global_batch_size=700, boundary_bytes=0.2
+    )
     try:
         plan = solve(problem, time_limit_s=1e-3)
     except SolverError as error:
@@ -426,7 +436,7 @@ class Steps:
 def test_the_time_limit_holds_while_ways_to_run_ranks_are_made(monkeypatch):
     """Where all ranks differ this takes longer than the programs of the solver."""
     ranks = [affine(f"r{index}", 1 + index / 7, 150 + index, 16) for index in range(64)]
-    problem = Problem(ranks, units=8, state_bytes=2500, global_batch_size=700)
+    problem = Problem(ranks, units=8, state=StateBytes(2500), global_batch_size=700)
     clock = Steps()
     monkeypatch.setattr("time.perf_counter", clock)
     with pytest.raises(SolverError, match=r"within the time limit: .* of 64 types"):
@@ -448,10 +458,9 @@ def test_equal_ranks_of_many_groups_are_looked_at_once(monkeypatch):
     problem = Problem(
         ranks,
         units=2,
-        state_bytes=60,
+        state=StateBytes(60),
         global_batch_size=48,
-        hybrid_sharding=True,
-        state_groups=tuple(rank // 2 for rank in range(16)),
+        groups=tuple(rank // 2 for rank in range(16)),
     )
     plan = solve(problem)
     assert plan.gap == 0 and len(plan.fractions_of_groups) == 8
@@ -466,7 +475,7 @@ def test_a_failing_solver_is_reported(monkeypatch):
         raise cvxpy.error.SolverError("no such luck")
 
     monkeypatch.setattr(cvxpy.reductions.solvers.solving_chain.SolvingChain, "solve_via_data", fail)
-    problem = Problem([affine("a", 1)], units=1, state_bytes=1, global_batch_size=1)
+    problem = Problem([affine("a", 1)], units=1, state=StateBytes(1), global_batch_size=1)
     with pytest.raises(SolverError, match="HiGHS failed: no such luck"):
         solve(problem)
 
@@ -474,13 +483,13 @@ def test_a_failing_solver_is_reported(monkeypatch):
 def test_arguments_are_checked():
     with pytest.raises(PlanError, match="expected a Problem, but got 3"):
         solve(3)
-    problem = Problem([affine("a", 1)], units=1, state_bytes=1, global_batch_size=1)
+    problem = Problem([affine("a", 1)], units=1, state=StateBytes(1), global_batch_size=1)
     with pytest.raises(PlanError, match=r"time_limit_s: .* greater than 0, but got 0"):
         solve(problem, time_limit_s=0)
 
 
 def refused(ranks, **changes) -> str:
-    values = {"units": 2, "state_bytes": 0, "global_batch_size": 4}
+    values = {"units": 2, "state": StateBytes(0), "global_batch_size": 4}
     with pytest.raises(InfeasibleError) as caught:
         solve(Problem(ranks, **{**values, **changes}))
     return str(caught.value)
@@ -489,8 +498,7 @@ def refused(ranks, **changes) -> str:
 def test_recomputation_and_offload_only_where_memory_binds():
     rank = dataclasses.replace(
         affine("a", 1, 200),
-        kept_backward_s=[0.2 + own for own in range(1, 5)],
-        kept_compute_bytes=[5.0 * own for own in range(1, 5)],
+        kept=KeptCurves([0.2 + own for own in range(1, 5)], [5.0 * own for own in range(1, 5)]),
         host_capacity_bytes=1000,
         offload_bytes_per_s=1.0,
     )
@@ -500,7 +508,7 @@ def test_recomputation_and_offload_only_where_memory_binds():
         problem = Problem(
             ranks,
             units=4,
-            state_bytes=state_bytes,
+            state=StateBytes(state_bytes),
             global_batch_size=4,
             boundary_bytes=2,
             kept_bytes=8,
@@ -521,7 +529,9 @@ def test_no_rank_offloads_for_headroom_alone():
             )
             for name, capacity in (("small", small), ("large", large))
         ]
-        problem = Problem(ranks, units=12, state_bytes=40, global_batch_size=8, boundary_bytes=4)
+        problem = Problem(
+            ranks, units=12, state=StateBytes(40), global_batch_size=8, boundary_bytes=4
+        )
         plan = checked(problem, solve(problem))
         assert plan.gap == 0
         return [rank.offload for rank in plan.ranks]
@@ -535,14 +545,16 @@ def test_no_rank_offloads_where_memory_has_no_limit():
     rank = dataclasses.replace(
         affine("a", 1, math.inf), host_capacity_bytes=1e6, offload_bytes_per_s=1e9
     )
-    problem = Problem([rank] * 2, units=12, state_bytes=40, global_batch_size=8, boundary_bytes=4)
+    problem = Problem(
+        [rank] * 2, units=12, state=StateBytes(40), global_batch_size=8, boundary_bytes=4
+    )
     assert not any(part.offload for part in checked(problem, solve(problem)).ranks)
 
 
 def test_fewer_microbatches_keep_less_though_their_peak_is_larger():
     # (1, 1) takes 1 + 2 * 4 bytes and (2,) 5.5 + 4, but (1, 1, 1, 1) 17 and (2, 2) 13.5
     rank = RankProfile("a", [1, 2], [1, 2], [1, 2], [1, 5.5], 14)
-    problem = Problem([rank], units=1, state_bytes=0, global_batch_size=4, microbatch_bytes=4)
+    problem = Problem([rank], units=1, state=StateBytes(0), global_batch_size=4, microbatch_bytes=4)
     assert checked(problem, solve(problem)).ranks[0].microbatch_sizes == (2, 2)
 
 
@@ -558,7 +570,7 @@ def test_a_new_resource_is_an_entry_in_the_table(monkeypatch):
         resources = (*columns.RESOURCES[:2], columns.Resource((energy,), lambda _: total))
         for module in (columns, infeasible):
             monkeypatch.setattr(module, "RESOURCES", resources)
-        problem = Problem(ranks, units=2, state_bytes=10, global_batch_size=8)
+        problem = Problem(ranks, units=2, state=StateBytes(10), global_batch_size=8)
         return [rank.batch_size for rank in checked(problem, solve(problem)).ranks]
 
     ranks = [affine("hungry", 9), affine("frugal", 1)]
@@ -579,7 +591,9 @@ def test_where_many_ranks_differ_a_thousandth_is_proof_enough():
         return RankProfile(f"r{index}", *curves, 10.0 * size, 300)
 
     ranks = [rank(index) for index in range(24)]
-    problem = Problem(ranks, units=8, state_bytes=4000, global_batch_size=500, boundary_bytes=0.2)
+    problem = Problem(
+        ranks, units=8, state=StateBytes(4000), global_batch_size=500, boundary_bytes=0.2
+    )
     plan = checked(problem, solve(problem))
     assert 0 <= plan.gap <= 1e-3
     assert plan.step_s <= plan.bound_s * 1.002
@@ -590,9 +604,8 @@ def test_units_stay_gathered_where_that_is_faster_and_there_is_room():
         problem = Problem(
             [affine("a", 1, capacity)] * 2,
             units=4,
-            gather_s=2,
-            reduce_s=reduce_s,
-            state_bytes=100,
+            links=Links(2, reduce_s),
+            state=StateBytes(100),
             global_batch_size=4,
             unresharded_bytes=unresharded,
             reshard_after_forward=asked,
@@ -625,9 +638,8 @@ def test_what_cannot_be_faster_is_not_searched(monkeypatch):
         problem = Problem(
             [affine("a", 1), affine("b", 3)],
             units=4,
-            gather_s=gather_s,
-            reduce_s=gather_s,
-            state_bytes=100,
+            links=Links(gather_s, gather_s),
+            state=StateBytes(100),
             global_batch_size=8,
             reshard_after_forward="auto",
         )
@@ -641,7 +653,7 @@ def test_what_cannot_be_faster_is_not_searched(monkeypatch):
 
 def test_out_of_time_the_better_half_is_kept_and_the_other_only_bounded():
     ranks = [affine(f"r{index}", 1 + index / 9, longest=4) for index in range(24)]
-    asked = {"units": 4, "gather_s": 500, "reduce_s": 500, "state_bytes": 100}
+    asked = {"units": 4, "links": Links(500, 500), "state": StateBytes(100)}
     problem = Problem(ranks, global_batch_size=64, reshard_after_forward="auto", **asked)
     plan = solve(problem, time_limit_s=1e-3)
     assert plan.reshard_after_forward is False
@@ -653,9 +665,9 @@ def test_even_shares_are_taken_where_they_travel_enough_faster():
         problem = Problem(
             [affine("small", 1, capacity), affine("large", 1, 300)],
             units=8,
-            gather_s=20.0,
-            even_gather_s=even_gather_s,
-            state_bytes=120,
+            links=Links(20.0),
+            even_links=Links(even_gather_s),
+            state=StateBytes(120),
             global_batch_size=8,
         )
         return [rank.state_fraction for rank in checked(problem, solve(problem)).ranks]
@@ -670,9 +682,9 @@ def test_even_shares_count_the_buffers_of_an_idle_rank():
     problem = Problem(
         ranks,
         units=1,
-        gather_s=20.0,
-        even_gather_s=1.0,
-        state_bytes=23,
+        links=Links(20.0),
+        even_links=Links(1.0),
+        state=StateBytes(23),
         gathered_bytes=2,
         global_batch_size=2,
     )
@@ -685,9 +697,9 @@ def test_even_shares_may_fill_a_rank_to_the_last_byte():
     problem = Problem(
         ranks,
         units=2,
-        gather_s=20.0,
-        even_gather_s=1.0,
-        state_bytes=40,
+        links=Links(20.0),
+        even_links=Links(1.0),
+        state=StateBytes(40),
         gathered_bytes=10,
         global_batch_size=2,
     )
@@ -701,10 +713,10 @@ def test_slices_of_even_shares_are_padded_where_that_was_measured_faster_and_fit
         problem = Problem(
             [affine("alike", 1, 50)] * 2,
             units=2,
-            gather_s=20.0,
-            even_gather_s=even_gather_s,
+            links=Links(20.0),
+            even_links=Links(even_gather_s),
             padded_bytes=padded_bytes,
-            state_bytes=60,
+            state=StateBytes(60),
             global_batch_size=2,
         )
         return checked(problem, solve(problem))
@@ -721,14 +733,13 @@ def test_slices_of_even_shares_are_padded_where_that_was_measured_faster_and_fit
 def test_boundaries_are_offloaded_only_with_recomputation():
     rank = dataclasses.replace(
         affine("a", 1, 40, longest=2),
-        kept_backward_s=[0.5, 1.0],
-        kept_compute_bytes=[5.0, 6.0],
+        kept=KeptCurves([0.5, 1.0], [5.0, 6.0]),
         host_capacity_bytes=1000,
     )
     problem = Problem(
         [rank],
         units=8,
-        state_bytes=18,
+        state=StateBytes(18),
         global_batch_size=2,
         boundary_bytes=1,
         kept_bytes=0.1,
@@ -751,9 +762,9 @@ def test_a_variant_without_time_does_not_hide_the_other(monkeypatch):
     problem = Problem(
         [affine("a", 1), affine("b", 2)],
         units=4,
-        gather_s=20.0,
-        even_gather_s=10.0,
-        state_bytes=100,
+        links=Links(20.0),
+        even_links=Links(10.0),
+        state=StateBytes(100),
         global_batch_size=6,
     )
     plan = solve(problem)
@@ -768,7 +779,7 @@ def test_a_part_of_a_thousandth_is_spent_on_headroom():
         return RankProfile("a", times, times, times, [10, 40, 70, 95], 100)
 
     def sizes(hair: float) -> tuple[int, ...]:
-        problem = Problem([curve(hair)], units=8, state_bytes=1, global_batch_size=4)
+        problem = Problem([curve(hair)], units=8, state=StateBytes(1), global_batch_size=4)
         plan = checked(problem, solve(problem))
         assert plan.gap == 0
         assert plan.step_s <= plan.bound_s * 1.001
@@ -789,14 +800,14 @@ def test_refusal_names_the_room_that_units_which_stay_gathered_take():
     message = refused([affine("a", 1, 100), affine("b", 1, 50)], **stay)
     assert "the gathered buffers that every rank holds need" in message
     assert "Use smaller units, reshard_after_forward=True, raise" in message
-    message = refused([affine("a", 1, 100)] * 2, state_bytes=100, **stay)
+    message = refused([affine("a", 1, 100)] * 2, state=StateBytes(100), **stay)
     assert "give units back between forward and backward, reshard_after_forward=True" in message
-    message = refused([affine("a", 1, 100)] * 2, state_bytes=250, **stay)
+    message = refused([affine("a", 1, 100)] * 2, state=StateBytes(250), **stay)
     assert "give units back" not in message
 
 
 def test_refusal_when_the_state_fits_nowhere():
-    message = refused([affine("a", 1, 100)] * 2, state_bytes=250)
+    message = refused([affine("a", 1, 100)] * 2, state=StateBytes(250))
     assert "Memory binds over all 2 ranks together" in message
     assert "60 bytes are missing" in message
     assert "add 1 more 'a'" in message
@@ -839,7 +850,7 @@ def test_refusal_with_one_microbatch_on_every_rank():
 
 def test_refusal_after_the_search_names_memory_and_what_helps():
     ranks = [affine("a", 1, 100), affine("b", 1, 100)]
-    message = refused(ranks, state_bytes=165, single_microbatch=True)
+    message = refused(ranks, state=StateBytes(165), single_microbatch=True)
     assert "Memory binds over all 2 ranks together: the state needs 165 bytes" in message
     assert "the samples under one microbatch on each rank at least 40 bytes" in message
     assert "5 bytes are missing" in message
@@ -848,7 +859,7 @@ def test_refusal_after_the_search_names_memory_and_what_helps():
 
 def test_refusal_names_offload_only_where_it_is_enough():
     ranks = [affine("a", 1, 100)]
-    change = {"units": 8, "boundary_bytes": 4, "state_bytes": 30, "global_batch_size": 3}
+    change = {"units": 8, "boundary_bytes": 4, "state": StateBytes(30), "global_batch_size": 3}
     message = refused(ranks, **change)
     assert "lower global_batch_size to 1" in message
     assert "offload boundary activations to host memory" in message
@@ -858,7 +869,7 @@ def test_refusal_names_offload_only_where_it_is_enough():
     assert plan.ranks[0].host_bytes == 96
     message = refused([dataclasses.replace(ranks[0], host_capacity_bytes=95)], **change)
     assert "offload boundary activations to host memory" in message  # more of it
-    message = refused(ranks, **{**change, "state_bytes": 85})
+    message = refused(ranks, **{**change, "state": StateBytes(85)})
     assert "offload" not in message.split("What would do")[1]
 
 
@@ -870,13 +881,13 @@ def test_remedies_start_at_the_least_batch_that_is_possible_at_all():
 
 
 def test_types_of_one_name_are_named_once():
-    message = refused([affine("a", 1, 40), affine("a", 1, 50)], state_bytes=100)
+    message = refused([affine("a", 1, 40), affine("a", 1, 50)], state=StateBytes(100))
     assert message.count("more 'a'") == 1
 
 
 def test_remedies_that_take_too_long_are_said_to_be_open(monkeypatch):
     monkeypatch.setattr(infeasible, "_TIME_S", 0.0)
-    message = refused([affine("a", 1, 100)] * 2, state_bytes=250)
+    message = refused([affine("a", 1, 100)] * 2, state=StateBytes(250))
     assert "was not found out within 0 s" in message
 
 

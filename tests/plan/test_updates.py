@@ -12,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from moving_brute_force import checked_plan, random_problem
 
-from lightning_cephalo.plan import Plan, Problem, RankPlan, RankProfile, predict, solve
+from lightning_cephalo.plan import (
+    Plan,
+    Problem,
+    RankPlan,
+    RankProfile,
+    StateBytes,
+    predict,
+    solve,
+)
 from lightning_cephalo.plan.cost import step_time
 from lightning_cephalo.plan.updates import least_update_s, update_exposure, with_updates
 
@@ -30,7 +38,7 @@ SLOW = replace(FAST, name="slow", updated_parameters_per_s=100.0)
 PROBLEM = Problem(
     [FAST, SLOW],
     units=4,
-    state_bytes=400.0,
+    state=StateBytes(400.0),
     global_batch_size=8,
     update_overhead_s=0.5,
     unit_update_s=0.05,
@@ -82,8 +90,7 @@ def test_the_least_update_is_that_of_ranks_that_end_together_or_are_full():
     groups = replace(
         PROBLEM,
         ranks=[FAST, FAST, SLOW],
-        hybrid_sharding=True,
-        state_groups=(0, 0, 1),
+        groups=(0, 0, 1),
     )
     assert least_update_s(groups) == 400 / 100  # the whole state on one slow device
 
@@ -98,10 +105,9 @@ def test_an_update_is_exposed_by_what_it_makes_the_closed_form_longer(
     late = replace(
         PROBLEM,
         units=units,
-        gather_s=gather_s,
-        reduce_s=reduce_s,
+        links=replace(PROBLEM.links, gather_s=gather_s, reduce_s=reduce_s),
         fill_s=fill_s,
-        root_reduce_s=root_s,
+        root_links=replace(PROBLEM.root_links, reduce_s=root_s),
         unit_update_s=overhead_s / units,
         update_overhead_s=overhead_s,
     )
@@ -148,7 +154,7 @@ def resident_problem(seed: int) -> Problem:
         ranks=ranks,
         optimizer_offload=False,
         fill_s=draw.choice([0.0, 1.5]),
-        root_reduce_s=draw.choice([0.0, 0.7]),
+        root_links=replace(problem.root_links, reduce_s=draw.choice([0.0, 0.7])),
     )
 
 
@@ -182,7 +188,7 @@ def test_groups_that_each_hold_the_state_have_a_bound_and_shares_by_speed(seed, 
             strict=True,
         )
     ]
-    problem = replace(PROBLEM, ranks=ranks, hybrid_sharding=True, state_groups=(0, 0, 1, 1))
+    problem = replace(PROBLEM, ranks=ranks, groups=(0, 0, 1, 1))
     problem = problem.with_early_update() if is_early else problem
     plan = solve(problem)
     assert [sum(own) for own in plan.fractions_of_groups] == pytest.approx([1, 1])

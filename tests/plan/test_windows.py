@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_cephalo.plan import Problem, RankProfile, windows
+from lightning_cephalo.plan import (
+    Links,
+    Problem,
+    RankProfile,
+    StateBytes,
+    windows,
+)
 from lightning_cephalo.plan.windows import Windows
 
 RANK = RankProfile("a", [1], [2], [0.5], [1], math.inf)
@@ -17,35 +23,34 @@ problems = st.builds(
     Problem,
     st.just([RANK]),
     st.sampled_from([1, 2, 3, 4, 5, 8, 24]),
-    state_bytes=st.just(1.0),
+    state=st.just(StateBytes(1.0)),
     global_batch_size=st.just(1),
-    gather_and_reduce_s=st.none() | seconds,
+    links=st.builds(Links, seconds, seconds, st.none() | seconds),
+    root_links=st.builds(Links, reduce_s=seconds),
+    last_links=st.builds(Links, seconds, seconds),
+    fill_s=seconds,
     reshard_after_forward=st.booleans(),
     early_update=st.booleans(),
-    **dict.fromkeys(
-        ["gather_s", "reduce_s", "last_gather_s", "last_reduce_s", "root_reduce_s", "fill_s"],
-        seconds,
-    ),
     unit_update_s=seconds,
 )
 
 
 def closed_form(problem: Problem) -> tuple[Windows, Windows, float, float]:
     """Windows of forward and backward, that of a middle unit, and updates that hide behind."""
-    units, gather_s, reduce_s = problem.units, problem.gather_s, problem.reduce_s
-    both_s, update_s = problem.both_s, problem.unit_update_s * problem.early_update
-    ahead_s = gather_s + problem.last_gather_s
+    units, gather_s, reduce_s = problem.units, problem.links.gather_s, problem.links.reduce_s
+    both_s, update_s = problem.links.both_s, problem.unit_update_s * problem.early_update
+    ahead_s = gather_s + problem.last_links.gather_s
     forward = ((gather_s, units - 2), (ahead_s, 1)) if units > 1 else ()
     if not problem.reshard_after_forward:
         gather_s, both_s = 0.0, reduce_s
-    middle_s, first_s = max(gather_s, both_s - update_s), gather_s + problem.last_reduce_s
+    middle_s, first_s = max(gather_s, both_s - update_s), gather_s + problem.last_links.reduce_s
     last_s = max(0.0, reduce_s - update_s)
     backward = {
-        1: ((problem.last_reduce_s, 1),),
+        1: ((problem.last_links.reduce_s, 1),),
         2: ((first_s, 1), (reduce_s, 1)),
     }.get(units, ((first_s, 1), (both_s, 1), (middle_s, units - 3), (last_s, 1)))
     behind_s = min(reduce_s, problem.fill_s) if units > 1 else 0.0
-    hidden_s = min(update_s, behind_s) + min(update_s, problem.root_reduce_s)
+    hidden_s = min(update_s, behind_s) + min(update_s, problem.root_links.reduce_s)
     return (*forward, (0.0, 1)), backward, middle_s, hidden_s
 
 
@@ -73,11 +78,11 @@ def test_windows_with_and_without_resharding_are_of_the_same_units(problem):
 @settings(deadline=None, max_examples=200)
 @given(problems, seconds)
 def test_updates_have_the_rooms_that_passes_and_collectives_leave(problem, backward_s):
-    reduce_s, update_s = problem.reduce_s, problem.unit_update_s * problem.early_update
-    gather_s, both_s = problem.gather_s, problem.both_s
+    reduce_s, update_s = problem.links.reduce_s, problem.unit_update_s * problem.early_update
+    gather_s, both_s = problem.links.gather_s, problem.links.both_s
     if not problem.reshard_after_forward:
         gather_s, both_s = 0.0, reduce_s
-    rooms = [problem.root_reduce_s]
+    rooms = [problem.root_links.reduce_s]
     if problem.units > 1:
         rooms.append(min(reduce_s, problem.fill_s))
     if problem.units > 2:

@@ -12,7 +12,13 @@ from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_cephalo.adapters.held_state import OptimizerFacts, held_by_unit
-from lightning_cephalo.plan import InfeasibleError, Problem, RankProfile, solve
+from lightning_cephalo.plan import (
+    InfeasibleError,
+    Problem,
+    RankProfile,
+    StateBytes,
+    solve,
+)
 from lightning_cephalo.plan.state_homes import StateHome, state_homes
 from lightning_cephalo.preparation.prepare import with_optimizers
 from lightning_cephalo.sharding.contents import Contents
@@ -121,7 +127,11 @@ def _problem(capacity: float, **fields: Any) -> Problem:
         to_device_bytes_per_s=1e3,
         to_host_bytes_per_s=1e3,
     )
-    given = {"state_bytes": 12.0 * sum(SIZES), "global_batch_size": 2, "unit_parameters": SIZES}
+    given = {
+        "state": StateBytes(12.0 * sum(SIZES)),
+        "global_batch_size": 2,
+        "unit_parameters": SIZES,
+    }
     return Problem([rank], 8, **{**given, "moment_bytes": 8.0, **fields})
 
 
@@ -144,7 +154,7 @@ def test_plans_count_on_what_the_optimizer_holds():
         counted = _counted(problem, optimizer)
         more = (each - 8) * sum(SIZES) + max(0, each - 8) * 4  # and a row
         assert solve(counted).ranks[0].memory_bytes == before.ranks[0].memory_bytes + more
-        assert counted.state_bytes == problem.state_bytes + (each - 8) * sum(SIZES)
+        assert counted.state.held_bytes == problem.state.held_bytes + (each - 8) * sum(SIZES)
         assert counted.moment_bytes == each
     assert _counted(problem, Adafactor) == problem  # which holds an amount that is not known
 

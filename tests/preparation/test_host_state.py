@@ -26,6 +26,7 @@ from lightning_cephalo.plan import (
     Problem,
     RankPlan,
     RankProfile,
+    StateBytes,
     solve,
 )
 from lightning_cephalo.plan.moving import choices
@@ -91,7 +92,7 @@ def test_ranks_whose_rows_are_cut_differently_move_the_units_that_the_planner_ha
     problem = Problem(
         [RANK],
         len(SHAPES),
-        state_bytes=16.0 * sum(whole),
+        state=StateBytes(16.0 * sum(whole)),
         global_batch_size=1,
         optimizer_offload="auto",
         unit_parameters=whole,
@@ -147,7 +148,7 @@ SIZES = (0, *[2**18] * 16)
 MOVING = Problem(
     [replace(RANK, capacity_bytes=24.0 * 2**20, host_capacity_bytes=0.0)],
     len(SIZES) - 1,
-    state_bytes=12.0 * sum(SIZES),
+    state=StateBytes(12.0 * sum(SIZES)),
     global_batch_size=1,
     optimizer_offload="auto",
     unit_parameters=SIZES,

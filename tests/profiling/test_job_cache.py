@@ -17,7 +17,11 @@ from full_disk import file_size_limit
 from profiled import GPT, fit, in_ranks, loader
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_cephalo.plan import Problem, RankProfile
+from lightning_cephalo.plan import (
+    Problem,
+    RankProfile,
+    StateBytes,
+)
 from lightning_cephalo.preparation import prepare as planning
 from lightning_cephalo.profiling import job_cache
 
@@ -320,7 +324,7 @@ def kept_problem(path, capacity_bytes, forward_s=(1.0, 1.0)):
         )
         for seconds in forward_s
     ]
-    problem = Problem(ranks=ranks, units=2, state_bytes=40.0, global_batch_size=2)
+    problem = Problem(ranks=ranks, units=2, state=StateBytes(40.0), global_batch_size=2)
     assert job_cache.save(path, problem) is None
     return problem
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_cephalo import Problem, RankProfile
 from lightning_cephalo.accelerator.emulated.device import host_now_s
+from lightning_cephalo.plan import Links, StateBytes
 from lightning_cephalo.plan.cost import fixed_time
 from lightning_cephalo.plan.curves import cached_tables
 from lightning_cephalo.plan.updates import least_update_s, with_updates
@@ -42,12 +43,8 @@ def test_every_rank_gets_the_same_problem_with_dense_curves(profiled_once):
     for rank in first["ranks"]:
         assert len(rank["forward_s"]) >= 4
         assert all(seconds > 0 for seconds in rank["forward_s"] + rank["backward_s"])
-    assert (
-        first["gather_s"] > 0
-        and first["reduce_s"] > 0
-        and first["step_overhead_s"] > 0
-        and first["fill_s"] > 0
-    )
+    assert first["links"]["gather_s"] > 0 and first["links"]["reduce_s"] > 0
+    assert first["step_overhead_s"] > 0 and first["fill_s"] > 0
 
 
 def test_what_was_measured_is_kept_for_plans_of_other_clusters(profiled_once, monkeypatch):
@@ -74,14 +71,14 @@ def both_kinds_of_shares(capacity_bytes, uneven_s=(3.0, 3.0, 6.0)):
         if len(units) > 1:  # blocks
             seen.append(model.fractions)
         even = len(set(model.fractions)) == 1
-        return network.MeanTimes(*((1.0, 2.0, 3.0) if even else uneven_s))
+        return network.Links(*((1.0, 2.0, 3.0) if even else uneven_s))
 
     network.mean_times = recorded
     try:
         problem = profile(GPT(), loader(), capacity_bytes=capacity_bytes, is_time_shared=False)
     finally:
         network.mean_times = timed
-    return seen, problem.gather_s, problem.even_gather_s, problem.even_reduce_s
+    return seen, problem.links, problem.even_links
 
 
 def test_even_and_uneven_shares_are_both_timed():
@@ -90,14 +87,10 @@ def test_even_and_uneven_shares_are_both_timed():
         return [both_kinds_of_shares(*case) for case in cases]
 
     alike, other, noise = in_ranks(2, each)[0]
-    seen, gather_s, even_gather_s, even_reduce_s = alike
-    assert seen == [(0.5, 0.5), (0.25, 0.75)]
-    assert (gather_s, even_gather_s) == (3.0, 1.0)
-    assert even_reduce_s == 2.0
-    assert noise[1:] == (1.0, None, None)
-    seen, gather_s, even_gather_s, _ = other
-    assert seen == [(0.75, 0.25), (0.5, 0.5)]
-    assert (gather_s, even_gather_s) == (3.0, 1.0)
+    links, even_links = Links(3.0, 3.0, 6.0), Links(1.0, 2.0, 3.0)
+    assert alike == ([(0.5, 0.5), (0.25, 0.75)], links, even_links)
+    assert noise[1:] == (Links(1.0, 2.1, 3.1), None)
+    assert other == ([(0.75, 0.25), (0.5, 0.5)], links, even_links)
 
 
 def on_unequal_ranks():
@@ -221,7 +214,7 @@ def test_a_model_that_is_one_unit_is_profiled_as_a_tail():
 
     problem = in_ranks(2, whole)[0]
     rank = problem["ranks"][0]
-    assert problem["units"] == 1 and problem["gather_s"] == problem["reduce_s"] == 0.0
+    assert problem["units"] == 1 and Problem.from_dict(problem).links.both_s == 0.0
     assert set(rank["forward_s"]) == {0.0} and all(seconds > 0 for seconds in rank["tail_s"])
 
 
@@ -282,7 +275,7 @@ def test_a_step_may_ask_for_its_optimizer_and_its_scheduler():
 
 
 def test_nothing_that_goes_wrong_in_remembering_is_raised():
-    problem = Problem([RankProfile("a", [1], [1], [1], [1], 10)], units=1, state_bytes=1,
+    problem = Problem([RankProfile("a", [1], [1], [1], [1], 10)], units=1, state=StateBytes(1),
                       global_batch_size=1)  # fmt: skip
 
     def told(**wrong):

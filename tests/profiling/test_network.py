@@ -13,9 +13,13 @@ from torch import nn
 
 from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.execution.sharded_model import Dtypes, ShardedModel
-from lightning_cephalo.plan import Problem, RankProfile
+from lightning_cephalo.plan import (
+    Problem,
+    RankProfile,
+    StateBytes,
+)
 from lightning_cephalo.plan.program import Operation, Visit, compile_step
-from lightning_cephalo.profiling.memory_model import state_fields
+from lightning_cephalo.profiling.memory_model import state_of
 from lightning_cephalo.profiling.network import mean_times, with_network_times
 from lightning_cephalo.ranks.groups import Groups
 from lightning_cephalo.sharding.discovery import UnitKind
@@ -42,7 +46,7 @@ def _reducing(model: ShardedModel) -> tuple[float, float]:
     """Return what full gradients take, and what ranks receive into, in units."""
     gradients = model.gathered_gradient_bytes / UNIT_BYTES
     # in addition to parameters, gradients and two moments
-    received = (state_fields(model)["state_bytes"] - 4 * 3 * UNIT_BYTES) / UNIT_BYTES
+    received = (state_of(model)[0].held_bytes - 4 * 3 * UNIT_BYTES) / UNIT_BYTES
     return gradients, received
 
 
@@ -69,7 +73,7 @@ def _begun(rank: int) -> tuple[list[tuple[str, int]], tuple[float, float, float 
     times = mean_times(model, lambda: now_s, model.of_kind(UnitKind.BLOCK))
     once = called[: len(called) // 4]
     assert called == 4 * once
-    return once, (times.gather_s, times.reduce_s, times.gather_and_reduce_s)
+    return once, (times.gather_s, times.reduce_s, times.both_s)
 
 
 def test_collectives_are_timed_in_the_order_of_a_step() -> None:
@@ -106,8 +110,8 @@ def _measured(rank: int) -> float:
         return now_s
 
     rank = RankProfile("a", [1.0], [1.0], [1.0], [1.0], 1000.0)
-    problem = Problem([rank] * 3, 3, state_bytes=1, global_batch_size=1)
-    return with_network_times(problem, model, clock, PLENTY).gather_s
+    problem = Problem([rank] * 3, 3, state=StateBytes(1), global_batch_size=1)
+    return with_network_times(problem, model, clock, PLENTY).links.gather_s
 
 
 def test_a_gather_takes_its_part_of_the_time_of_all_units() -> None:

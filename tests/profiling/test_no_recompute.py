@@ -9,7 +9,12 @@ from profiled import GPT, fit, in_ranks, loader, profile
 
 from lightning_cephalo import CephaloStrategy, Plan
 from lightning_cephalo.emulation import active_device
-from lightning_cephalo.plan import RankPlan, RankProfile, predict
+from lightning_cephalo.plan import (
+    KeptCurves,
+    RankPlan,
+    RankProfile,
+    predict,
+)
 from lightning_cephalo.profiling.rank_curves import compute_curve, merge_equal_ranks
 
 MODEL = {"width": 64, "depth": 3, "context": 32}
@@ -33,12 +38,12 @@ def test_curves_without_recomputation_are_those_of_a_profile_without():
     for own, other in zip(chosen.ranks, kept.ranks, strict=True):
         length = min(own.largest_microbatch_size, other.largest_microbatch_size)
         assert length >= 4
-        assert own.kept_backward_s[length - 1] == pytest.approx(
+        assert own.kept.backward_s[length - 1] == pytest.approx(
             other.backward_s[length - 1], rel=0.01
         )
         # the forward again ends before a block's last product, a third of its forward; without
         # that, what is repeated would be half of a backward, and the ratio 2 / 3
-        ratio = own.kept_backward_s[length - 1] / own.backward_s[length - 1]
+        ratio = own.kept.backward_s[length - 1] / own.backward_s[length - 1]
         assert ratio == pytest.approx(3 / 4, rel=0.02)
         for size in (1, length):
             plan = [RankPlan((size, size), 0.5, recompute=False), RankPlan((), 0.5)]
@@ -87,16 +92,14 @@ def test_sizes_that_did_not_run_get_the_memory_that_they_lack():
 
 
 def test_equal_ranks_keep_the_choice_only_if_all_have_it():
-    rank = RankProfile(
-        "a", [1.0], [2.0], [1.0], [5.0], 100, kept_backward_s=[1.0], kept_compute_bytes=[9.0]
-    )
-    other = replace(rank, kept_backward_s=(1.2,), kept_compute_bytes=(11.0,))
+    rank = RankProfile("a", [1.0], [2.0], [1.0], [5.0], 100, kept=KeptCurves([1.0], [9.0]))
+    other = replace(rank, kept=KeptCurves((1.2,), (11.0,)))
     first, second = merge_equal_ranks([rank, other])
     assert first == second
-    assert first.kept_backward_s == (pytest.approx(np.median([1.0, 1.2])),)
-    assert first.kept_compute_bytes == (11.0,)
-    without = replace(rank, kept_backward_s=(), kept_compute_bytes=())
-    assert all(found.kept_backward_s == () for found in merge_equal_ranks([rank, without]))
+    assert first.kept.backward_s == (pytest.approx(np.median([1.0, 1.2])),)
+    assert first.kept.compute_bytes == (11.0,)
+    without = replace(rank, kept=None)
+    assert all(found.kept is None for found in merge_equal_ranks([rank, without]))
 
 
 @pytest.mark.parametrize("value", [None, "yes", 1])

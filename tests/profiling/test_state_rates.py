@@ -14,7 +14,11 @@ from virtual_time import VirtualHost
 from lightning_cephalo.accelerator.emulated.accelerator import Emulated
 from lightning_cephalo.common.errors import HostMemoryError
 from lightning_cephalo.emulation import EmulatedDevice
-from lightning_cephalo.plan import Problem, RankProfile
+from lightning_cephalo.plan import (
+    Problem,
+    RankProfile,
+    StateBytes,
+)
 from lightning_cephalo.profiling.rank_curves import merge_equal_ranks
 from lightning_cephalo.profiling.state_rates import has_state_rates, with_state_rates
 
@@ -23,7 +27,7 @@ RANK = RankProfile("a", [1.0], [1.0], [1.0], [1.0], 1000.0)
 
 
 def problem_of(*ranks: RankProfile) -> Problem:
-    return Problem(ranks, 1, state_bytes=1, global_batch_size=1)
+    return Problem(ranks, 1, state=StateBytes(1), global_batch_size=1)
 
 
 def measured(with_host_updates: bool = True, **rates: float) -> RankProfile:

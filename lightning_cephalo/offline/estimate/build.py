@@ -13,7 +13,7 @@ from lightning_cephalo.offline.estimate.analytic import compute_bytes as peak_by
 from lightning_cephalo.offline.estimate.analytic import curves_of, find_efficiency
 from lightning_cephalo.offline.estimate.cluster import Cluster, ClusterRank
 from lightning_cephalo.offline.estimate.devices import Device
-from lightning_cephalo.plan import Problem, RankProfile
+from lightning_cephalo.plan import KeptCurves, Links, Problem, RankProfile, StateBytes
 from lightning_cephalo.plan.curves import Curves, CurveTable, cached_tables
 from lightning_cephalo.plan.state_groups import groups_by_node
 
@@ -139,24 +139,24 @@ def build_problem(
     largest = max(work.largest_unit_parameters, inner, work.first_parameters, last)
     # what each group sends of a rank's slice arrives there in a row of its own
     received = GRADIENT_BYTES * largest * len(set(groups))
-    gather_s = gather_of(compute * work.unit_parameters)
-    reduce_s = reduce_of(GRADIENT_BYTES * work.unit_parameters)
+
+    def links(parameters: float) -> Links:
+        return Links(gather_of(compute * parameters), reduce_of(GRADIENT_BYTES * parameters))
+
+    of_unit = links(work.unit_parameters)
     # buffers of full parameters beyond the gathered ones, if units stay gathered
     others = work.units * work.unit_parameters - min(2, work.units) * work.largest_unit_parameters
     problem = Problem(
         ranks=tuple(profile(replace(rank, node=0)) for rank in cluster.ranks),
         units=work.units,
-        gather_s=gather_s,
-        reduce_s=reduce_s,
-        root_gather_s=gather_of(compute * root),
-        root_reduce_s=reduce_of(GRADIENT_BYTES * root),
-        last_gather_s=gather_of(compute * last) if last else 0.0,
-        last_reduce_s=reduce_of(GRADIENT_BYTES * last) if last else 0.0,
-        fill_s=gather_s + reduce_s,
+        links=of_unit,
+        root_links=links(root),
+        last_links=links(last) if last else Links(),
+        fill_s=of_unit.both_s,
         # with one reduce's receive buffer, as the profiler counts it (NCCL)
-        state_bytes=STATE_BYTES_PER_PARAMETER * work.parameters
-        + GRADIENT_BYTES * largest
-        + received,
+        state=StateBytes(
+            STATE_BYTES_PER_PARAMETER * work.parameters + GRADIENT_BYTES * largest + received
+        ),
         global_batch_size=global_batch_size,
         boundary_bytes=kept_always,
         kept_bytes=work.kept_bytes if choices.choose_recompute else 0.0,
@@ -164,10 +164,11 @@ def build_problem(
         reshard_after_forward="auto",
         unresharded_bytes=compute * max(0.0, others),
         # the gradient of a head is reduced before the first block's
-        early_state_bytes=EARLY_STATE_BYTES_PER_PARAMETER * work.parameters
-        + 2 * GRADIENT_BYTES * last,
-        early_reducing_state_bytes=GRADIENT_BYTES * max(0.0, largest - 2 * last) + received,
-        early_updating_state_bytes=GRADIENT_BYTES * _held_in_updates(work) + received,
+        early_state=StateBytes(
+            EARLY_STATE_BYTES_PER_PARAMETER * work.parameters + 2 * GRADIENT_BYTES * last,
+            reducing_bytes=GRADIENT_BYTES * max(0.0, largest - 2 * last) + received,
+            updating_bytes=GRADIENT_BYTES * _held_in_updates(work) + received,
+        ),
         optimizer_offload=False if hybrid else choices.optimizer_offload,
         unit_parameters=(
             round(work.root_parameters),
@@ -176,8 +177,7 @@ def build_problem(
         moment_bytes=MOMENT_BYTES_PER_PARAMETER,
         element_bytes=PARAMETER_BYTES,
         offloads_boundaries=choices.offloads,
-        hybrid_sharding=hybrid,
-        state_groups=groups,
+        groups=groups,
     )
     sources = tuple(
         RankSource(rank.device.name, known[rank.device].source, known[rank.device].detail)
@@ -252,13 +252,13 @@ def rank_profile(
         backward, peaks = kept_backward, kept_peaks
     room = capacity_bytes - fixed_bytes
     fits = sum(peaks[size - 1] + sample_bytes * size <= room for size in sizes)
-    return RankProfile(
-        name=device.name,
-        forward_s=curves.forward_s[:fits],
-        backward_s=backward[:fits],
-        tail_s=curves.tail_s[:fits],
-        compute_bytes=peaks[:fits],
-        capacity_bytes=capacity_bytes,
-        kept_backward_s=kept_backward[:fits] if choose_recompute else (),
-        kept_compute_bytes=kept_peaks[:fits] if choose_recompute else (),
+    found = RankProfile(
+        device.name,
+        curves.forward_s,
+        backward,
+        curves.tail_s,
+        peaks,
+        capacity_bytes,
+        kept=KeptCurves(kept_backward, kept_peaks) if choose_recompute else None,
     )
+    return found.up_to(fits)

@@ -68,9 +68,9 @@ class LeastTimes:
         if profile not in self._of_profile:
             backward = profile.backward_s
             peaks = profile.compute_bytes
-            if profile.kept_backward_s:
-                backward = tuple(map(min, backward, profile.kept_backward_s))
-                peaks = tuple(map(min, peaks, profile.kept_compute_bytes))
+            if profile.kept is not None:
+                backward = tuple(map(min, backward, profile.kept.backward_s))
+                peaks = tuple(map(min, peaks, profile.kept.compute_bytes))
             curves = (profile.forward_s, backward, profile.tail_s)
             smallest = self.problem.whole.minimum_microbatch_size
             least = np.array([_knapsack(c, self.problem.batch, smallest) for c in curves])

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from lightning_cephalo.offline.pipeline.problem import PipelineProblem
 from lightning_cephalo.offline.pipeline.times import Gathering, StageTimes
-from lightning_cephalo.plan import Plan, Problem, RankProfile
+from lightning_cephalo.plan import Links, Plan, Problem, RankProfile, StateBytes
 
 
 @dataclass(frozen=True)
@@ -34,15 +34,13 @@ class Stage:
 def stage_problem(problem: PipelineProblem, stage: Stage) -> Problem:
     """Return one wave of a stage, with the step's memory, without once-a-step collectives."""
     whole, held = problem.whole, stage_bytes(problem, stage)
-    gather_s, reduce_s = _collectives_s(problem, stage) if stage.regathers else (0.0, 0.0)
     return Problem(
         ranks=tuple(
             _profile(rank, stage) for block in stage.blocks for rank in problem.blocks[block].ranks
         ),
         units=stage.units,
-        gather_s=gather_s,
-        reduce_s=reduce_s,
-        state_bytes=held.state,
+        links=Links(*_collectives_s(problem, stage)) if stage.regathers else Links(),
+        state=StateBytes(held.state),
         global_batch_size=stage.wave_samples,
         boundary_bytes=held.sample / stage.units,
         kept_bytes=stage.waves * whole.kept_bytes,
@@ -135,13 +133,6 @@ def _collectives_s(problem: PipelineProblem, stage: Stage) -> tuple[float, float
 def _profile(rank: RankProfile, stage: Stage) -> RankProfile:
     """Return a rank's profile in a stage: up to a wave, the tail in the last stage only."""
     size = min(rank.largest_microbatch_size, stage.wave_samples)
-    return dataclasses.replace(
-        rank,
-        forward_s=rank.forward_s[:size],
-        backward_s=rank.backward_s[:size],
-        tail_s=rank.tail_s[:size] if stage.is_last else (0.0,) * size,
-        compute_bytes=rank.compute_bytes[:size],
-        kept_backward_s=rank.kept_backward_s[:size],
-        kept_compute_bytes=rank.kept_compute_bytes[:size],
-        host_capacity_bytes=0.0,
-    )
+    own = rank.up_to(size)
+    tail_s = own.tail_s if stage.is_last else (0.0,) * size
+    return dataclasses.replace(own, tail_s=tail_s, host_capacity_bytes=0.0)

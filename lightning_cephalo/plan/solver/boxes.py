@@ -112,7 +112,7 @@ def _variants(
         asked = problem.resharding(reshard)
         even = asked.with_even_shares()
         found = [(asked, False)]
-        if even.collectives_s != asked.collectives_s:
+        if even.links != asked.links:
             takes_time = even.shares_take_time or even.can_move_state
             has_even_state = even.has_even_state or not takes_time
             found.append((dataclasses.replace(even, has_even_state=has_even_state), True))
@@ -175,7 +175,7 @@ class _Variant:
         """Return what the group holds that holds the least, of all of the state."""
         return min(
             math.fsum(share for kind, share in shares if kind.members[0] in members)
-            for members in self.problem.groups
+            for members in self.problem.members
         )
 
     def room(self, exposed_s: float, backward_s: tuple[float, float]) -> Room:

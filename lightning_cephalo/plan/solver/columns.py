@@ -53,7 +53,7 @@ class Resource:
 
 def _beside_state(problem: Problem, members: Sequence[int] | None = None) -> float:
     """Return the capacity of some ranks, or of all, beside the state that they share."""
-    shared = 0.0 if problem.has_even_state else problem.full_state_bytes
+    shared = 0.0 if problem.has_even_state else problem.state.most_bytes
     ranks = range(len(problem.ranks)) if members is None else members
     return math.fsum(problem.ranks[rank].capacity_bytes for rank in ranks) - shared
 
@@ -93,7 +93,7 @@ def group_types(problem: Problem, batches: Sequence[int] | None = None) -> tuple
     Ranks of two groups that each hold the whole state are of different types, and those with
     different given ``batches``.
     """
-    group_of = {rank: number for number, own in enumerate(problem.groups) for rank in own}
+    group_of = {rank: number for number, own in enumerate(problem.members) for rank in own}
     given: Sequence[int | None] = batches or [None] * len(problem.ranks)
     members: dict[tuple, list[int]] = {}
     for index, rank in enumerate(problem.ranks):
@@ -203,17 +203,17 @@ def build_columns(
 def shared_by_all(problem: Problem) -> np.ndarray:
     """Return what ranks together have of each column of :attr:`Columns.used`."""
     shared = [resource.shared(problem) for resource in RESOURCES]
-    if len(problem.groups) > 1:
+    if len(problem.members) > 1:
         shared[DEVICE] = math.inf  # each group has its own limit
-        shared += [_beside_state(problem, members) for members in problem.groups]
+        shared += [_beside_state(problem, members) for members in problem.members]
     return np.array(shared)
 
 
 def _with_groups(problem: Problem, kind: RankType, columns: Columns) -> Columns:
     """Return a type's columns with what they use of each group's devices."""
-    if len(problem.groups) == 1:
+    if len(problem.members) == 1:
         return columns
-    is_own = [kind.members[0] in members for members in problem.groups]
+    is_own = [kind.members[0] in members for members in problem.members]
     used = np.column_stack([columns.used, np.outer(columns.used[:, DEVICE], is_own)])
     return dataclasses.replace(columns, used=used)
 

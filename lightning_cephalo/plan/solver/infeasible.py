@@ -19,7 +19,7 @@ import numpy as np
 from lightning_cephalo.common.errors import InfeasibleError
 from lightning_cephalo.common.quantities import format_bytes_exactly as _bytes
 from lightning_cephalo.plan.cost import device_bytes, idle_bytes, modes
-from lightning_cephalo.plan.problem import Problem, RankProfile
+from lightning_cephalo.plan.problem import TIME_CURVES, Problem, RankProfile
 from lightning_cephalo.plan.solver.columns import (
     DEVICE,
     RESOURCES,
@@ -94,7 +94,7 @@ def _state_on_hosts(
     """Say whether optimizer state in host memory would do, or why it does not."""
     moments = problem.moment_bytes * sum(problem.unit_parameters)
     # hybrid sharding does not go together with state in host memory
-    if not moments or problem.hybrid_sharding:
+    if not moments or problem.groups:
         return ""
     timeless = dataclasses.replace(problem, ranks=tuple(map(_timeless, problem.ranks)))
     if problem.optimizer_offload is False:
@@ -186,17 +186,17 @@ def _too_little_for_all(problem: Problem, types: Sequence[RankType]) -> str:
             f"{'more' if nearest > batch else 'fewer'}. "
             f"{_remedies(room, more=True)}"
         )
-    if len(problem.groups) > 1:
+    if len(problem.members) > 1:
         return f"{_too_little_for_a_group(problem)} {_remedies(room)}"
     exact = room.least_bytes()
     used = _least_used(problem, types, RESOURCES[DEVICE]) if exact is None else exact
     capacity = math.fsum(rank.capacity_bytes for rank in problem.ranks)
     buffers = idle_bytes(problem) * ranks
     on = _each(types, [_bytes(kind.profile.capacity_bytes) for kind in types])
-    missing = max(used + problem.full_state_bytes - capacity, 1.0)
+    missing = max(used + problem.state.most_bytes - capacity, 1.0)
     return (
         f"Memory binds over all {ranks} ranks together: the state needs "
-        f"{_bytes(problem.full_state_bytes)}, the gathered buffers {_bytes(buffers)}, the "
+        f"{_bytes(problem.state.most_bytes)}, the gathered buffers {_bytes(buffers)}, the "
         f"samples{under} at least {_bytes(max(used - buffers, 0.0))}, but the capacity is "
         f"{_bytes(capacity)} ({on}): {'at least ' if exact is None else ''}{_bytes(missing)} are "
         f"missing. "
@@ -207,15 +207,15 @@ def _too_little_for_all(problem: Problem, types: Sequence[RankType]) -> str:
 def _too_little_for_a_group(problem: Problem) -> str:
     capacities = [
         math.fsum(problem.ranks[rank].capacity_bytes for rank in members)
-        for members in problem.groups
+        for members in problem.members
     ]
     have = ", ".join(
         f"rank {_listed(members)} {_bytes(capacity)}"
-        for members, capacity in zip(problem.groups[:8], capacities, strict=False)
+        for members, capacity in zip(problem.members[:8], capacities, strict=False)
     )
     return (
         f"Memory binds in a group of ranks: with hybrid sharding each of {len(capacities)} groups "
-        f"holds the whole state, {_bytes(problem.full_state_bytes)}, next to "
+        f"holds the whole state, {_bytes(problem.state.most_bytes)}, next to "
         f"the gathered buffers of {_bytes(idle_bytes(problem))} on each rank, and its samples. The "
         f"capacity of the groups is {have}. Planner(hybrid_sharding=False) holds the state once, "
         f"on all ranks together."
@@ -307,11 +307,11 @@ class _Room:
     def further_ranks(self, index: int) -> int:
         """Return the fewest additional ranks of this type that suffice, or 0 if none are known."""
         problem = self.problem
-        groups, kind = problem.state_groups, self.types[index]
+        groups, kind = problem.groups, self.types[index]
         larger = dataclasses.replace(
             problem,
             ranks=(*problem.ranks, kind.profile),
-            state_groups=(*groups, groups[kind.members[0]]) if groups else (),
+            groups=(*groups, groups[kind.members[0]]) if groups else (),
         )
         shared = zip(shared_by_all(larger), shared_by_all(problem), strict=True)
         brings = [after - before if math.isfinite(before) else 0.0 for after, before in shared]
@@ -424,13 +424,8 @@ def _listed(ranks: Sequence[int]) -> str:
 
 def _timeless(rank: RankProfile) -> RankProfile:
     """Return the rank without times, so that only the question of memory is left."""
-    none = (0.0,) * rank.largest_microbatch_size
     return dataclasses.replace(
-        rank,
-        forward_s=none,
-        backward_s=none,
-        tail_s=none,
-        kept_backward_s=none if rank.kept_backward_s else (),
+        rank.changed(TIME_CURVES, lambda curve: (0.0,) * len(curve)),
         offload_bytes_per_s=math.inf,
         updated_parameters_per_s=math.inf,
         host_updated_parameters_per_s=0.0,

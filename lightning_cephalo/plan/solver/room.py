@@ -37,7 +37,7 @@ class _Ways:
         """Return the ways of a rank."""
         moved = tuple(choices(problem, profile))
         needed = [
-            [*(size + own.device_bytes(problem) for size in problem.states_bytes),
+            [*(size + own.device_bytes(problem) for size in problem.state.totals_bytes),
              own.host_bytes(problem)]
             for own in moved
         ]  # fmt: skip
@@ -132,7 +132,7 @@ class Room:
     def capacity(self, profile: RankProfile) -> float:
         """Return the bytes of state that a rank without samples could hold."""
         if profile not in self._capacities:
-            fixed = [self.problem.fixed_bytes] * len(self.problem.states_bytes)
+            fixed = [self.problem.fixed_bytes] * len(self.problem.state.totals_bytes)
             share = float(self.most(profile, fixed, 0.0))
             self._capacities[profile] = max(self._whole_bytes * share, _LEAST_BYTES)
         return self._capacities[profile]
@@ -144,4 +144,4 @@ class Room:
     @property
     def _whole_bytes(self) -> float:
         """Bytes of the state; any number if there are none, as shares take time all the same."""
-        return self.problem.full_state_bytes or 1.0
+        return self.problem.state.most_bytes or 1.0

@@ -200,7 +200,7 @@ class Search:
         np.maximum.at(worst, columns.kind, columns.used)
         shared = shared_by_all(self.problem)
         if self.room is not None:  # several groups have the last entries
-            groups, everyone = self.problem.groups, self.problem.ranks
+            groups, everyone = self.problem.members, self.problem.ranks
             rooms = [self.room.shared([everyone[rank] for rank in own]) for own in groups]
             shared[slice(DEVICE, 1) if len(groups) == 1 else slice(-len(groups), None)] = rooms
         shared = np.where(ranks @ worst > shared, shared, math.inf)

@@ -155,7 +155,7 @@ def _with_shares(choice: Choice, runs: Sequence[RankPlan]) -> list[RankPlan]:
     Devices are filled first; each rank moves as little as its share allows.
     """
     problem = choice.problem
-    even = even_shares(problem.active_groups, len(runs))
+    even = even_shares(problem.groups, len(runs))
     if problem.has_even_state:
         return [replace(run, state_fraction=share) for run, share in zip(runs, even, strict=True)]
     backward_s = (float(choice.found.columns.times_s[:, 1].max()),) * 2
@@ -175,12 +175,12 @@ def _with_shares(choice: Choice, runs: Sequence[RankPlan]) -> list[RankPlan]:
         is_resident = problem.optimizer_offload is not True or not problem.can_move_state
         least.append(float(resident.most(profile, *needs[-1])) if is_resident else 0.0)
     shares = list(even)
-    for members in problem.groups if not choice.even else ():
+    for members in problem.members if not choice.even else ():
         own_least, own_most, own_used, own_capacity = (
             [each[rank] for rank in members] for each in (least, most, used, capacities)
         )
         if math.fsum(own_least) >= 1:
-            wanted = share_state(problem.full_state_bytes, own_used, own_capacity)
+            wanted = share_state(problem.state.most_bytes, own_used, own_capacity)
             own_least = list(map(min, wanted, own_least))
         for rank, share in zip(members, filled_up(own_least, own_most), strict=True):
             shares[rank] = share
@@ -234,7 +234,7 @@ def priced(
         reshard_after_forward=reshard,
         padded=padded,
         early_update=problem.early_update or None,
-        state_groups=problem.active_groups,
+        groups=problem.groups,
     )
     prediction = predict(problem, plan)
     filled = tuple(

@@ -18,9 +18,9 @@ from lightning_cephalo.plan.problem import Problem, RankProfile
 def kept_from_state(problem: Problem, capacity: float, *needed: Any) -> Any:
     """Return the part of a rank's capacity that no state can have.
 
-    What is left, divided by ``Problem.full_state_bytes``, is the largest share that it can hold.
+    What is left, divided by ``Problem.state.most_bytes``, is the largest share that it can hold.
     """
-    full, states = problem.full_state_bytes, problem.states_bytes
+    full, states = problem.state.most_bytes, problem.state.totals_bytes
     if problem.has_even_state or math.isinf(capacity) or min(states) == full:
         return reduce(np.maximum, needed)
     kept = []
@@ -50,11 +50,11 @@ def with_state(
     """Return what ranks run, each with its fraction of the state (:func:`share_state`)."""
     used = kept_by_runs(problem, runs, capacity_bytes)
     fractions = [0.0] * len(used)
-    for members in problem.groups:
+    for members in problem.members:
         own_used, own_capacity = (
             [each[rank] for rank in members] for each in (used, capacity_bytes)
         )
-        shares = share_state(problem.full_state_bytes, own_used, own_capacity)
+        shares = share_state(problem.state.most_bytes, own_used, own_capacity)
         for rank, share in zip(members, shares, strict=True):
             fractions[rank] = share
     return [
@@ -87,7 +87,7 @@ def to_the_byte(
         sizes, mode = run.microbatch_sizes, Mode.of(run)
         return device_bytes(problem, profile, sizes, mode, share, moved_bytes) - capacity
 
-    return _less_rounding(fraction, problem.full_state_bytes, excess_bytes)
+    return _less_rounding(fraction, problem.state.most_bytes, excess_bytes)
 
 
 def share_state(

@@ -12,7 +12,7 @@ from lightning_cephalo.offline.estimate.build import Choices, build_problem
 from lightning_cephalo.offline.estimate.cluster import Cluster
 from lightning_cephalo.offline.estimate.devices import find_device
 from lightning_cephalo.offline.estimate.models import work_of
-from lightning_cephalo.plan import InfeasibleError, PlanError, Problem, predict, solve
+from lightning_cephalo.plan import InfeasibleError, Links, PlanError, Problem, predict, solve
 from lightning_cephalo.plan.curves import Curves, CurveTable, save_measured
 
 pytest.importorskip("transformers")
@@ -45,11 +45,13 @@ def test_two_4090s_and_a_3090_get_a_plan(cluster, work, tmp_path):
     assert Problem.from_yaml(problem.to_yaml()) == problem
     assert [rank.name for rank in problem.ranks] == ["RTX 4090", "RTX 4090", "RTX 3090"]
     assert problem.units == 24
-    assert problem.state_bytes == pytest.approx(16 * work.parameters, rel=0.05)
-    assert problem.gather_s == pytest.approx(2 / 3 * 2 * work.unit_parameters / 25e9 * 1.1, rel=0.1)
-    assert problem.reduce_s > problem.gather_s
-    assert problem.even_gather_s is None  # cuts lie between rows: even slices are rare
-    assert problem.fill_s == problem.gather_s + problem.reduce_s
+    assert problem.state.held_bytes == pytest.approx(16 * work.parameters, rel=0.05)
+    assert problem.links.gather_s == pytest.approx(
+        2 / 3 * 2 * work.unit_parameters / 25e9 * 1.1, rel=0.1
+    )
+    assert problem.links.reduce_s > problem.links.gather_s
+    assert problem.even_links is None  # cuts lie between rows: even slices are rare
+    assert problem.fill_s == problem.links.gather_s + problem.links.reduce_s
     # estimates say what rows take, by the device's memory: 0.9 of its rate, and 28 bytes each
     assert problem.update_overhead_s == 0 and problem.shares_take_time
     assert {source.source for source in estimate.sources} == {"estimate"}
@@ -80,16 +82,16 @@ def test_embeddings_and_heads_are_priced_when_they_are_there(cluster, tmp_path):
         build_problem(cluster, of, global_batch_size=64, cache_folder=tmp_path).problem
         for of in (work, replace(work, first_parameters=0, last_parameters=0))
     )
-    assert as_one.last_gather_s == as_one.last_reduce_s == 0
-    assert problem.last_gather_s > 0 and problem.last_reduce_s > problem.last_gather_s
+    assert as_one.last_links == Links()
+    assert 0 < problem.last_links.gather_s < problem.last_links.reduce_s
     for name in ("gather_s", "reduce_s"):
-        whole = getattr(as_one, f"root_{name}")
-        parts = getattr(problem, f"root_{name}") + getattr(problem, f"last_{name}")
+        whole = getattr(as_one.root_links, name)
+        parts = getattr(problem.root_links, name) + getattr(problem.last_links, name)
         assert whole < parts < whole + 100e-6  # one more latency
     # parameters in two bytes and gradients in four: one of the ends is never there whole
     assert as_one.gathered_bytes - problem.gathered_bytes >= 6 * table
     # one reduce receives less, too
-    assert as_one.state_bytes - problem.state_bytes >= 4 * table
+    assert as_one.state.held_bytes - problem.state.held_bytes >= 4 * table
     assert solve(problem).step_s < solve(as_one).step_s
 
 
@@ -101,14 +103,14 @@ def test_options_are_given_only_where_asked(cluster, work, tmp_path):
         return built.problem, built.problem.ranks[0]
 
     problem, plain = ranks()
-    assert (plain.kept_backward_s, problem.kept_bytes) == ((), 0.0)
+    assert (plain.kept, problem.kept_bytes) == (None, 0.0)
     assert not problem.offloads_boundaries and problem.optimizer_offload is False
     problem, choosing = ranks(choose_recompute=True)
     assert problem.kept_bytes == work.kept_bytes
-    assert choosing.kept_backward_s[0] < choosing.backward_s[0]
+    assert choosing.kept.backward_s[0] < choosing.backward_s[0]
     assert problem.boundary_bytes == work.boundary_bytes
     problem, kept = ranks(recompute=False)
-    assert kept.backward_s == choosing.kept_backward_s[: len(kept.backward_s)]
+    assert kept.backward_s == choosing.kept.backward_s[: len(kept.backward_s)]
     assert problem.boundary_bytes == work.boundary_bytes + work.kept_bytes
     problem, offloading = ranks(allow_offload=True)
     assert problem.offloads_boundaries
@@ -130,17 +132,20 @@ def test_hybrid_sharding_has_the_times_and_the_memory_of_nodes(work, tmp_path):
         built(optimizer_offload="auto"),
         built(hybrid_sharding=True, optimizer_offload="auto"),
     )
-    assert hybrid.state_groups == (0, 0, 1, 1, 1) and hybrid.optimizer_offload is False
+    assert hybrid.groups == (0, 0, 1, 1, 1) and hybrid.optimizer_offload is False
     assert Problem.from_yaml(hybrid.to_yaml()) == hybrid
     # a gather stays in the larger node, and gradients in fp32 cross to the other one once
     parameters = work.unit_parameters
-    assert hybrid.gather_s == pytest.approx(2 / 3 * 2 * parameters / 25e9 * 1.1, rel=0.1)
+    assert hybrid.links.gather_s == pytest.approx(2 / 3 * 2 * parameters / 25e9 * 1.1, rel=0.1)
     inside_s = 2 / 3 * 4 * parameters / 25e9
-    assert hybrid.reduce_s == pytest.approx((inside_s + 4 * parameters / 1e9) * 1.1, rel=0.1)
-    assert together.gather_s > 10 * hybrid.gather_s and together.reduce_s < hybrid.reduce_s
+    assert hybrid.links.reduce_s == pytest.approx((inside_s + 4 * parameters / 1e9) * 1.1, rel=0.1)
+    assert (
+        together.links.gather_s > 10 * hybrid.links.gather_s
+        and together.links.reduce_s < hybrid.links.reduce_s
+    )
     # two rows of a rank's slice arrive
     largest = max(work.largest_unit_parameters, work.root_parameters)
-    assert hybrid.state_bytes == together.state_bytes + 2 * 4 * largest
+    assert hybrid.state.held_bytes == together.state.held_bytes + 2 * 4 * largest
     plan = solve(hybrid)
     # the smaller node updates with two devices
     updates_s = [rank.update_s for rank in predict(hybrid, plan).ranks]

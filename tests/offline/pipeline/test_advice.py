@@ -79,7 +79,7 @@ def test_a_plan_of_hybrid_sharding_is_the_row_of_compare_and_is_simulated(
     assert hybrid["step_s"] < 0.8 * rows["cephalo"]["step_s"]
     assert main(["plan", *options, "--hybrid-sharding", "-o", str(out)]) == DONE
     chosen = json.loads(capsys.readouterr().out)
-    assert chosen["state_groups"] == [0, 0, 1, 1] and chosen["step_s"] == hybrid["step_s"]
+    assert chosen["groups"] == [0, 0, 1, 1] and chosen["step_s"] == hybrid["step_s"]
     assert main(["simulate", *options, "--plan", str(out)]) == DONE
     played = json.loads(capsys.readouterr().out)
     assert played["predicted_s"] == pytest.approx(hybrid["step_s"])
@@ -112,7 +112,7 @@ def test_compare_has_a_row_for_the_pipeline_before_ours(tmp_path, cluster):
     where = Cluster.load(cluster[1])
     where = where.with_network_scaled(0.5 / where.between[0][1].bandwidth_bytes_per_s)
     problem = problem_at(where).whole
-    hybrid = replace(problem, hybrid_sharding=True, state_groups=(0, 0, 1, 1))
+    hybrid = replace(problem, groups=(0, 0, 1, 1))
     asked = Scenario(
         problem,
         "",

@@ -47,8 +47,8 @@ def test_the_root_is_held_by_the_first_and_the_last_stage_only():
         stage_problem(problem, _stage(0, is_first=which == 1, is_last=which == 2))
         for which in range(3)
     )
-    assert middle.state_bytes == 4 * 160 + 40
-    assert first.state_bytes == last.state_bytes == middle.state_bytes + 80
+    assert middle.state.held_bytes == 4 * 160 + 40
+    assert first.state.held_bytes == last.state.held_bytes == middle.state.held_bytes + 80
     assert first.gathered_bytes == last.gathered_bytes == middle.gathered_bytes + 30
     assert (first.ranks[0].tail_s, last.ranks[0].tail_s) == ((0.0, 0.0), TWO[0].tail_s[:2])
     assert last.boundary_bytes < middle.boundary_bytes
@@ -57,11 +57,11 @@ def test_the_root_is_held_by_the_first_and_the_last_stage_only():
 def test_collectives_are_in_a_wave_only_where_it_gathers():
     problem = problem_of(TWO, TWO, TWO, between=10.0, inside=100.0)
     inner = stage_problem(problem, _stage(0))
-    assert (inner.gather_s, inner.reduce_s) == pytest.approx((0.1, 0.2))
+    assert (inner.links.gather_s, inner.links.reduce_s) == pytest.approx((0.1, 0.2))
     wide = stage_problem(problem, _stage(0, 2))
-    assert wide.gather_s == pytest.approx(3 / 4 * 2 + 0.01)
+    assert wide.links.gather_s == pytest.approx(3 / 4 * 2 + 0.01)
     held = stage_problem(problem, _stage(0, 2, gathering=Gathering.HOLD))
-    assert (held.gather_s, held.reduce_s) == (0.0, 0.0)
+    assert (held.links.gather_s, held.links.reduce_s) == (0.0, 0.0)
     assert len(wide.ranks) == 4
 
 
