@@ -45,7 +45,7 @@ from lightning_cephalo.plan.even import even_batches
 from lightning_cephalo.plan.plan import Plan, RankPlan
 from lightning_cephalo.plan.problem import Problem, RankProfile
 from lightning_cephalo.plan.solver.solve import priced
-from lightning_cephalo.plan.solver.state import kept_by_runs, with_state
+from lightning_cephalo.plan.solver.state import Room, needed_by, share_state, to_the_byte
 from lightning_cephalo.plan.windows import backward_collectives_s
 from paper.table import Options, least_seconds, search
 
@@ -168,10 +168,14 @@ def published(
     elif released_state_split:
         fractions = _released_split(problem, model, ranks)
     else:
-        capacities = [profile.capacity_bytes for profile in problem.ranks]
-        fractions = [rank.state_fraction for rank in with_state(problem, ranks, capacities)]
-        used = kept_by_runs(problem, ranks, capacities)
-        missing = sum(used) + problem.state.most_bytes - sum(capacities)
+        pairs = list(zip(problem.ranks, ranks, strict=True))
+        room = Room(problem, most_share=np.inf)
+        free = [float(room.held_bytes(own, needed_by(problem, own, rank))) for own, rank in pairs]
+        fractions = [
+            to_the_byte(problem, profile, rank, share)
+            for (profile, rank), share in zip(pairs, share_state(free), strict=True)
+        ]
+        missing = problem.state.most_bytes - sum(free)
         if missing > 0:
             raise InfeasibleError(
                 f"{', '.join(names)}: its batches leave {format_gib(missing)} of the state "

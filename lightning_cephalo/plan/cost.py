@@ -154,6 +154,8 @@ class Need:
     The rank's share of the state is not part of it. The total is::
 
         fixed + max(peaks[size - 1]) + per_sample * samples + per_microbatch * microbatches
+
+    ``capacity`` is what the rank has, and ``shared`` what all ranks have together.
     """
 
     state: float
@@ -162,6 +164,7 @@ class Need:
     per_sample: float
     per_microbatch: float
     capacity: float
+    shared: float = math.inf
 
     def of(self, microbatch_sizes: Sequence[int]) -> float:
         """Return the amount that these microbatches need."""
@@ -283,6 +286,10 @@ def host_need(problem: Problem, profile: RankProfile, mode: Mode = PLAIN) -> Nee
         per_microbatch=0.0,
         capacity=profile.host_capacity_bytes,
     )
+
+
+NEEDS = (*DEVICE_NEEDS, host_need)
+"""What a rank needs in all, in the order of the solver's ``Columns.needed``."""
 
 
 def predict(problem: Problem, ranks: Plan | Sequence[RankPlan]) -> StepPrediction:

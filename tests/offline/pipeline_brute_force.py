@@ -66,7 +66,7 @@ def quick_plan(problem: Problem, time_limit_s: float = 0.0) -> Plan | None:
     capacities = [own.capacity_bytes for own in problem.ranks]
     if sum(capacities) - sum(used) < problem.state.held_bytes:
         return None
-    fractions = share_state(problem.state.held_bytes, used, capacities)
+    fractions = share_state([own - taken for own, taken in zip(capacities, used, strict=True)])
     parts = [RankPlan((1,) * batch, share) for batch, share in zip(batches, fractions, strict=True)]
     return priced(problem, parts, backend="quick")
 

@@ -20,7 +20,7 @@ from lightning_cephalo.plan import (
     StateBytes,
     predict,
 )
-from lightning_cephalo.plan.solver.state import share_state
+from lightning_cephalo.plan.solver.state import Room, needed_by, share_state, to_the_byte
 
 FAST = RankProfile("fast", [1, 1.5, 2], [2, 3, 4], [5, 6, 7], [10, 20, 30], 1000)
 SLOW = RankProfile("slow", [3], [7], [8], [10], 500)
@@ -201,17 +201,17 @@ def test_predict_refuses_what_was_not_profiled():
 
 
 def test_state_is_shared_in_proportion_to_free_memory():
-    assert share_state(120, [20, 0], [200, 100]) == pytest.approx((180 / 280, 100 / 280))
+    assert share_state([180, 100]) == pytest.approx([180 / 280, 100 / 280])
 
 
 def test_a_full_rank_holds_no_state():
-    assert share_state(20, [100, 0, 0], [100, 100, 100]) == (0.0, 0.5, 0.5)
+    assert share_state([0, 100, 100]) == [0.0, 0.5, 0.5]
 
 
-def test_state_without_limits_or_without_size_is_even():
-    assert share_state(10, [1, 5], [math.inf, math.inf]) == (0.5, 0.5)
-    assert share_state(10, [1, 5], [100, math.inf]) == (0.0, 1.0)
-    assert share_state(0, [1, 5, 3], [10, 10, 10]) == (1 / 3,) * 3
+def test_state_without_limits_or_without_room_is_even():
+    assert share_state([math.inf, math.inf]) == [0.5, 0.5]
+    assert share_state([100, math.inf]) == [0.0, 1.0]
+    assert share_state([0, 0, 0]) == [1 / 3] * 3
 
 
 @given(
@@ -219,11 +219,21 @@ def test_state_without_limits_or_without_size_is_even():
     part=st.floats(0, 1),
 )
 def test_shares_sum_to_one_and_break_no_cap(ranks, part):
-    used = [own for own, _ in ranks]
-    capacity = [own + room for own, room in ranks]
-    state = part * math.fsum(cap - own for own, cap in zip(used, capacity, strict=True))
-    fractions = share_state(state, used, capacity)
+    profiles = [RankProfile("r", [1], [1], [1], [own], own + room) for own, room in ranks]
+    full = part * math.fsum(
+        profile.capacity_bytes - own for profile, (own, _) in zip(profiles, ranks, strict=True)
+    )
+    problem = Problem(profiles, 1, state=StateBytes(full), global_batch_size=len(ranks))
+    runs, room = [RankPlan((1,), 0.0)] * len(ranks), Room(problem, most_share=math.inf)
+    pairs = list(zip(profiles, runs, strict=True))
+    free = [float(room.held_bytes(own, needed_by(problem, own, run))) for own, run in pairs]
+    fractions = [
+        to_the_byte(problem, own, run, share)
+        for (own, run), share in zip(pairs, share_state(free), strict=True)
+    ]
     assert math.fsum(fractions) == pytest.approx(1, abs=1e-6)
-    for fraction, own, cap in zip(fractions, used, capacity, strict=True):
-        assert 0 <= fraction <= 1
-        assert fraction * state + own <= cap
+    planned = [
+        replace(run, state_fraction=share) for run, share in zip(runs, fractions, strict=True)
+    ]
+    for own, part in zip(profiles, predict(problem, planned).ranks, strict=True):
+        assert part.memory_bytes <= own.capacity_bytes

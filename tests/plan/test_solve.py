@@ -26,11 +26,11 @@ from lightning_cephalo.plan import (
     RankProfile,
     SolverError,
     StateBytes,
-    cost,
     predict,
     solve,
 )
-from lightning_cephalo.plan.solver import columns, infeasible
+from lightning_cephalo.plan.cost import NEEDS, PLAIN, Mode, Need
+from lightning_cephalo.plan.solver import columns, infeasible, state
 from lightning_cephalo.plan.solver.search import Search
 
 PACKAGE = Path(plan_package.__file__).parents[1]
@@ -561,15 +561,14 @@ def test_fewer_microbatches_keep_less_though_their_peak_is_larger():
 def test_a_new_resource_is_an_entry_in_the_table(monkeypatch):
     """What the design note of plan/solver/__init__.py promises to whoever adds a constraint."""
 
-    def energy(problem: Problem, profile: RankProfile, mode: cost.Mode) -> cost.Need:
-        per_sample = 3.0 if profile.name == "hungry" else 1.0
-        peaks = (0.0,) * profile.largest_microbatch_size
-        return cost.Need(0.0, 0.0, peaks, per_sample, 0.0, math.inf)
-
     def batches(total: float, ranks: list[RankProfile]) -> list[int]:
-        resources = (*columns.RESOURCES[:2], columns.Resource((energy,), lambda _: total))
-        for module in (columns, infeasible):
-            monkeypatch.setattr(module, "RESOURCES", resources)
+        def energy(problem: Problem, profile: RankProfile, mode: Mode = PLAIN) -> Need:
+            per_sample = 3.0 if profile.name == "hungry" else 1.0
+            peaks = (0.0,) * profile.largest_microbatch_size
+            return Need(0.0, 0.0, peaks, per_sample, 0.0, capacity=math.inf, shared=total)
+
+        for module in (columns, infeasible, state):
+            monkeypatch.setattr(module, "NEEDS", (*NEEDS, energy))
         problem = Problem(ranks, units=2, state=StateBytes(10), global_batch_size=8)
         return [rank.batch_size for rank in checked(problem, solve(problem)).ranks]
 

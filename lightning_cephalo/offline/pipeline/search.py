@@ -34,9 +34,9 @@ from lightning_cephalo.offline.pipeline.stages import Stage, planned_times, stag
 from lightning_cephalo.offline.pipeline.times import Crossing, Gathering
 from lightning_cephalo.plan import Plan, Problem, solve
 from lightning_cephalo.plan.cost import fixed_time
+from lightning_cephalo.plan.solver.bounds import time_bounds
 from lightning_cephalo.plan.solver.columns import group_types
 from lightning_cephalo.plan.solver.infeasible import certainly_infeasible
-from lightning_cephalo.plan.solver.search import Search
 from lightning_cephalo.plan.solver.solve import solve_if_possible
 from lightning_cephalo.plan.updates import least_update_s, with_updates
 
@@ -137,7 +137,7 @@ def least_step_s(problem: Problem) -> float:
     choices = [problem.resharding(choice) for choice in problem.reshard_choices]
     # Even shares may travel faster, and the bound holds for them too.
     fitting = (
-        Search(choice.with_even_shares(), group_types(choice), math.inf).bounds.step_s
+        time_bounds(choice.with_even_shares(), group_types(choice)).step_s
         for choice in choices
         if not certainly_infeasible(choice, group_types(choice))
     )

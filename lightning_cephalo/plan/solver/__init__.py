@@ -6,10 +6,9 @@ A new constraint needs changes in three places. Host memory is an example.
 
 1. A field in ``plan/problem.py``: the available amount, with a default that never binds
    (``RankProfile.host_capacity_bytes``).
-2. A term in ``plan/cost.py``: a function that returns a :class:`~lightning_cephalo.plan.cost.Need`,
-   the amount that a rank needs: fixed, by peak, per sample, per microbatch (``host_need``).
-3. A column's property in ``plan/solver/columns.py``: an entry in ``RESOURCES``, with that function
-   and the amount that all ranks share.
+2. A function in ``plan/cost.py`` that returns a :class:`~lightning_cephalo.plan.cost.Need`: the
+   amount that a rank needs, what it has, and what all ranks have together (``host_need``).
+3. An entry for it in ``cost.NEEDS``.
 
 Columns, dominance, bounds, the program's rows and the trials of remedies follow from this table.
 Two additions help readers only. One is a figure in ``RankPrediction``. The other is a sentence in
@@ -17,5 +16,5 @@ Two additions help readers only. One is a figure in ``RankPrediction``. The othe
 
 A choice between ways to run a rank is a mode. It needs a field of
 :class:`~lightning_cephalo.plan.cost.Mode`, a line in ``cost.modes``, and its effect in the terms. A
-choice for all ranks together is a variant in ``search``.
+choice for all ranks together is a box of its own in ``boxes``.
 """

@@ -1,14 +1,12 @@
 """Lower bounds on the step time of all plans, without a solver.
 
-:func:`time_bounds` ignores the state, which all ranks share. For every type and batch, it computes
-the least forward, backward, tail and combined time over all mixtures of microbatches (unbounded
-knapsacks). For each of these times, it then finds the least value for the slowest rank with which
-all ranks can place the global batch.
+:func:`time_bounds` counts times only. A rank with n samples takes n times its least seconds of a
+sample, or longer, and the slowest rank takes the least if all take equally long.
 
-:func:`column_bounds` also counts the resources that all ranks share. Suppose that ranks could mix
-their columns in any proportion. To get the most samples within a budget of bytes, they would buy
-samples where they cost the fewest bytes first: along the concave hull of (bytes, samples) of each
-type. If even that does not place the batch within a slowest time, no plan can.
+:func:`column_bounds` also counts what all ranks share. Suppose that ranks could mix their columns
+in any proportion. To get the most samples within a budget of bytes, they would buy samples where
+they cost the fewest bytes first: along the concave hull of (bytes, samples) of each type. If even
+that does not place the batch within a slowest time, no plan can.
 """
 
 from __future__ import annotations
@@ -20,118 +18,60 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_cephalo.plan.cost import Mode, modes, time_curves
+from lightning_cephalo.plan.cost import modes, time_curves
 from lightning_cephalo.plan.problem import Problem, RankProfile
-from lightning_cephalo.plan.solver.columns import (
-    Columns,
-    RankType,
-    knapsack,
-    needs_of,
-    step_parts,
-    usable_sizes,
-)
+from lightning_cephalo.plan.solver.columns import Columns, RankType, step_parts, usable_sizes
 
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class TimeBounds:
-    """Lower bounds that hold for every plan; ``rates_s``: the least time of a sample, by type."""
+    """Lower bounds of the slowest times, and of a step without its fixed time."""
 
-    rates_s: np.ndarray
-    floors_s: tuple[float, float, float]
+    floors_s: tuple[float, ...]
     step_s: float
 
 
 def time_bounds(
     problem: Problem, types: Sequence[RankType], least_backward_s: float = 0.0
 ) -> TimeBounds:
-    """Return bounds of the slowest times, and of a step without its fixed time."""
-    batch = problem.global_batch_size
+    """Return bounds that hold for every plan."""
+    rates_s = np.array([least_rates(problem, kind.profile) for kind in types])
     counts = np.array([kind.count for kind in types])
-    ways = [
-        [_single_times(problem, kind.profile, mode) for mode in modes(problem, kind.profile)]
-        for kind in types
-    ]
-    rates_s = np.array([np.min([_rates(single) for single, _ in own], axis=0) for own in ways])
-    combined_s = rates_s[:, 3]
-    largest = batch
-    if np.isfinite(combined_s).any() and combined_s.min() > 0:
-        longest = max(kind.profile.largest_microbatch_size for kind in types)
-        share = batch / combined_s.min() / (counts / combined_s).sum()
-        largest = min(batch, int(1.3 * share) + longest + 2)
-    largest = max([largest, *(kind.batch for kind in types if kind.batch is not None)])
-    least = np.array([np.min([_least(*way, largest) for way in own], axis=0) for own in ways])
-    slowest = [_least_slowest(least[:, part], rates_s[:, part], counts, batch) for part in range(4)]
-    floors_s = slowest[0], max(slowest[1], least_backward_s), slowest[2]
-    apart_s = float(step_parts(problem, np.array(floors_s)).sum())
-    return TimeBounds(combined_s, floors_s, max(apart_s, slowest[3]))
+    with np.errstate(divide="ignore"):
+        slowest = problem.global_batch_size / (counts @ (1 / rates_s))
+    for kind, own in zip(types, rates_s, strict=True):
+        if kind.batch:
+            slowest = np.maximum(slowest, kind.batch * own)
+    floors_s = np.maximum(slowest[:3], (0.0, least_backward_s, 0.0))
+    apart_s = float(step_parts(problem, floors_s).sum())
+    return TimeBounds(tuple(floors_s.tolist()), max(apart_s, float(slowest[3])))
 
 
-def _single_times(
-    problem: Problem, profile: RankProfile, mode: Mode
-) -> tuple[np.ndarray, Callable[[np.ndarray], np.ndarray]]:
-    """Return the times of one microbatch of each size (4, sizes), and which batches have room."""
-    sizes = np.array(usable_sizes(problem, profile, mode), dtype=int)
-    # without copies of offloaded boundaries, so that the result stays a lower bound
-    single = np.full((4, profile.largest_microbatch_size), np.inf)
-    if len(sizes):
-        times = np.array(time_curves(profile, mode))[:, sizes - 1]
-        single[:3, sizes - 1] = times
-        single[3, sizes - 1] = problem.units * (times[0] + times[1]) + times[2]
-
-    def have_room(batches: np.ndarray) -> np.ndarray:
-        fits = np.full(len(batches), bool(len(sizes)))
-        for need in needs_of(problem, profile, mode) if len(sizes) else ():
-            # a lower bound: one microbatch, and the smallest peak
-            peak = min(need.peaks[size - 1] for size in sizes)
-            fits &= need.total(peak, batches, 1) <= need.capacity
-        return fits | (batches == 0)
-
-    return single, have_room
-
-
-def _rates(single: np.ndarray) -> np.ndarray:
-    sizes = np.arange(1, single.shape[1] + 1)
-    return (single / sizes).min(axis=1, initial=np.inf)
-
-
-def _least(
-    single: np.ndarray, have_room: Callable[[np.ndarray], np.ndarray], largest: int
-) -> np.ndarray:
-    """Return the least times of every batch over all multisets of sizes, (4, largest + 1)."""
-    batches = np.arange(largest + 1)
-    least = np.where(batches == 0, 0.0, np.full((4, 1), np.inf))
-    for part, size in np.argwhere(np.isfinite(single)):
-        least[part], _ = knapsack(least[part], size + 1, single[part, size])
-    least[:, ~have_room(batches)] = np.inf
+def least_rates(problem: Problem, profile: RankProfile) -> np.ndarray:
+    """Return the least seconds of a sample in forward, backward, tail, and a step's work."""
+    least = np.full(4, np.inf)
+    for mode in modes(problem, profile):
+        sizes = np.array(usable_sizes(problem, profile, mode), dtype=int)
+        if len(sizes):
+            times_s = np.array(time_curves(profile, mode))[:, sizes - 1]
+            work_s = np.array([problem.units, problem.units, 1.0]) @ times_s
+            least = np.minimum(least, (np.vstack([times_s, work_s]) / sizes).min(axis=1))
     return least
 
 
-def _least_slowest(least: np.ndarray, rates: np.ndarray, counts: np.ndarray, batch: int) -> float:
-    """Return the least time within which all ranks together can place ``batch`` samples."""
-    # A rank may take fewer samples than fit, so a batch counts as reached once any larger one is.
-    reached = np.minimum.accumulate(least[:, ::-1], axis=1)[:, ::-1][:, 1:]
-    flat = reached.ravel()
-    order = np.argsort(flat, kind="stable")
-    placed = np.cumsum(np.repeat(counts, reached.shape[1])[order])
-    enough = np.searchsorted(placed, batch)
-    found = float(flat[order[enough]]) if enough < len(order) else np.inf
-    # For batches larger than these, a rank needs at least its best rate for each sample.
-    largest = least.shape[1] - 1
-    beyond = float((rates * (largest + 1)).min()) if largest < batch else np.inf
-    return min(found, beyond)
-
-
 def column_bounds(
-    parts_s: np.ndarray, floors_s: np.ndarray, most: Callable[[np.ndarray], float], batch: int
-) -> tuple[np.ndarray, float] | None:
-    """Return raised floors of the parts of a step, and a bound of their sum; None: no room.
+    problem: Problem,
+    times_s: np.ndarray,
+    floors_s: Sequence[float],
+    most: Callable[[np.ndarray], float],
+) -> TimeBounds | None:
+    """Return the bounds of plans of columns with these times; None: there is no room.
 
-    Args:
-        parts_s: Parts of a step with each column's times, at least ``floors_s``.
-        most: Returns the samples for which some columns (a mask) have room.
+    ``most`` returns the samples for which some columns (a mask) have room.
     """
+    enough = problem.global_batch_size * (1 - _ROUNDING)
 
     def least(values: np.ndarray) -> float:
         """Return the least value that the slowest column must have."""
@@ -139,17 +79,18 @@ def column_bounds(
         low, high = 0, len(levels) - 1
         while low < high:
             middle = (low + high) // 2
-            if most(values <= levels[middle]) >= batch * (1 - _ROUNDING):
+            if most(values <= levels[middle]) >= enough:
                 high = middle
             else:
                 low = middle + 1
         return float(levels[low])
 
-    if most(np.ones(len(parts_s), dtype=bool)) < batch * (1 - _ROUNDING):
+    if most(np.ones(len(times_s), dtype=bool)) < enough:
         return None
-    raised = np.maximum(floors_s, [least(own) for own in parts_s.T])
-    step_s = least(np.maximum(parts_s, raised).sum(axis=1))
-    return raised, max(step_s, float(raised.sum()))
+    raised_s = np.maximum(floors_s, [least(own) for own in times_s.T])
+    step_s = least(step_parts(problem, np.maximum(times_s, raised_s)).sum(axis=1))
+    apart_s = float(step_parts(problem, raised_s).sum())
+    return TimeBounds(tuple(raised_s.tolist()), max(step_s, apart_s))
 
 
 def most_samples(columns: Columns, ranks: np.ndarray, used: np.ndarray, budget: float) -> float:
@@ -170,7 +111,7 @@ def most_samples(columns: Columns, ranks: np.ndarray, used: np.ndarray, budget: 
         for (used_0, batch_0), (used_1, batch_1) in itertools.pairwise(hull):
             price = (used_1 - used_0) / (batch_1 - batch_0)
             steps.append((price, members * (used_1 - used_0), members * (batch_1 - batch_0)))
-    if left < 0:
+    if left < -_ROUNDING * abs(budget):
         return -math.inf
     for _, cost, gain in sorted(steps):
         if cost > left:

@@ -1,17 +1,16 @@
 """Columns: the ways in which one rank of a type can run a batch, without dominated ones.
 
 A column is a multiset of microbatch sizes and a mode (recompute, offload). It has a batch, three
-times, and an amount of every resource that it takes. Among the columns of one batch, only those
-remain that no other one beats in all times and all resources.
+times, and an amount of everything that a rank needs. Among the columns of one batch, only those
+remain that no other one beats in all times and all amounts.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,53 +20,20 @@ import numpy as np
 from lightning_cephalo.common.errors import SolverError
 from lightning_cephalo.plan.cost import (
     DEVICE_NEEDS,
+    NEEDS,
     Mode,
     Need,
     copy_time,
-    host_need,
     modes,
     time_curves,
 )
 from lightning_cephalo.plan.problem import Problem, RankProfile
-from lightning_cephalo.plan.solver.room import Room
-from lightning_cephalo.plan.solver.state import kept_from_state
+from lightning_cephalo.plan.solver.state import Room
 from lightning_cephalo.plan.solver.unbeaten import unbeaten
 from lightning_cephalo.plan.windows import backward_windows, forward_windows, pass_s
 
 _FEW_COMBINATIONS = 256
 _FEW_COLUMNS = 600
-
-
-@dataclass(frozen=True)
-class Resource:
-    """A resource that columns take and ranks have."""
-
-    needs: tuple[Callable[[Problem, RankProfile, Mode], Need], ...]
-    shared: Callable[[Problem], float]
-    use: Callable[..., Any] = lambda problem, capacity, amount: amount
-
-    def of(self, problem: Problem, profile: RankProfile, mode: Mode) -> list[Need]:
-        """Return the needs of one rank."""
-        return [need(problem, profile, mode) for need in self.needs]
-
-
-def _beside_state(problem: Problem, members: Sequence[int] | None = None) -> float:
-    """Return the capacity of some ranks, or of all, beside the state that they share."""
-    shared = 0.0 if problem.has_even_state else problem.state.most_bytes
-    ranks = range(len(problem.ranks)) if members is None else members
-    return math.fsum(problem.ranks[rank].capacity_bytes for rank in ranks) - shared
-
-
-def _unshared(problem: Problem) -> float:
-    return math.inf
-
-
-# In the order of the second axis of ``Columns.used``.
-RESOURCES = (
-    Resource(DEVICE_NEEDS, _beside_state, kept_from_state),
-    Resource((host_need,), _unshared),
-)
-DEVICE, HOST = range(len(RESOURCES))
 
 
 @dataclass(frozen=True)
@@ -114,18 +80,20 @@ _BESIDE_NAME = [field.name for field in dataclasses.fields(RankProfile) if field
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a type's columns; a column beyond them cannot be part of a plan worth having."""
+    """Limits of a type's columns: no plan worth having has one beyond them."""
 
-    step_s: float
-    floors_s: tuple[float, ...]
-    largest_batch: int
-    smallest_batch: int = 0
-    batches: tuple[int, ...] | None = None
+    batches: Sequence[int]
+    step_s: float = math.inf
+    floors_s: tuple[float, ...] = (0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns of all types, row by row; ``copies`` counts the microbatches of each size."""
+    """Columns of all types, row by row; ``copies`` counts the microbatches of each size.
+
+    ``needed`` has the amount of each of ``NEEDS``, and ``used`` what a column takes of each of
+    :func:`shared_limits`.
+    """
 
     kind: np.ndarray
     mode: np.ndarray
@@ -139,14 +107,20 @@ class Columns:
     def __len__(self) -> int:
         return len(self.batch)
 
+    @property
+    def device_bytes(self) -> np.ndarray:
+        """The most that each column needs on its device beside a share of the state."""
+        return self.needed[:, : len(DEVICE_NEEDS)].max(axis=1)
+
     def take(self, rows: np.ndarray) -> Columns:
         """Return the columns of these rows (indices or mask), in that order."""
         return Columns(*(getattr(self, name)[rows] for name in _FIELDS))
 
-    def unbeaten(self, *costs: np.ndarray) -> np.ndarray:
-        """Return a mask of those that no other of a type and batch beats in all costs."""
+    def unbeaten(self, used: np.ndarray, *costs: np.ndarray) -> np.ndarray:
+        """Return a mask of those that no other of a type and batch beats in uses and costs."""
         of_batch = self.kind * (int(self.batch.max(initial=0)) + 1) + self.batch
-        return unbeaten(of_batch, np.column_stack(costs))
+        more = used - used.min(axis=0, initial=0.0)  # of the state, less than none is used
+        return unbeaten(of_batch, np.column_stack([more, *costs]))
 
     def sizes(self, row: int) -> tuple[int, ...]:
         """Return the microbatch sizes of one column, the largest first."""
@@ -163,6 +137,21 @@ def joined(parts: Sequence[Columns]) -> Columns:
     return Columns(*(np.concatenate([getattr(part, name) for part in parts]) for name in _FIELDS))
 
 
+def shared_limits(problem: Problem) -> np.ndarray:
+    """Return what all ranks have together.
+
+    First the state of each group, which its ranks hold: they use less than none of it. Then each of
+    ``NEEDS`` that they share.
+    """
+    state = [-Room(problem).whole_bytes] * len(problem.members)
+    return np.array([*state, *(total for _, total in _shared_needs(problem))])
+
+
+def _shared_needs(problem: Problem) -> list[tuple[int, float]]:
+    totals = [need(problem, problem.ranks[0], Mode()).shared for need in NEEDS]
+    return [(index, total) for index, total in enumerate(totals) if math.isfinite(total)]
+
+
 def build_columns(
     problem: Problem,
     types: Sequence[RankType],
@@ -176,7 +165,7 @@ def build_columns(
     largest size, those remain that take the least time, or the fewest microbatches.
     """
     longest = max(kind.profile.largest_microbatch_size for kind in types)
-    parts = []
+    room, parts = room or Room(problem), []
     # equal ranks of hundreds of nodes are of different types where each node holds the whole state
     made: dict[tuple[Any, ...], Columns] = {}
     for index, (kind, limit) in enumerate(zip(types, limits, strict=True)):
@@ -188,44 +177,23 @@ def build_columns(
                     f" {len(types)} types of ranks. Raise time_limit_s, or describe equal ranks by"
                     " equal profiles."
                 )
-            own = [
+            found = joined([
                 _Builder(problem, kind.profile, limit, place, mode, longest, room).columns()
                 for place, mode in enumerate(modes(problem, kind.profile))
-            ]
-            found = joined(own)
-            made[key] = found.take(found.unbeaten(found.times_s, found.used))
-        same = dataclasses.replace(made[key], kind=np.full(len(made[key]), index))
-        parts.append(_with_groups(problem, kind, same))
+            ])  # fmt: skip
+            device, host = found.device_bytes, found.needed[:, len(DEVICE_NEEDS) :]
+            made[key] = found.take(found.unbeaten(found.used, found.times_s, device, host))
+        own = made[key]
+        in_group = [kind.members[0] in members for members in problem.members]
+        used = np.column_stack([np.outer(own.used[:, 0], in_group), own.used[:, 1:]])
+        parts.append(dataclasses.replace(own, kind=np.full(len(own), index), used=used))
     columns = joined(parts)
     return columns.take(columns.count > 0) if problem.every_rank_runs else columns
 
 
-def shared_by_all(problem: Problem) -> np.ndarray:
-    """Return what ranks together have of each column of :attr:`Columns.used`."""
-    shared = [resource.shared(problem) for resource in RESOURCES]
-    if len(problem.members) > 1:
-        shared[DEVICE] = math.inf  # each group has its own limit
-        shared += [_beside_state(problem, members) for members in problem.members]
-    return np.array(shared)
-
-
-def _with_groups(problem: Problem, kind: RankType, columns: Columns) -> Columns:
-    """Return a type's columns with what they use of each group's devices."""
-    if len(problem.members) == 1:
-        return columns
-    is_own = [kind.members[0] in members for members in problem.members]
-    used = np.column_stack([columns.used, np.outer(columns.used[:, DEVICE], is_own)])
-    return dataclasses.replace(columns, used=used)
-
-
-def needs_of(problem: Problem, profile: RankProfile, mode: Mode) -> list[Need]:
-    """Return the needs of all ``RESOURCES``, those of the device first."""
-    return [need for resource in RESOURCES for need in resource.of(problem, profile, mode)]
-
-
 def usable_sizes(problem: Problem, profile: RankProfile, mode: Mode) -> list[int]:
     """Return the microbatch sizes that this rank can run in this mode, by increasing peak."""
-    needs = needs_of(problem, profile, mode)
+    needs = [need(problem, profile, mode) for need in NEEDS]
     sizes = [
         size
         for size in range(problem.minimum_microbatch_size, profile.largest_microbatch_size + 1)
@@ -244,7 +212,7 @@ def step_parts(problem: Problem, times_s: np.ndarray) -> np.ndarray:
     return np.stack([forward_s, backward_s, times_s[..., 2]], axis=-1)
 
 
-def knapsack(least: np.ndarray, size: int, cost: float) -> tuple[np.ndarray, np.ndarray]:
+def _knapsack(least: np.ndarray, size: int, cost: float) -> tuple[np.ndarray, np.ndarray]:
     """Return the least costs of all batches, if microbatches of one more size may be added.
 
     Also returns how many of them each batch has.
@@ -270,7 +238,7 @@ class _Builder:
     mode_index: int
     mode: Mode
     longest: int
-    room: Room | None = None
+    room: Room
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -278,7 +246,7 @@ class _Builder:
 
     @cached_property
     def needs(self) -> list[Need]:
-        return needs_of(self.problem, self.profile, self.mode)
+        return [need(self.problem, self.profile, self.mode) for need in NEEDS]
 
     @cached_property
     def curves(self) -> np.ndarray:
@@ -286,12 +254,11 @@ class _Builder:
         return np.array(time_curves(self.profile, self.mode)).T.reshape(-1, 3)
 
     def columns(self) -> Columns:
-        limits, none = self.limits, np.zeros((1, self.longest), dtype=np.int32)
-        found = None
+        none, found = np.zeros((1, self.longest), dtype=np.int32), None
         if self.problem.single_microbatch:
             copies = np.eye(self.longest, dtype=np.int32)[np.array(self.sizes, dtype=int) - 1]
             found = self._of(np.vstack([none, copies]))
-        elif len(self.sizes) * limits.largest_batch <= _FEW_COMBINATIONS:
+        elif len(self.sizes) * self.limits.batches[-1] <= _FEW_COMBINATIONS:
             found = self._all_mixtures(self._of(none))
         if found is None:
             found = self._of(np.vstack([none, self._least_mixtures()]))
@@ -301,7 +268,7 @@ class _Builder:
             times_s = found.times_s.copy()
             times_s[:, :2] = np.maximum(times_s[:, :2], copies_s[:, None])
             found = dataclasses.replace(found, times_s=times_s)
-        return found.take(self._within(found) & (found.batch >= limits.smallest_batch))
+        return found.take(self._within(found) & np.isin(found.batch, self.limits.batches))
 
     def _all_mixtures(self, columns: Columns) -> Columns | None:
         """Return every multiset of the sizes that is not beaten, or None when they are too many.
@@ -311,13 +278,11 @@ class _Builder:
         """
         for size in self.sizes:
             doubled = 1
-            while doubled * size <= self.limits.largest_batch:
+            while doubled * size <= self.limits.batches[-1]:
                 copies = columns.copies.copy()
                 copies[:, size - 1] += doubled
                 grown = self._of(copies)
                 grown = grown.take(self._within(grown))
-                if not len(grown):
-                    break
                 before = len(columns)
                 columns = joined([columns, grown])
                 keep = self._unbeaten_however_grown(columns)
@@ -342,17 +307,15 @@ class _Builder:
     def _least_mixtures(self) -> np.ndarray:
         """Return, for every batch and largest peak, the multisets of the least of some costs."""
         units, found = self.problem.units, [np.zeros((0, self.longest), dtype=np.int32)]
-        batches = np.arange(self.limits.largest_batch + 1)
-        wanted = batches >= max(self.limits.smallest_batch, 1)
-        if self.limits.batches is not None:
-            wanted &= np.isin(batches, self.limits.batches)
+        batches = np.arange(self.limits.batches[-1] + 1)
+        wanted = np.isin(batches, self.limits.batches)
         weights = [(units, units, 1, 0), (0, units, 1, 0), (units, 0, 1, 0), (0, 0, 0, 1)]
         for *of_times, of_count in weights if self.curves.any() else weights[-1:]:
             least = np.where(batches == 0, 0.0, np.inf)
             copies = np.zeros((len(batches), self.longest), dtype=np.int32)
             for size in self.sizes:
                 cost = float(self.curves[size - 1] @ of_times) + of_count
-                least, more = knapsack(least, size, cost)
+                least, more = _knapsack(least, size, cost)
                 copies = copies[batches - more * size]
                 copies[:, size - 1] += more
                 found.append(copies[wanted & (more > 0) & np.isfinite(least)])
@@ -362,26 +325,19 @@ class _Builder:
         """Return columns of so many microbatches of each size, of shape (columns, longest)."""
         uses = copies[:, : self.profile.largest_microbatch_size]
         batch, count = uses @ np.arange(1, uses.shape[1] + 1), uses.sum(axis=1)
-        totals = [
-            need.total((np.where(uses > 0, need.peaks, 0.0)).max(axis=1, initial=0.0), batch, count)
+        needed = np.column_stack([
+            need.total(np.where(uses > 0, need.peaks, 0.0).max(axis=1, initial=0.0), batch, count)
             for need in self.needs
-        ]
-        rest, used = iter(zip(totals, self.needs, strict=True)), []
-        for resource in RESOURCES:
-            own = list(itertools.islice(rest, len(resource.needs)))
-            amounts = [total for total, _ in own]
-            used.append(resource.use(self.problem, own[0][1].capacity, *amounts))
-        if self.room is not None:
-            on_device, on_host = totals[: len(DEVICE_NEEDS)], totals[len(DEVICE_NEEDS)]
-            used[DEVICE] = self.room.used(self.profile, on_device, on_host)
+        ])  # fmt: skip
+        shared = [needed[:, index] for index, _ in _shared_needs(self.problem)]
         return Columns(
             kind=np.zeros(len(copies), dtype=int),
             mode=np.full(len(copies), self.mode_index),
             batch=batch,
             count=count,
             times_s=uses @ self.curves,
-            needed=np.column_stack(totals),
-            used=np.column_stack(used),
+            needed=needed,
+            used=np.column_stack([-self.room.held_bytes(self.profile, needed), *shared]),
             copies=copies,
         )
 
@@ -390,4 +346,4 @@ class _Builder:
         times_s = np.maximum(columns.times_s, self.limits.floors_s)
         steps_s = step_parts(self.problem, times_s).sum(axis=1)
         fits = (columns.needed <= capacities).all(axis=1) & (steps_s <= self.limits.step_s)
-        return fits & (columns.batch <= self.limits.largest_batch)
+        return fits & (columns.batch <= self.limits.batches[-1])

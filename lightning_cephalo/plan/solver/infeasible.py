@@ -18,19 +18,15 @@ import numpy as np
 
 from lightning_cephalo.common.errors import InfeasibleError
 from lightning_cephalo.common.quantities import format_bytes_exactly as _bytes
-from lightning_cephalo.plan.cost import device_bytes, idle_bytes, modes
+from lightning_cephalo.plan.cost import DEVICE_NEEDS, NEEDS, Need, device_bytes, idle_bytes, modes
 from lightning_cephalo.plan.problem import TIME_CURVES, Problem, RankProfile
 from lightning_cephalo.plan.solver.columns import (
-    DEVICE,
-    RESOURCES,
     Columns,
     Limits,
     RankType,
-    Resource,
     build_columns,
     group_types,
-    needs_of,
-    shared_by_all,
+    shared_limits,
     usable_sizes,
 )
 from lightning_cephalo.plan.solver.milp import TIGHT, Needs, Outcome, Slack, choose, load_solver
@@ -48,30 +44,41 @@ def certainly_infeasible(problem: Problem, types: Sequence[RankType]) -> bool:
     batch = problem.global_batch_size
     if sum(kind.count * most_samples(problem, kind.profile) for kind in types) < batch:
         return True
-    for resource in RESOURCES:
-        least, shared = _least_used(problem, types, resource), resource.shared(problem)
-        # Rounding of a sum of this size must not reject a problem that fits to the byte.
-        if least > shared + _ROUNDING * abs(least + shared):
-            return True
-    return False
-
-
-def _least_used(problem: Problem, types: Sequence[RankType], resource: Resource) -> float:
-    """Return a lower bound of what all ranks use: idle, one peak, and what samples retain."""
-    least = []
-    for index in range(len(resource.needs)):
-        idle, peaks, per_sample = 0.0, [], []
-        for kind in types:
-            known = modes(problem, kind.profile)
-            needs = [resource.of(problem, kind.profile, mode)[index] for mode in known]
-            idle += kind.count * min(need.fixed for need in needs)
-            for mode, need in zip(known, needs, strict=True):
-                sizes = usable_sizes(problem, kind.profile, mode)
-                peaks += [need.peaks[size - 1] for size in sizes]
-                per_sample += [need.per_sample] * bool(sizes)
-        least.append(idle + min(peaks) + min(per_sample) * problem.global_batch_size)
+    # Rounding of a sum of this size must not reject a problem that fits to the byte.
+    more = 1 + _ROUNDING
     capacity = math.fsum(rank.capacity_bytes for rank in problem.ranks)
-    return float(resource.use(problem, capacity, *least))
+    least, full = _least_used(problem, types), problem.state.most_bytes
+    return (not problem.has_even_state and least + full > capacity * more) or any(
+        _least_of(problem, types, need) > need(problem, problem.ranks[0]).shared * more
+        for need in NEEDS
+    )
+
+
+def _least_used(problem: Problem, types: Sequence[RankType]) -> float:
+    """Return a lower bound of the part of all devices that no state can have."""
+    capacity = math.fsum(rank.capacity_bytes for rank in problem.ranks)
+    used = 0.0
+    for need in DEVICE_NEEDS:
+        least, state = _least_of(problem, types, need), need(problem, problem.ranks[0]).state
+        if state == problem.state.most_bytes or math.isinf(capacity):
+            used = max(used, least)
+        elif state:
+            used = max(used, capacity - (capacity - least) * (problem.state.most_bytes / state))
+    return used
+
+
+def _least_of(problem: Problem, types: Sequence[RankType], need_of: Callable[..., Need]) -> float:
+    """Return a lower bound of what all ranks use: idle, one peak, and what samples retain."""
+    idle, peaks, per_sample = 0.0, [], []
+    for kind in types:
+        known = modes(problem, kind.profile)
+        needs = [need_of(problem, kind.profile, mode) for mode in known]
+        idle += kind.count * min(need.fixed for need in needs)
+        for mode, need in zip(known, needs, strict=True):
+            sizes = usable_sizes(problem, kind.profile, mode)
+            peaks += [need.peaks[size - 1] for size in sizes]
+            per_sample += [need.per_sample] * bool(sizes)
+    return idle + min(peaks) + min(per_sample) * problem.global_batch_size
 
 
 def refuse(
@@ -189,7 +196,7 @@ def _too_little_for_all(problem: Problem, types: Sequence[RankType]) -> str:
     if len(problem.members) > 1:
         return f"{_too_little_for_a_group(problem)} {_remedies(room)}"
     exact = room.least_bytes()
-    used = _least_used(problem, types, RESOURCES[DEVICE]) if exact is None else exact
+    used = _least_used(problem, types) if exact is None else exact
     capacity = math.fsum(rank.capacity_bytes for rank in problem.ranks)
     buffers = idle_bytes(problem) * ranks
     on = _each(types, [_bytes(kind.profile.capacity_bytes) for kind in types])
@@ -297,26 +304,18 @@ class _Room:
 
     def least_bytes(self) -> float | None:
         """Return the least bytes that all ranks need in addition to the state; None: not known."""
-        used = self._columns.used[:, DEVICE]
-        cost = used / max(float(used.max(initial=0.0)), 1.0)
-        outcome = self._solved(self._unshared(), cost=cost)
+        used = self._columns.used[:, 0]
+        whole = max(self.problem.state.most_bytes, 1.0)
+        outcome = self._solved(self._unshared(), cost=1 + used / whole)
         if outcome.values is None or not outcome.is_proven:
             return None
-        return float(outcome.values @ used)
+        capacity = math.fsum(rank.capacity_bytes for rank in self.problem.ranks)
+        return capacity + float(outcome.values @ used)
 
     def further_ranks(self, index: int) -> int:
         """Return the fewest additional ranks of this type that suffice, or 0 if none are known."""
-        problem = self.problem
-        groups, kind = problem.groups, self.types[index]
-        larger = dataclasses.replace(
-            problem,
-            ranks=(*problem.ranks, kind.profile),
-            groups=(*groups, groups[kind.members[0]]) if groups else (),
-        )
-        shared = zip(shared_by_all(larger), shared_by_all(problem), strict=True)
-        brings = [after - before if math.isfinite(before) else 0.0 for after, before in shared]
-        outcome = self._solved(self._needs(), Slack(further=index, brings=np.array(brings)))
-        return 0 if outcome.values is None else int(outcome.values.sum()) - len(problem.ranks)
+        outcome = self._solved(self._needs(), Slack(further=index))
+        return 0 if outcome.values is None else int(outcome.values.sum()) - len(self.problem.ranks)
 
     def most_samples(self, index: int) -> int:
         """Return the largest useful batch of a rank of this type, if it holds no state."""
@@ -324,7 +323,7 @@ class _Room:
         return int(self._columns.batch[own].max(initial=0))
 
     def _solved(
-        self, needs: Needs, slack: Slack = TIGHT, cost: np.ndarray | None = None
+        self, needs: Needs, slack: Slack = TIGHT, cost: np.ndarray | float = 0.0
     ) -> Outcome:
         outcome = Outcome(None, 0.0, is_proven=False)
         if time.perf_counter() < self.deadline:
@@ -335,13 +334,13 @@ class _Room:
         return outcome
 
     def _needs(self) -> Needs:
-        return dataclasses.replace(self._unshared(), shared=shared_by_all(self.problem))
+        return dataclasses.replace(self._unshared(), limits=shared_limits(self.problem))
 
     def _unshared(self) -> Needs:
         return Needs(
             ranks=np.array([kind.count for kind in self.types]),
             batch=self.problem.global_batch_size,
-            shared=np.full_like(shared_by_all(self.problem), math.inf),
+            limits=np.full_like(shared_limits(self.problem), math.inf),
         )
 
     @cached_property
@@ -351,8 +350,8 @@ class _Room:
             # one microbatch more than the global batch: the nearest batch may be larger
             most = problem.global_batch_size + kind.profile.largest_microbatch_size
             largest = int(min(most, most_samples(problem, kind.profile)))
-            batches = tuple(_thinned(largest, problem.global_batch_size).tolist())
-            limits.append(Limits(math.inf, (0.0, 0.0, 0.0), largest, batches=batches))
+            batches = _thinned(largest, problem.global_batch_size).tolist()
+            limits.append(Limits((0, *batches)))
         return build_columns(problem, self.types, limits)
 
 
@@ -372,7 +371,7 @@ def most_samples(problem: Problem, profile: RankProfile) -> float:
     for mode in modes(problem, profile):
         sizes = usable_sizes(problem, profile, mode)
         held = math.inf if sizes else 0.0
-        for need in needs_of(problem, profile, mode) if sizes else ():
+        for need in [need(problem, profile, mode) for need in NEEDS] if sizes else ():
             left = need.capacity - need.fixed - min(need.peaks[size - 1] for size in sizes)
             if need.per_sample > 0 and math.isfinite(left):
                 # The rounding of a division must not reject a batch that fits to the byte.

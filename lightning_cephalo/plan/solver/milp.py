@@ -27,11 +27,11 @@ _FEASIBLE = 2
 
 @dataclass(frozen=True)
 class Needs:
-    """Constraints that a choice of columns must meet."""
+    """Constraints that a choice of columns must meet: ``limits`` are those of ``Columns.used``."""
 
     ranks: np.ndarray
     batch: int
-    shared: np.ndarray
+    limits: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,6 @@ class Slack:
     fewer: bool = False
     more: bool = False
     further: int | None = None
-    brings: np.ndarray | float = 0.0
 
 
 TIGHT = Slack()
@@ -65,7 +64,7 @@ def choose(
     columns: Columns,
     needs: Needs,
     *,
-    cost: np.ndarray | None = None,
+    cost: np.ndarray | float = 0.0,
     ladders: Sequence[np.ndarray] = (),
     slack: Slack = TIGHT,
     gap: float = 0.0,
@@ -76,55 +75,45 @@ def choose(
     The cost is ``cost`` (columns,) of every rank, the largest value of each of ``ladders``
     (columns,), and the slack. Costs are near 1: the solver's tolerances are absolute.
     """
-    shared = needs.shared
-    for _ in range(_TRIES):
-        outcome, further = _solved(columns, needs, shared, cost, ladders, slack, gap, time_limit_s)
-        if outcome.values is None:
-            return outcome
-        excess = outcome.values @ columns.used - needs.shared - further * slack.brings
-        if not (excess > 0).any():
-            return outcome
-        # The solver meets a row only within its tolerance: many bytes on a large cluster.
-        shared = np.where(excess > 0, shared - 2 * excess, shared)
-    return Outcome(None, math.inf, is_proven=True)  # only within rounding
-
-
-def _solved(
-    columns: Columns,
-    needs: Needs,
-    shared: np.ndarray,
-    cost: np.ndarray | None,
-    ladders: Sequence[np.ndarray],
-    slack: Slack,
-    gap: float,
-    time_limit_s: float,
-) -> tuple[Outcome, int]:
-    """Solve one program; return its outcome and the number of further ranks."""
     cvxpy = load_solver()
     size, kinds = len(columns), np.arange(len(needs.ranks))
-    is_further = kinds == slack.further
-    most = (needs.ranks + _MOST_RANKS * is_further)[columns.kind].astype(float)
-    x = cvxpy.Variable(size, integer=True, bounds=[np.zeros(size), most])
+    is_further = (kinds == slack.further).astype(float)
+    ranks = needs.ranks + _MOST_RANKS * is_further
+    x = cvxpy.Variable(size, integer=True, bounds=[np.zeros(size), ranks[columns.kind]])
     larger = int(columns.batch.max(initial=0))
-    limits = (needs.batch - 1) * slack.fewer, larger * slack.more, _MOST_RANKS * is_further.any()
-    fewer, more, further = (cvxpy.Variable(integer=True, bounds=[0, each]) for each in limits)
+    most = (needs.batch - 1) * slack.fewer, larger * slack.more, _MOST_RANKS * is_further.any()
+    fewer, more, further = (cvxpy.Variable(integer=True, bounds=[0, each]) for each in most)
     of_kinds = _matrix(np.ones(size), columns.kind, np.arange(size), (len(kinds), size))
     rows = [
-        of_kinds @ x - is_further.astype(float) * further == needs.ranks,
+        of_kinds @ x - is_further * further == needs.ranks,
         columns.batch @ x + fewer - more == needs.batch,
     ]
-    brings = np.broadcast_to(slack.brings, shared.shape)
-    for used, limit, brought in zip(columns.used.T, shared, brings, strict=True):
-        if math.isfinite(limit):
-            scale = max(limit, float(used.max(initial=0.0)), 1.0)
-            rows.append((used / scale) @ x - brought / scale * further <= limit / scale)
-    price = fewer + more + further
-    if cost is not None:
-        price = price + cost @ x
+    price = fewer + more + further + np.broadcast_to(cost, size) @ x
     for values in ladders:
         climbed, own = _ladder(values, columns, x, needs.ranks)
         price, rows = price + climbed, [*rows, *own]
-    program = cvxpy.Problem(cvxpy.Minimize(price), rows)
+    limits = needs.limits
+    for _ in range(_TRIES):
+        shared = [
+            (used / scale) @ x <= limit / scale
+            for used, limit in zip(columns.used.T, limits, strict=True)
+            if math.isfinite(limit)
+            for scale in [max(abs(limit), float(np.abs(used).max(initial=0.0))) or 1.0]
+        ]
+        program = cvxpy.Problem(cvxpy.Minimize(price), [*rows, *shared])
+        outcome = _solved(program, x, gap, time_limit_s)
+        if outcome.values is None:
+            return outcome
+        excess = outcome.values @ columns.used - needs.limits
+        if not (excess > 0).any():
+            return outcome
+        # The solver meets a row only within its tolerance: many bytes on a large cluster.
+        limits = np.where(excess > 0, limits - 2 * excess, limits)
+    return Outcome(None, math.inf, is_proven=True)  # only within rounding
+
+
+def _solved(program: Any, x: Any, gap: float, time_limit_s: float) -> Outcome:
+    cvxpy = load_solver()
     options = {
         "time_limit": max(time_limit_s, 0.01),
         "mip_rel_gap": gap,
@@ -143,10 +132,9 @@ def _solved(
     is_proven = program.status in ("optimal", "infeasible", "infeasible_or_unbounded")
     info = program.solver_stats.extra_stats if x.value is not None else None
     if info is None or info.primal_solution_status != _FEASIBLE:
-        return Outcome(None, math.inf if is_proven else 0.0, is_proven), 0
+        return Outcome(None, math.inf if is_proven else 0.0, is_proven)
     bound = max(float(info.mip_dual_bound), 0.0)
-    values = np.rint(np.asarray(x.value)).astype(int)
-    return Outcome(values, bound, is_proven), int(values.sum() - needs.ranks.sum())
+    return Outcome(np.rint(np.asarray(x.value)).astype(int), bound, is_proven)
 
 
 def _ladder(
@@ -162,30 +150,24 @@ def _ladder(
     if len(levels) == 1:
         return 0.0, []
     climbed = load_solver().Variable(len(levels) - 1, boolean=True)
-    reaching: list[np.ndarray] = []
-    kinds, steps = [], []
-    for kind in range(len(ranks)):
-        own = np.flatnonzero((columns.kind == kind) & (at > 0))
-        for level in np.unique(at[own]):
-            reaching.append(own[at[own] >= level])
-            kinds.append(kind)
-            steps.append(level - 1)
-    lengths = np.array([len(each) for each in reaching])
-    every, flat = np.arange(len(reaching)), np.concatenate(reaching)
-    uses = _matrix(np.ones(len(flat)), np.repeat(every, lengths), flat, (len(every), len(columns)))
-    allows = _matrix(
-        ranks[kinds].astype(float), every, np.array(steps), (len(every), len(levels) - 1)
-    )
+    # a row for each level of each type: its columns from there on
+    pairs = np.unique(np.column_stack([columns.kind, at])[at > 0], axis=0)
+    kinds, steps = pairs.T
+    reach = [np.flatnonzero((columns.kind == kind) & (at >= step)) for kind, step in pairs]
+    every, lengths = np.arange(len(pairs)), [len(own) for own in reach]
+    shape = (len(pairs), len(columns))
+    uses = _matrix(np.ones(sum(lengths)), np.repeat(every, lengths), np.concatenate(reach), shape)
+    allows = _matrix(ranks[kinds], every, steps - 1, (len(pairs), len(levels) - 1))
     rows = [uses @ x <= allows @ climbed]
     if len(levels) > 2:
         rows.append(climbed[1:] <= climbed[:-1])
     return np.diff(levels) @ climbed, rows
 
 
-def _matrix(values: np.ndarray, rows: Any, columns: Any, shape: tuple[int, int]) -> Any:
+def _matrix(values: Any, rows: Any, columns: Any, shape: tuple[int, int]) -> Any:
     from scipy import sparse
 
-    return sparse.csr_matrix((values, (rows, columns)), shape=shape)
+    return sparse.csr_matrix((np.asarray(values, dtype=float), (rows, columns)), shape=shape)
 
 
 def load_solver() -> Any:

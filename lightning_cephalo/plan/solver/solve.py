@@ -18,10 +18,8 @@ import numpy as np
 from lightning_cephalo.common import records
 from lightning_cephalo.common.errors import InfeasibleError, PlanError, SolverError
 from lightning_cephalo.plan.cost import (
-    DEVICE_NEEDS,
     PLAIN,
     Mode,
-    host_need,
     modes,
     predict,
     rank_plan,
@@ -31,9 +29,8 @@ from lightning_cephalo.plan.problem import Problem
 from lightning_cephalo.plan.solver.boxes import Choice, fastest
 from lightning_cephalo.plan.solver.columns import Columns, RankType, group_types
 from lightning_cephalo.plan.solver.infeasible import certainly_infeasible, refuse
-from lightning_cephalo.plan.solver.room import Room
 from lightning_cephalo.plan.solver.search import EQUAL
-from lightning_cephalo.plan.solver.state import filled_up, kept_by_runs, share_state, to_the_byte
+from lightning_cephalo.plan.solver.state import Room, filled_up, needed_by, share_state, to_the_byte
 from lightning_cephalo.plan.state_groups import even_shares
 
 # Seconds in which to find out whether state in host memory would do.
@@ -138,7 +135,7 @@ def _solved(problem: Problem, deadline: float, batches: Sequence[int] | None) ->
         ranks,
         backend="cvxpy/HiGHS",
         # shares that are even by chance may leave no room for padding
-        padded=choice.even and problem.padded_bytes > 0 if even else None,
+        padded=choice.problem.padded_bytes < problem.padded_bytes if even else None,
     )
     assert plan.step_s is not None
     gap = (choice.step_s - bound_s) / choice.step_s if choice.step_s > 0 else 0.0
@@ -154,41 +151,30 @@ def _with_shares(choice: Choice, runs: Sequence[RankPlan]) -> list[RankPlan]:
 
     Devices are filled first; each rank moves as little as its share allows.
     """
-    problem = choice.problem
-    even = even_shares(problem.groups, len(runs))
-    if problem.has_even_state:
-        return [replace(run, state_fraction=share) for run, share in zip(runs, even, strict=True)]
+    problem, stays = choice.problem, replace(choice.problem, optimizer_offload=False)
     backward_s = (float(choice.found.columns.times_s[:, 1].max()),) * 2
-    most_share = max(even) * (1 + _ROUNDING) if choice.even else 1.0
     exposed_s = choice.exposed_s + EQUAL / 2 * choice.step_s
-    room = Room(problem, exposed_s, backward_s, most_share)
-    stays = replace(problem, optimizer_offload=False)
-    resident = Room(stays, exposed_s, backward_s)
-    capacities = [profile.capacity_bytes for profile in problem.ranks]
-    used = kept_by_runs(problem, runs, capacities)
-    least, most, needs = [], [], []
-    for profile, run in zip(problem.ranks, runs, strict=True):
-        mode, sizes = Mode.of(run), run.microbatch_sizes
-        on_device = [need(problem, profile, mode).of(sizes) for need in DEVICE_NEEDS]
-        needs.append((on_device, host_need(problem, profile, mode).of(sizes)))
-        most.append(float(room.most(profile, *needs[-1])))
-        is_resident = problem.optimizer_offload is not True or not problem.can_move_state
-        least.append(float(resident.most(profile, *needs[-1])) if is_resident else 0.0)
-    shares = list(even)
+    room, resident = (Room(each, exposed_s, backward_s) for each in (problem, stays))
+    unlimited = Room(stays, most_share=math.inf)
+    may_stay = problem.optimizer_offload is not True or not problem.can_move_state
+    pairs = list(zip(problem.ranks, runs, strict=True))
+    needed = [needed_by(problem, profile, run) for profile, run in pairs]
+    shares = list(even_shares(problem.groups, len(runs)))
     for members in problem.members if not choice.even else ():
-        own_least, own_most, own_used, own_capacity = (
-            [each[rank] for rank in members] for each in (least, most, used, capacities)
+        free, least, most = (
+            [float(own.held_bytes(problem.ranks[rank], needed[rank])) for rank in members]
+            for own in (unlimited, resident, room)
         )
-        if math.fsum(own_least) >= 1:
-            wanted = share_state(problem.state.most_bytes, own_used, own_capacity)
-            own_least = list(map(min, wanted, own_least))
-        for rank, share in zip(members, filled_up(own_least, own_most), strict=True):
+        least, most = ([held / room.whole_bytes for held in own] for own in (least, most))
+        least = least if may_stay else [0.0] * len(members)
+        if math.fsum(least) >= 1:
+            least = list(map(min, share_state(free), least))
+        for rank, share in zip(members, filled_up(least, most), strict=True):
             shares[rank] = share
     found = []
-    for profile, run, share, needed in zip(problem.ranks, runs, shares, needs, strict=True):
-        moved = room.least_moved(profile, *needed, share)
-        more = moved.device_bytes(problem)
-        share = to_the_byte(problem, profile, run, share, profile.capacity_bytes, more)
+    for (profile, run), share, own in zip(pairs, shares, needed, strict=True):
+        moved = room.least_moved(profile, own, share)
+        share = to_the_byte(problem, profile, run, share, moved.device_bytes(problem))
         found.append(
             replace(
                 run,

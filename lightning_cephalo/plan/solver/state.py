@@ -1,68 +1,142 @@
-"""Shares the training state among ranks in proportion to their free memory."""
+"""How much of the training state a rank can hold, and how ranks share it.
+
+The limits are a rank's device, its host's memory, and the seconds that its share may add to a step
+(``plan/moving.py``). Each way to keep the state has a largest share by each limit. The least of
+these counts, and of all ways the largest.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial, reduce
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from lightning_cephalo.plan.cost import DEVICE_NEEDS, Mode, device_bytes
+from lightning_cephalo.plan.cost import DEVICE_NEEDS, NEEDS, Mode, device_bytes
+from lightning_cephalo.plan.moving import MovedState, choices, exposure
 from lightning_cephalo.plan.plan import RankPlan
 from lightning_cephalo.plan.problem import Problem, RankProfile
+from lightning_cephalo.plan.solver.unbeaten import unbeaten
+
+_ROUNDING = 1e-9
 
 
-def kept_from_state(problem: Problem, capacity: float, *needed: Any) -> Any:
-    """Return the part of a rank's capacity that no state can have.
+def needed_by(problem: Problem, profile: RankProfile, run: RankPlan) -> np.ndarray:
+    """Return the amount of each of ``NEEDS`` for a rank's microbatches."""
+    sizes, mode = run.microbatch_sizes, Mode.of(run)
+    return np.array([need(problem, profile, mode).of(sizes) for need in NEEDS])
 
-    What is left, divided by ``Problem.state.most_bytes``, is the largest share that it can hold.
+
+@dataclass(frozen=True)
+class _Ways:
+    """The ways of a rank to keep its state, those that move the least first.
+
+    All of the state takes ``taken`` (ways, limits), and a share of it exposes
+    ``share * slopes - hidden`` seconds (ways, lines).
     """
-    full, states = problem.state.most_bytes, problem.state.totals_bytes
-    if problem.has_even_state or math.isinf(capacity) or min(states) == full:
-        return reduce(np.maximum, needed)
-    kept = []
-    for state, amount in zip(states, needed, strict=True):
-        stretched = capacity - (capacity - np.asarray(amount)) * (full / state if state else 1.0)
-        if not state:
-            stretched = np.where(np.asarray(amount) > capacity, amount, -np.inf)
-        kept.append(amount if state == full else stretched)
-    return reduce(np.maximum, kept)
+
+    moved: tuple[MovedState, ...]
+    capacities: np.ndarray
+    taken: np.ndarray
+    slopes: np.ndarray
+    hidden: np.ndarray
+
+    @classmethod
+    def of(cls, problem: Problem, profile: RankProfile, backward_s: tuple[float, float]) -> _Ways:
+        moved = tuple(choices(problem, profile))
+        states = [need(problem, profile).state for need in DEVICE_NEEDS]
+        capacities = [*[profile.capacity_bytes] * len(states), profile.host_capacity_bytes]
+        taken = [
+            [*(state + own.device_bytes(problem) for state in states), own.host_bytes(problem)]
+            for own in moved
+        ]
+        least_s, most_s = backward_s
+        lines = [exposure(problem, profile, own, most_s, least_s).lines for own in moved]
+        most = max(map(len, lines))
+        padded = np.array([[*own, *[(0.0, 0.0)] * (most - len(own))] for own in lines])
+        return cls(moved, np.array(capacities), np.array(taken), padded[..., 0], padded[..., 1])
+
+    def most_shares(self, exposed_s: float) -> np.ndarray:
+        """Return, by way, the largest share that exposes no more than this."""
+        steep = self.slopes > 0
+        shares = (exposed_s + self.hidden) / np.where(steep, self.slopes, 1.0)
+        return np.maximum(np.where(steep, shares, math.inf).min(axis=1), 0.0)
 
 
-def kept_by_runs(
-    problem: Problem, runs: Sequence[RankPlan], capacity_bytes: Sequence[float]
-) -> list[float]:
-    """Return the same for what every rank runs, in rank order."""
-    found = []
-    for profile, run, capacity in zip(problem.ranks, runs, capacity_bytes, strict=True):
-        needs = [need(problem, profile, Mode.of(run)) for need in DEVICE_NEEDS]
-        needed = [need.of(run.microbatch_sizes) for need in needs]
-        found.append(float(kept_from_state(problem, capacity, *needed)))
-    return found
+@dataclass(frozen=True)
+class Room:
+    """The state that ranks can hold if that adds up to ``exposed_s`` to a step.
+
+    A unit's backward takes between the two ``backward_s``, whatever suits the state.
+    """
+
+    problem: Problem
+    exposed_s: float = math.inf
+    backward_s: tuple[float, float] = (0.0, math.inf)
+    most_share: float = 1.0
+    _ways: dict[RankProfile, _Ways] = field(default_factory=dict, repr=False)
+    _limits: dict[RankProfile, tuple[np.ndarray, ...]] = field(default_factory=dict, repr=False)
+
+    def exposing(self, exposed_s: float) -> Room:
+        """Return the room if shares may add so many seconds."""
+        return replace(self, exposed_s=exposed_s, _limits={})
+
+    @property
+    def whole_bytes(self) -> float:
+        """Bytes of the state; any number if there are none, as shares take time all the same."""
+        return self.problem.state.most_bytes or 1.0
+
+    def held_bytes(self, profile: RankProfile, needed: np.ndarray) -> np.ndarray:
+        """Return the bytes of the state that a rank can hold beside these amounts of ``NEEDS``."""
+        ways, whole = self._ways_of(profile), self.whole_bytes
+        if profile not in self._limits:
+            most = ways.most_shares(self.exposed_s)
+            # without ways that another one beats
+            costs = np.column_stack([np.maximum(ways.taken, 0.0), 1 - np.minimum(most, 1.0)])
+            keep = unbeaten(np.zeros(len(most), dtype=int), costs)
+            self._limits[profile] = ways.taken[keep], whole * most[keep]
+        taken, most = self._limits[profile]
+        ones = (1,) * (needed.ndim - 1)
+        held = np.broadcast_to(most.reshape(-1, *ones), (len(most), *needed.shape[:-1]))
+        for limit, capacity in enumerate(ways.capacities):
+            own = taken[:, limit].reshape(-1, *ones)
+            left = np.maximum(capacity - needed[..., limit], 0.0)
+            # exact where all of the state counts
+            by_limit = left * (whole / np.where(own > 0, own, whole))
+            # a limit of which a way needs nothing does not count
+            held = np.where(own > 0, np.minimum(held, by_limit), held)
+        return np.minimum(held.max(axis=0), self.most_share * whole)
+
+    def least_moved(self, profile: RankProfile, needed: np.ndarray, share: float) -> MovedState:
+        """Return the way that takes the least host memory for a share that has room."""
+        ways = self._ways_of(profile)
+        left = np.maximum(ways.capacities - needed[: len(ways.capacities)], 0.0)
+        fits = (share * ways.taken <= left * (1 + _ROUNDING)).all(axis=1)
+        fits &= share <= ways.most_shares(self.exposed_s) * (1 + _ROUNDING) + _ROUNDING**2
+        rows = np.flatnonzero(fits)
+        if not share or not len(rows):
+            return ways.moved[0]
+        return ways.moved[int(rows[np.argmin(ways.taken[rows, -1])])]
+
+    def _ways_of(self, profile: RankProfile) -> _Ways:
+        if profile not in self._ways:
+            self._ways[profile] = _Ways.of(self.problem, profile, self.backward_s)
+        return self._ways[profile]
 
 
-def with_state(
-    problem: Problem, runs: Sequence[RankPlan], capacity_bytes: Sequence[float]
-) -> list[RankPlan]:
-    """Return what ranks run, each with its fraction of the state (:func:`share_state`)."""
-    used = kept_by_runs(problem, runs, capacity_bytes)
-    fractions = [0.0] * len(used)
-    for members in problem.members:
-        own_used, own_capacity = (
-            [each[rank] for rank in members] for each in (used, capacity_bytes)
-        )
-        shares = share_state(problem.state.most_bytes, own_used, own_capacity)
-        for rank, share in zip(members, shares, strict=True):
-            fractions[rank] = share
-    return [
-        replace(run, state_fraction=to_the_byte(problem, profile, run, fraction, capacity))
-        for profile, run, fraction, capacity in zip(
-            problem.ranks, runs, fractions, capacity_bytes, strict=True
-        )
-    ]
+def share_state(free_bytes: Sequence[float]) -> list[float]:
+    """Return the state fraction of each rank, from the bytes of state that it could hold.
+
+    Every rank gives the same part of its free memory to state: headroom shrinks equally, and a
+    small state still spreads over all ranks. (If ranks filled to one level, the one with the most
+    room would hold it all, and every gather would be a broadcast.) Ranks without a limit share all
+    of the state evenly.
+    """
+    if math.inf in free_bytes:
+        free_bytes = [float(math.isinf(free)) for free in free_bytes]
+    total = math.fsum(free_bytes)
+    return [free / total if total else 1 / len(free_bytes) for free in free_bytes]
 
 
 def filled_up(shares: Sequence[float], limits: Sequence[float]) -> list[float]:
@@ -74,62 +148,14 @@ def filled_up(shares: Sequence[float], limits: Sequence[float]) -> list[float]:
 
 
 def to_the_byte(
-    problem: Problem,
-    profile: RankProfile,
-    run: RankPlan,
-    fraction: float,
-    capacity: float,
-    moved_bytes: float = 0.0,
-) -> float:
-    """Return the fraction, less what rounding has added to it."""
-
-    def excess_bytes(share: float) -> float:
-        sizes, mode = run.microbatch_sizes, Mode.of(run)
-        return device_bytes(problem, profile, sizes, mode, share, moved_bytes) - capacity
-
-    return _less_rounding(fraction, problem.state.most_bytes, excess_bytes)
-
-
-def share_state(
-    state_bytes: float, used_bytes: Sequence[float], capacity_bytes: Sequence[float]
-) -> tuple[float, ...]:
-    """Return the state fraction of each rank, from its other memory use and its capacity.
-
-    Every rank gives the same part of its free memory to state: headroom shrinks equally, and a
-    small state still spreads over all ranks. (If ranks filled to one level, the one with the most
-    room would hold it all, and every gather would be a broadcast.) Ranks without a limit share all
-    of the state evenly. No rank exceeds its capacity, even by rounding.
-
-    The caller ensures that the state fits: ``sum(capacity - used) >= state_bytes``, and no rank
-    uses more than its own capacity.
-    """
-    ranks = len(used_bytes)
-    unlimited = [math.isinf(capacity) for capacity in capacity_bytes]
-    if any(unlimited) and state_bytes:
-        return tuple(each / sum(unlimited) for each in unlimited)
-    pairs = list(zip(used_bytes, capacity_bytes, strict=True))
-    free = np.array([max(capacity - used, 0.0) for used, capacity in pairs])
-    total = float(free.sum())
-    if state_bytes == 0 or total == 0:
-        return (1.0 / ranks,) * ranks
-    shares = np.minimum(free / total, 1.0).tolist()
-    return tuple(
-        _less_rounding(share, state_bytes, partial(_excess_bytes, state_bytes, *pair))
-        for share, pair in zip(shares, pairs, strict=True)
-    )
-
-
-def _excess_bytes(state_bytes: float, used: float, capacity: float, share: float) -> float:
-    return share * state_bytes + used - capacity
-
-
-def _less_rounding(
-    share: float, state_bytes: float, excess_bytes: Callable[[float], float]
+    problem: Problem, profile: RankProfile, run: RankPlan, share: float, moved_bytes: float = 0.0
 ) -> float:
     """Return a share of the state, less what rounding has added to it."""
+    sizes, mode = run.microbatch_sizes, Mode.of(run)
     for _ in range(64):
-        excess = excess_bytes(share)
+        used = device_bytes(problem, profile, sizes, mode, share, moved_bytes)
+        excess = used - profile.capacity_bytes
         if excess <= 0 or not share:
             break
-        share = max(0.0, min(math.nextafter(share, 0.0), share - excess / state_bytes))
+        share = max(0.0, min(math.nextafter(share, 0.0), share - excess / problem.state.most_bytes))
     return share
