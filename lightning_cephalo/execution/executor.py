@@ -49,7 +49,7 @@ from lightning_cephalo.plan.program import (
     Visit,
     evaluation_of,
     gathered_after,
-    with_loss,
+    loss_unit,
 )
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.discovery import UnitKind
@@ -216,7 +216,7 @@ class Executor:
         visits = self.tracer.visits.known(step.trainable)
         last = NONE
         if visits is not None:
-            last = len(visits) - 1 - (with_loss(visits, self.ends) != NONE)
+            last = len(visits) - 1 - (loss_unit(visits, self.ends) != ROOT)
         windows = step.windows if self.guards.all_look else None
         options = MicrobatchOptions(self.recompute, last, meets=True, windows=windows)
         step.microbatches = self.microbatches_of(calls, options, Microbatch)

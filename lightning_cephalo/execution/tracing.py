@@ -16,8 +16,6 @@ from lightning_cephalo.plan.program import (
     Instruction,
     Visit,
     layered_forward,
-    offloading,
-    without_frees,
 )
 
 if TYPE_CHECKING:
@@ -57,14 +55,7 @@ class Tracer:
         step = executor.step
         visits: list[Visit] = []
         step.is_traced, step.visits = True, visits
-        instructions = layered_forward(
-            self._discovered(executor, visits),
-            len(step.calls),
-            step.has_returned,
-            self.ends,
-            step.trainable,
-        )
-        return _by_mode(executor, instructions, visits)
+        return self._layered(executor, visits)
 
     def rest(self, executor: Executor) -> Iterator[Instruction]:
         """Yield the visits that are left when the known order has come to its end."""
@@ -75,15 +66,22 @@ class Tracer:
             microbatch.last = NONE
         visits = list(step.visits)
         step.is_traced, step.visits, step.is_apart = True, visits, True
-        instructions = layered_forward(
+        return self._layered(executor, visits, start=len(visits))
+
+    def _layered(
+        self, executor: Executor, visits: list[Visit], start: int | None = None
+    ) -> Iterator[Instruction]:
+        step, offloads = executor.step, executor.arena is not None
+        return layered_forward(
             self._discovered(executor, visits),
             len(step.calls),
             step.has_returned,
             self.ends,
             step.trainable,
-            start=len(visits),
+            start=start,
+            reshards=executor.reshard_after_forward,
+            is_away=lambda at: offloads and visits[at].differentiable,
         )
-        return _by_mode(executor, instructions, visits)
 
     def _discovered(self, executor: Executor, visits: list[Visit]) -> Iterator[Visit]:
         """Yield visits as ranks reach them: before each gather all ranks exchange positions."""
@@ -118,14 +116,3 @@ class Tracer:
         self.visits.learn(step.trainable, visits, made, paths)
         if step.is_traced or changes or not all(made):
             self.replay(executor, without_backward(visits, made))
-
-
-def _by_mode(
-    executor: Executor, instructions: Iterator[Instruction], visits: Sequence[Visit]
-) -> Iterator[Instruction]:
-    """Apply the passes of a compiled program to instructions while they are discovered."""
-    if not executor.reshard_after_forward:
-        instructions = without_frees(instructions, executor.ends)
-    if executor.arena is not None:
-        instructions = offloading(instructions, lambda at: visits[at].differentiable)
-    return instructions

@@ -45,7 +45,6 @@ from lightning_cephalo.plan.program import (
     ROOT,
     Instruction,
     Operation,
-    Program,
     Visit,
     layered_backward,
     prefetch,
@@ -345,8 +344,7 @@ class PhasedSteps:
         after = layered_backward(visits, len(step.microbatches), step.trainable, held, embeddings)
         executor.hooks.in_backward = True
         retains = any(microbatch.retains for microbatch in self._microbatches(step))
-        program = prefetch(Program((), after))
-        executor.backward_pass.run(executor, program.backward, retain=retains)
+        executor.backward_pass.run(executor, prefetch(after), retain=retains)
         self.reshard()
         self._advance(step)
 

@@ -25,7 +25,7 @@ from lightning_cephalo.execution.graph import leaves_behind
 from lightning_cephalo.execution.step import MicrobatchCall
 from lightning_cephalo.execution.waiting import running_microbatch
 from lightning_cephalo.features.normalisation import at_least_float32
-from lightning_cephalo.plan.program import NONE, ROOT, Instruction, Operation, Visit, with_loss
+from lightning_cephalo.plan.program import ROOT, Instruction, Operation, Visit, loss_unit
 from lightning_cephalo.ranks.control import ControlGroup
 from lightning_cephalo.sharding.collectives import all_gather_rows, everyone
 
@@ -283,8 +283,7 @@ def go_on(executor: Executor, others_returned: bool) -> None:
     for asking, answer in zip(asked, answers, strict=True):
         asking.answers = [answer]
     step.calls = [replace(each, weight_of=partial(_weight_of, each)) for each in step.calls]
-    last, head = len(step.visits) - 1, with_loss(step.visits, executor.ends)
-    unit = ROOT if head == NONE else step.visits[head].unit
+    last, unit = len(step.visits) - 1, loss_unit(step.visits, executor.ends)
     if unit != ROOT and step.trainable[unit]:
         executor.execute(Instruction(Operation.ARM, unit, last))
     for index in range(len(step.calls)):

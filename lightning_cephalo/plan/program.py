@@ -2,17 +2,17 @@
 
 A program is the only description of a step. ``execution/executor.py`` runs it.
 ``offline/simulate.py`` plays it with seconds and bytes. ``plan/check.py`` proves that it can run.
-``observe/`` records it, and errors name its instructions. Small pure functions, called passes,
-build it from the visits of a model::
+``observe/`` records it, and errors name its instructions. It is built from the visits of a model.
+The layered order gathers each unit where it is needed. Options and the prefetch change it::
 
     layered           G0 Z0 F0.0 F0.1 G1 F1.0 F1.1 X1 G2 F2.0 L0.0 F2.1 L0.1 A
                       Z2 B2.1 B2.0 R2 X2 G1 Z1 B1.1 B1.0 R1 X1 R0 X0 A
                       U
-    keep_gathered     drops X1 from the forward and G1 from the backward
+    not resharding    drops X1 from the forward and G1 from the backward
     prefetch          moves G1 before Z0 and G2 before F1.0; in the backward, G1 before Z2
     offload           with three units: adds O1.0 after F1.0, and H1.0 after B3.0
-    update_early      adds U2 after R1 X1, and U1 after R0 X0; U updates the rest
-    move_state        unit 2 streamed: adds I2 after R2, and S2 after U2
+    early updates     adds U2 after R1 X1, and U1 after R0 X0; U updates the rest
+    moved state       unit 2 streamed: adds I2 after R2, and S2 after U2
                       unit 1 updated by the host: C1 for U1, and S1 after U
 
 A unit of embeddings alone (e) needs no parameters in its backward: it has no G there. A head (h)
@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import chain, groupby
 
@@ -173,11 +173,10 @@ class Ends:
 NO_ENDS = Ends()
 
 
-def with_loss(visits: Sequence[Visit], ends: Ends) -> int:
-    """Return the position of the head's visit that runs with the loss; -1 if there is none."""
-    last = len(visits) - 1
-    is_head = last >= 0 and visits[last].unit in ends.heads and not visits[last].is_meeting
-    return last if is_head else NONE
+def loss_unit(visits: Sequence[Visit], ends: Ends) -> int:
+    """Return the unit that runs with the loss: a head whose visit comes last, or the root unit."""
+    last = visits[-1] if visits else Visit(ROOT)
+    return last.unit if last.unit in ends.heads and not last.is_meeting else ROOT
 
 
 @dataclass(frozen=True)
@@ -223,7 +222,7 @@ def compile_step(
     homes: Sequence[StateHome] = (),
     ends: Ends = NO_ENDS,
 ) -> Program:
-    """Return the program of a rank's step; each option is a pass of this file.
+    """Return the program of a rank's step.
 
     Args:
         visits: Visits in the order of the forward.
@@ -232,53 +231,48 @@ def compile_step(
         homes: Where each unit's optimizer state lives; empty: all of it is on the device.
         ends: The units that are embeddings and heads.
     """
-    program = layered(visits, microbatches, trainable, ends)
-    if not reshard_after_forward:
-        program = keep_gathered(program)
-    program = prefetch(program)
-    if offload_boundaries:
-        program = offload(program, visits)
-    if updates_early:
-        program = update_early(program)
-    if homes:
-        program = move_state(program, homes)
-    return program
+    order = [at for at in backward_order(visits) if visits[at].unit not in ends]
+    away = order[UNITS_THAT_STAY:] if offload_boundaries else []
+    fetched_behind = dict(zip(order, away, strict=False))
+    program = layered(visits, microbatches, trainable, ends, reshard_after_forward, away)
+    backward: list[Instruction] = []
+    for each in prefetch(program.backward):
+        backward.append(each)
+        if each.operation is Operation.BACKWARD and each.visit in fetched_behind:
+            at = fetched_behind[each.visit]
+            backward.append(Instruction(Operation.FETCH, visits[at].unit, at, each.microbatch))
+    homes = homes or [StateHome.RESIDENT] * len(trainable)
+    backward, update = _updates(backward, updates_early, homes)
+    return Program(prefetch(program.forward), tuple(backward), tuple(update), ends)
 
 
 # -- the layered order ------------------------------------------------------------------------
 
 
 def layered(
-    visits: Sequence[Visit], microbatches: int, trainable: Sequence[bool], ends: Ends = NO_ENDS
+    visits: Sequence[Visit],
+    microbatches: int,
+    trainable: Sequence[bool],
+    ends: Ends = NO_ENDS,
+    reshards: bool = True,
+    away: Sequence[int] = (),
 ) -> Program:
-    """Return the program of an order that is known, without a pass."""
-    last, head = len(visits) - 1, with_loss(visits, ends)
-    known = visits if head == NONE else visits[:head]
-    *forward, agree = layered_forward(
-        known, microbatches, lambda visit, _: visit == last, ends, trainable
-    )
-    if head != NONE:
-        unit = visits[head].unit
-        if unit not in gathered_after(forward):
-            # with that of the unit before, as it has memory of its own
-            was_there = any(visit.unit == unit for visit in visits[max(0, head - 2) : head])
-            begins = (Operation.FORWARD, Operation.MEET)
-            before = [
-                at
-                for at, each in enumerate(forward)
-                if each.operation in begins and each.visit == head - 1 and each.unit != ROOT
-            ]
-            at, visit = (len(forward), head)
-            if before and not was_there:
-                at, visit = before[0], head - 1
-            forward.insert(at, Instruction(Operation.GATHER, unit, visit))
-        if trainable[unit]:
-            forward.append(Instruction(Operation.ARM, unit, head))
-        forward += [Instruction(Operation.LOSS, unit, head, each) for each in range(microbatches)]
-    forward.append(agree)
-    held = [unit for unit in gathered_after(forward) if unit != ROOT]
-    backward = layered_backward(visits, microbatches, trainable, held, ends, head)
-    return Program(tuple(forward), backward, ends=ends)
+    """Return the program of an order that is known, whose gathers come where they are needed."""
+
+    def forward(reshards: bool) -> Instructions:
+        last = len(visits) - 1
+        case = (visits, microbatches, lambda visit, _: visit == last, ends, trainable)
+        is_away = away.__contains__
+        return tuple(layered_forward(*case, known=visits, reshards=reshards, is_away=is_away))
+
+    found = forward(True)
+    held = [unit for unit in gathered_after(found) if unit != ROOT]
+    kept = None
+    if not reshards:
+        freed = [each.unit for each in found if each.operation is Operation.FREE]
+        found, kept = forward(False), dict.fromkeys(freed)
+    backward = layered_backward(visits, microbatches, trainable, held, ends, kept)
+    return Program(found, backward, ends=ends)
 
 
 def layered_forward(
@@ -287,7 +281,11 @@ def layered_forward(
     has_returned: Callable[[int, int], bool],
     ends: Ends = NO_ENDS,
     trainable: Sequence[bool] = (),
+    *,
     start: int | None = None,
+    known: Sequence[Visit] = (),
+    reshards: bool = True,
+    is_away: Callable[[int], bool] = lambda visit: False,
 ) -> Iterator[Instruction]:
     """Yield the instructions of the forward.
 
@@ -301,7 +299,12 @@ def layered_forward(
         ends: A microbatch that has returned behind a head runs the head's backward with its loss.
         trainable: Per unit, whether it has gradients; only heads count.
         start: Position of the first of these visits, where a forward that has stopped goes on.
+        known: All visits, if they are known: a head that comes last runs with the loss.
+        reshards: Whether units are freed behind their visit; embeddings are in any case, as their
+            backward needs no parameters.
+        is_away: Whether what enters a visit is copied to the host.
     """
+    head, head_at = loss_unit(known, ends), len(known) - 1
     positions: Iterable[tuple[int, Visit]] = enumerate(visits, start or 0)
     if start is None:
         yield Instruction(Operation.GATHER, ROOT)
@@ -312,22 +315,39 @@ def layered_forward(
             if has_returned(start - 1, microbatch):
                 yield Instruction(Operation.LOSS, ROOT, start - 1, microbatch)
     held: list[int] = []
+    kept: set[int] = set()  # of those that others have followed
     for position, visit in positions:
-        unit = visit.unit
+        unit, with_loss = visit.unit, head != ROOT and position == head_at
+        is_head = unit in ends.heads and not visit.is_meeting
         if unit not in (*held, ROOT):
-            for other in _left_behind(unit, held, ends):
+            for other in () if with_loss else _left_behind(unit, held, ends):
                 held.remove(other)
-                yield Instruction(Operation.FREE, other, position - 1)
-            yield Instruction(Operation.GATHER, unit, position)
+                if reshards or other in ends.embeddings:
+                    yield Instruction(Operation.FREE, other, position - 1)
+                else:
+                    kept.add(other)
+            if unit not in kept:
+                yield Instruction(Operation.GATHER, unit, position)
             held.append(unit)
+        before = known[-3:-1] if head != ROOT and position == head_at - 1 else ()
+        is_ahead = before and unit != ROOT and (microbatches > 0 or visit.is_meeting)
+        if is_ahead and head not in (*held, *(each.unit for each in before)):
+            # with the unit before, as a head has memory of its own
+            if head not in kept:
+                yield Instruction(Operation.GATHER, head, position)
+            held.append(head)
         if visit.is_meeting:
             yield Instruction(Operation.MEET, unit, position)
-        is_head = unit in ends.heads and not visit.is_meeting
         arms = is_head and visit.differentiable and trainable[unit]
+        if with_loss and trainable[unit]:
+            yield Instruction(Operation.ARM, unit, position)
         for microbatch in range(microbatches):
-            yield Instruction(Operation.FORWARD, unit, position, microbatch)
-            if has_returned(position, microbatch):
-                if arms:
+            if not with_loss:
+                yield Instruction(Operation.FORWARD, unit, position, microbatch)
+                if position != NONE and is_away(position):
+                    yield Instruction(Operation.OFFLOAD, unit, position, microbatch)
+            if with_loss or has_returned(position, microbatch):
+                if arms and not with_loss:
                     yield Instruction(Operation.ARM, unit, position)
                     arms = False
                 yield Instruction(Operation.LOSS, unit if is_head else ROOT, position, microbatch)
@@ -343,43 +363,48 @@ def layered_backward(
     visits: Sequence[Visit],
     microbatches: int,
     trainable: Sequence[bool],
-    held: Sequence[int],
+    held: Iterable[int],
     ends: Ends = NO_ENDS,
-    head: int = NONE,
+    kept: Iterable[int] | None = None,
 ) -> Instructions:
     """Return the instructions of the backward, in which ``held`` are gathered beside the root unit.
 
-    ``head`` is the position of the visit whose backward has run with the loss; its unit is armed.
+    The backward of a head that comes last has run with the loss, and the head is armed. Without
+    resharding, ``kept`` are the units that others have followed; they are gathered, too.
     """
-    order = [position for position in backward_order(visits) if position != head]
+    head, order = loss_unit(visits, ends), backward_order(visits)
+    if head != ROOT:
+        order = [position for position in order if position != len(visits) - 1]
     reduced_at = {visits[position].unit: position for position in order}
-    armed: set[int] = set()
+    armed = {ROOT, head}
     since = dict.fromkeys(held, NONE)  # per gathered unit, its last visit
-    found: list[Instruction] = []
-    if head != NONE:
-        unit = visits[head].unit
-        armed.add(unit)
-        if unit not in reduced_at:
-            if trainable[unit]:
-                found.append(Instruction(Operation.REDUCE, unit, head))
-            found.append(Instruction(Operation.FREE, unit, head))
-            del since[unit]
+    unused = [u for u in kept or () if u not in (*since, *reduced_at, *ends.embeddings)]
+    found = [Instruction(Operation.FREE, unit) for unit in unused]
+    if head not in (ROOT, *reduced_at):
+        if trainable[head]:
+            found.append(Instruction(Operation.REDUCE, head, len(visits) - 1))
+        found.append(Instruction(Operation.FREE, head, len(visits) - 1))
+        del since[head]
     for position in order:
         unit = visits[position].unit
+        needs_parameters = unit != ROOT and unit not in ends.embeddings
         if unit not in (*since, ROOT):
             for other in _left_behind(unit, [*since], ends):
-                found.append(Instruction(Operation.FREE, other, since.pop(other)))
-            if unit not in ends.embeddings:
+                last = since.pop(other)
+                is_last = last == reduced_at.get(other, NONE) or other in ends.embeddings
+                if kept is None or is_last:
+                    found.append(Instruction(Operation.FREE, other, last))
+            if kept is None and needs_parameters:
                 found.append(Instruction(Operation.GATHER, unit, position))
-        if unit != ROOT and unit not in ends.embeddings:
+        if needs_parameters:
             since[unit] = position
-        if trainable[unit] and unit not in armed and unit != ROOT:
+        if trainable[unit] and unit not in armed:
             found.append(Instruction(Operation.ARM, unit, position))
             armed.add(unit)
-        found.extend(
+        found += [
             Instruction(Operation.BACKWARD, unit, position, microbatch)
             for microbatch in reversed(range(microbatches))
-        )
+        ]
         if visits[position].is_meeting:
             found.append(Instruction(Operation.MEET, unit, position))
         if trainable[unit] and reduced_at[unit] == position and unit != ROOT:
@@ -407,156 +432,89 @@ def evaluation_of(unit: int, takes_part: bool) -> Instructions:
 # -- passes -----------------------------------------------------------------------------------
 
 
-def keep_gathered(program: Program) -> Program:
-    """Free each unit only after its last use, as with ``reshard_after_forward=False``."""
-    last_free = {i.unit: i for i in program.backward if i.operation is Operation.FREE}
-    backward = [
-        each
-        for each in program.backward
-        if each.operation is not Operation.GATHER
-        and (each.operation is not Operation.FREE or last_free[each.unit] is each)
-    ]
-    # units that no backward passes are not needed after the forward
-    freed = {i.unit: None for i in program.forward if i.operation is Operation.FREE}
-    unused = [u for u in freed if u not in last_free and u not in program.ends.embeddings]
-    return replace(
-        program,
-        forward=tuple(without_frees(program.forward, program.ends)),
-        backward=(*(Instruction(Operation.FREE, unit) for unit in unused), *backward),
-    )
-
-
-def without_frees(
-    instructions: Iterable[Instruction], ends: Ends = NO_ENDS
-) -> Iterator[Instruction]:
-    """Yield the instructions of a forward, lazily, without FREEs and repeated GATHERs of units.
-
-    Embeddings are freed all the same: their backward needs no parameters.
-    """
-    gathered: set[int] = set()
-    for instruction in instructions:
-        unit = instruction.unit
-        if instruction.operation is Operation.FREE:
-            if unit not in ends.embeddings:
-                continue
-            gathered.discard(unit)
-        elif instruction.operation is Operation.GATHER:
-            if unit in gathered:
-                continue
-            gathered.add(unit)
-        yield instruction
-
-
-def prefetch(program: Program) -> Program:
+def prefetch(instructions: Instructions) -> Instructions:
     """Gather each unit during the previous visit, and no further ahead: there are two buffers."""
-    forward, backward = _prefetched(program.forward), _prefetched(program.backward)
-    return replace(program, forward=forward, backward=backward)
-
-
-def _prefetched(instructions: Instructions) -> Instructions:
-    visits = _joined(list(group) for _, group in groupby(instructions, key=lambda i: i.visit))
-    gathers = [[each for each in visit if each.operation is Operation.GATHER] for visit in visits]
-    gathers.append([])
+    blocks = _blocks(instructions)
     found: list[Instruction] = []
-    for index, visit in enumerate(visits):
-        found += gathers[index]  # those that have not come before
-        following = gathers[index + 1]
-        rest = [each for each in visit if each.operation is not Operation.GATHER]
+    due: list[Instruction] = []
+    for block, following in zip(blocks, [*blocks[1:], []], strict=True):
+        ahead = _gathers(following)
+        rest = [each for each in block if each.operation is not Operation.GATHER]
+        frees = [each for each in rest if each.operation is Operation.FREE]
         # units left over from the forward are freed first: the gather needs their buffer
-        left_over = [
-            each
-            for each in rest
-            if following and each.operation is Operation.FREE and each.visit == NONE
-        ]
-        rest = [each for each in rest if each not in left_over]
-        freed = {each.unit for each in rest if each.operation is Operation.FREE}
-        gathers[index + 1] = [each for each in following if each.unit in freed]
-        found += [*left_over, *(each for each in following if each.unit not in freed), *rest]
+        left_over = [each for each in frees if ahead and each.visit == NONE]
+        freed = {each.unit for each in frees if each not in left_over}
+        found += [*due, *left_over, *(each for each in ahead if each.unit not in freed)]
+        found += [each for each in rest if each not in left_over]
+        due = [each for each in ahead if each.unit in freed]
     return tuple(found)
 
 
-def _joined(visits: Iterable[list[Instruction]]) -> list[list[Instruction]]:
-    """Join parts with those before, so that a gather overlaps with all of them on every rank.
+def _gathers(block: Sequence[Instruction]) -> list[Instruction]:
+    return [each for each in block if each.operation is Operation.GATHER]
+
+
+def _blocks(instructions: Instructions) -> list[list[Instruction]]:
+    """Return the instructions of each visit, with those of others that no gather may divide.
 
     Meetings divide a unit into parts. Of a frozen unit there may be nothing but BACKWARD, between
     parts of another visit. A rank without samples has not even that: its next gather would come
     earlier.
     """
-    found: list[list[Instruction]] = []
-    for visit in visits:
-        parts = (*found[-1:], visit)
-        meets = any(each.operation is Operation.MEET for part in parts for each in part)
-        gathers = any(each.operation is Operation.GATHER for each in visit)
-        computes = all(each.operation is Operation.BACKWARD for each in visit)
-        at = visit[0].visit
-        goes_on = at != NONE and any(each.visit == at for each in (found or [[]])[-1])
-        if found and (computes or goes_on or (meets and not gathers)):
-            found[-1] = found[-1] + visit
+    found: list[list[Instruction]] = [[]]
+    for at, group in groupby(instructions, key=lambda each: each.visit):
+        block, before = list(group), found[-1]
+        operations = {each.operation for each in block}
+        meets = any(each.operation is Operation.MEET for each in (*before, *block))
+        goes_on = at != NONE and any(each.visit == at for each in before)
+        goes_on = goes_on or operations == {Operation.BACKWARD}
+        if before and (goes_on or (meets and Operation.GATHER not in operations)):
+            before += block
         else:
-            found.append(visit)
+            found.append(block)
     return found
 
 
-def offload(program: Program, visits: Sequence[Visit]) -> Program:
-    """Copy boundaries to the host after their forward and fetch them two visits before use."""
-    order = [at for at in backward_order(visits) if visits[at].unit not in program.ends]
-    away = frozenset(order[UNITS_THAT_STAY:])
-    fetched_behind = dict(zip(order, order[UNITS_THAT_STAY:], strict=False))
+def _updates(
+    instructions: Iterable[Instruction], early: bool, homes: Sequence[StateHome]
+) -> tuple[list[Instruction], list[Instruction]]:
+    """Return a backward with early updates, and the instructions behind it.
+
+    An early update follows the next reduce, which has waited for its own. Collectives that come
+    then begin before: both travel while the unit is updated. Streamed state starts on its way when
+    its unit's reduce does.
+    """
     backward: list[Instruction] = []
-    for each in program.backward:
+    reduced: list[int] = []
+    due: list[int] = []
+    for each in instructions:
+        if each.operation not in (Operation.FREE, Operation.GATHER):
+            while due:
+                backward += _update(due.pop(), homes)
         backward.append(each)
-        if each.operation is Operation.BACKWARD and each.visit in fetched_behind:
-            at = fetched_behind[each.visit]
-            backward.append(Instruction(Operation.FETCH, visits[at].unit, at, each.microbatch))
-    forward = tuple(offloading(program.forward, away.__contains__))
-    return replace(program, forward=forward, backward=tuple(backward))
+        if each.operation is Operation.REDUCE:
+            due += reduced[-1:] if early else []
+            reduced.append(each.unit)
+            if early and each.unit != ROOT and homes[each.unit] is StateHome.STREAMED:
+                backward.append(Instruction(Operation.FETCH_STATE, each.unit))
+    update = late_updates(reduced[-1:] if early else reduced, homes)
+    on_host = [unit for unit in reduced if homes[unit] is StateHome.HOST]
+    stores = [Instruction(Operation.STORE_STATE, unit) for unit in on_host]
+    return backward, [*update, Instruction(Operation.UPDATE), *stores]
 
 
-def update_early(program: Program) -> Program:
-    """Update each unit as soon as its reduce is done, which the next reduce has waited for.
-
-    Collectives that follow begin before: both travel while the unit is updated.
-    """
-    backward: list[Instruction] = []
-    reduced = due = NONE
-    for instruction in program.backward:
-        if due != NONE and instruction.operation not in (Operation.FREE, Operation.GATHER):
-            backward.append(Instruction(Operation.UPDATE, due))
-            due = NONE
-        backward.append(instruction)
-        if instruction.operation is Operation.REDUCE:
-            reduced, due = instruction.unit, reduced
-    return replace(program, backward=tuple(backward))
-
-
-def move_state(program: Program, homes: Sequence[StateHome]) -> Program:
-    """Update units whose optimizer state is in host memory, by its way to the device or there.
-
-    Streamed state starts on its way when its unit's reduce does, or, in late updates, while the
-    state of the unit before is used: there are two staging buffers. The host begins where the
-    device would update a unit. What it has updated comes back at last.
-    """
-    early = program.updated_in_backward
-    backward: list[Instruction] = []
-    for each in program.backward:
-        home, is_update = homes[max(each.unit, ROOT)], each.operation is Operation.UPDATE
-        by_host = is_update and home is StateHome.HOST
-        backward.append(replace(each, operation=Operation.HOST_UPDATE) if by_host else each)
-        if home is StateHome.STREAMED and is_update:
-            backward.append(Instruction(Operation.STORE_STATE, each.unit))
-        is_reduced_early = each.operation is Operation.REDUCE and each.unit in early
-        if home is StateHome.STREAMED and is_reduced_early:
-            backward.append(Instruction(Operation.FETCH_STATE, each.unit))
-    reduced = [each.unit for each in backward if each.operation is Operation.REDUCE]
-    update = late_updates([unit for unit in reduced if unit not in early], homes)
-    update += program.update
-    back = [unit for unit in reduced if homes[unit] is StateHome.HOST]
-    update += [Instruction(Operation.STORE_STATE, unit) for unit in back]
-    return replace(program, backward=tuple(backward), update=tuple(update))
+def _update(unit: int, homes: Sequence[StateHome]) -> list[Instruction]:
+    if homes[unit] is StateHome.HOST:
+        return [Instruction(Operation.HOST_UPDATE, unit)]
+    store = [Instruction(Operation.STORE_STATE, unit)] * (homes[unit] is StateHome.STREAMED)
+    return [Instruction(Operation.UPDATE, unit), *store]
 
 
 def late_updates(units: Sequence[int], homes: Sequence[StateHome]) -> list[Instruction]:
-    """Return updates behind the backward, of units whose state is in host memory."""
+    """Return updates behind the backward, of units whose state is in host memory.
+
+    Streamed state arrives while that of the unit before is used: there are two staging buffers.
+    """
     on_host = [unit for unit in units if homes[unit] is StateHome.HOST]
     streamed = [unit for unit in units if homes[unit] is StateHome.STREAMED]
     update = [Instruction(Operation.HOST_UPDATE, unit) for unit in on_host]
@@ -564,21 +522,8 @@ def late_updates(units: Sequence[int], homes: Sequence[StateHome]) -> list[Instr
         if index < len(streamed):
             update.append(Instruction(Operation.FETCH_STATE, streamed[index]))
         if index >= STAGED_UNITS - 1:
-            unit = streamed[index - STAGED_UNITS + 1]
-            update.append(Instruction(Operation.UPDATE, unit))
-            update.append(Instruction(Operation.STORE_STATE, unit))
+            update += _update(streamed[index - STAGED_UNITS + 1], homes)
     return update
-
-
-def offloading(
-    instructions: Iterable[Instruction], is_away: Callable[[int], bool]
-) -> Iterator[Instruction]:
-    """Yield a forward's instructions, lazily, with OFFLOAD behind FORWARD of visits away."""
-    for instruction in instructions:
-        yield instruction
-        is_visit = instruction.operation is Operation.FORWARD and instruction.visit != NONE
-        if is_visit and is_away(instruction.visit):
-            yield replace(instruction, operation=Operation.OFFLOAD)
 
 
 def gathered_after(instructions: Iterable[Instruction]) -> tuple[int, ...]:

@@ -33,15 +33,9 @@ from lightning_cephalo.plan.program import (
     compile_step,
     evaluation_of,
     gathered_after,
-    keep_gathered,
     layered_forward,
-    move_state,
-    offload,
-    offloading,
     prefetch,
     text,
-    update_early,
-    without_frees,
 )
 from lightning_cephalo.plan.state_homes import StateHome
 
@@ -62,9 +56,10 @@ def layered(
     microbatches: int,
     trainable: Sequence[bool] = ALL,
     ends: Ends = NO_ENDS,
+    reshards: bool = True,
 ) -> Program:
     """The order that all passes begin with."""
-    return module.layered(visits, microbatches, trainable, ends)
+    return module.layered(visits, microbatches, trainable, ends, reshards)
 
 
 def step(
@@ -77,8 +72,7 @@ def step(
 ) -> Program:
     if is_prefetched:
         return compile_step(visits, microbatches, trainable, reshard_after_forward=reshard)
-    program = layered(visits, microbatches, trainable)
-    return program if reshard else keep_gathered(program)
+    return layered(visits, microbatches, trainable, reshards=reshard)
 
 
 def of(operation: Operation, instructions: Instructions) -> list[Instruction]:
@@ -148,54 +142,37 @@ def test_the_layered_order_is_the_one_that_the_module_explains():
     assert "layered " + " ".join(str(program).split()) in " ".join(module.__doc__.split())
 
 
-def test_keep_gathered_drops_the_free_of_the_forward_and_the_gather_of_the_backward():
-    assert str(keep_gathered(layered(chain(2), 2))) == (
+def test_without_resharding_there_is_no_free_in_the_forward_and_no_gather_in_the_backward():
+    assert str(layered(chain(2), 2, reshards=False)) == (
         "G0 Z0 F0.0 F0.1 G1 F1.0 F1.1 G2 F2.0 L0.0 F2.1 L0.1 A\n"
         "Z2 B2.1 B2.0 R2 X2 Z1 B1.1 B1.0 R1 X1 R0 X0 A\n"
         "U"
     )
 
 
-def test_keeping_takes_one_instruction_at_a_time():
-    forward = layered([Visit(1), Visit(2), Visit(1)], 1).forward
-    taken: list[Instruction] = []
-
-    def discovered() -> Iterator[Instruction]:
-        for instruction in forward:
-            taken.append(instruction)
-            yield instruction
-
-    found = []
-    for instruction in without_frees(discovered()):
-        found.append(instruction)
-        assert taken[-1] is instruction
-    assert text(found) == "G0 Z0 F0.0 G1 F1.0 G2 F2.0 F1.0 L0.0 A"
-    assert taken == list(forward)
-
-
 def test_prefetch_moves_each_gather_before_the_visit_ahead_of_it():
-    assert str(prefetch(layered(chain(2), 2))) == (
-        "G0 G1 Z0 F0.0 F0.1 G2 F1.0 F1.1 X1 F2.0 L0.0 F2.1 L0.1 A\n"
-        "G1 Z2 B2.1 B2.0 R2 X2 Z1 B1.1 B1.0 R1 X1 R0 X0 A\n"
-        "U"
+    program = layered(chain(2), 2)
+    assert text(prefetch(program.forward)) == (
+        "G0 G1 Z0 F0.0 F0.1 G2 F1.0 F1.1 X1 F2.0 L0.0 F2.1 L0.1 A"
     )
+    assert text(prefetch(program.backward)) == "G1 Z2 B2.1 B2.0 R2 X2 Z1 B1.1 B1.0 R1 X1 R0 X0 A"
 
 
 def test_offload_copies_behind_the_forward_and_fetches_two_visits_ahead():
-    assert str(offload(layered(chain(3), 2), chain(3))) == (
-        "G0 Z0 F0.0 F0.1 G1 F1.0 O1.0 F1.1 O1.1 X1 G2 F2.0 F2.1 X2 G3 F3.0 L0.0 F3.1 L0.1 A\n"
-        "Z3 B3.1 H1.1 B3.0 H1.0 R3 X3 G2 Z2 B2.1 B2.0 R2 X2 G1 Z1 B1.1 B1.0 R1 X1 R0 X0 A\n"
+    assert str(compile_step(chain(3), 2, ALL, offload_boundaries=True)) == (
+        "G0 G1 Z0 F0.0 F0.1 G2 F1.0 O1.0 F1.1 O1.1 X1 G3 F2.0 F2.1 X2 F3.0 L0.0 F3.1 L0.1 A\n"
+        "G2 Z3 B3.1 H1.1 B3.0 H1.0 R3 X3 G1 Z2 B2.1 B2.0 R2 X2 Z1 B1.1 B1.0 R1 X1 R0 X0 A\n"
         "U"
     )
 
 
 def test_an_early_update_follows_the_next_reduce_and_the_rest_is_left_to_the_last():
-    assert str(update_early(layered(chain(2), 2))) == (
-        "G0 Z0 F0.0 F0.1 G1 F1.0 F1.1 X1 G2 F2.0 L0.0 F2.1 L0.1 A\n"
-        "Z2 B2.1 B2.0 R2 X2 G1 Z1 B1.1 B1.0 R1 X1 U2 R0 X0 U1 A\n"
+    assert str(compile_step(chain(2), 2, ALL, updates_early=True)) == (
+        "G0 G1 Z0 F0.0 F0.1 G2 F1.0 F1.1 X1 F2.0 L0.0 F2.1 L0.1 A\n"
+        "G1 Z2 B2.1 B2.0 R2 X2 Z1 B1.1 B1.0 R1 X1 U2 R0 X0 U1 A\n"
         "U"
     )
-    assert str(update_early(layered([], 1))) == str(layered([], 1))
+    assert compile_step([], 1, ALL, updates_early=True) == compile_step([], 1, ALL)
 
 
 def homes_of(letters: str) -> tuple[StateHome, ...]:
@@ -204,22 +181,24 @@ def homes_of(letters: str) -> tuple[StateHome, ...]:
 
 
 def test_state_in_host_memory_travels_with_the_units_updates():
-    late, early = layered(chain(4), 0), update_early(layered(chain(4), 0))
-    streamed = move_state(early, homes_of("rrsss"))
+    def moved(homes: str, updates_early: bool = True) -> Program:
+        return compile_step(chain(4), 0, ALL, updates_early=updates_early, homes=homes_of(homes))
+
+    streamed = moved("rrsss")
     assert text(streamed.backward) == (
-        "Z4 R4 I4 X4 G3 Z3 R3 I3 X3 G2 U4 S4 Z2 R2 I2 X2 G1 U3 S3 Z1 R1 X1 U2 S2 R0 X0 U1 A"
+        "G3 Z4 R4 I4 X4 G2 Z3 R3 I3 X3 G1 U4 S4 Z2 R2 I2 X2 U3 S3 Z1 R1 X1 U2 S2 R0 X0 U1 A"
     )
     assert text(streamed.update) == "U"
     # the host begins at once; what it has updated is taken at last
-    mixed = move_state(early, homes_of("srhsh"))
+    mixed = moved("srhsh")
     assert text(mixed.backward) == (
-        "Z4 R4 X4 G3 Z3 R3 I3 X3 G2 C4 Z2 R2 X2 G1 U3 S3 Z1 R1 X1 C2 R0 X0 U1 A"
+        "G3 Z4 R4 X4 G2 Z3 R3 I3 X3 G1 C4 Z2 R2 X2 U3 S3 Z1 R1 X1 C2 R0 X0 U1 A"
     )
     assert text(mixed.update) == "I0 U0 S0 U S4 S2"
-    behind = move_state(late, homes_of("rshss"))
-    assert behind.backward == late.backward
+    behind = moved("rshss", updates_early=False)
+    assert behind.backward == compile_step(chain(4), 0, ALL).backward
     assert text(behind.update) == "C2 I4 I3 U4 S4 I1 U3 S3 U1 S1 U S2"
-    assert move_state(early, homes_of("rrrrr")) == early
+    assert moved("rrrrr") == compile_step(chain(4), 0, ALL, updates_early=True)
 
 
 def test_embeddings_and_heads_are_there_while_they_are_needed():
@@ -317,7 +296,8 @@ def test_a_step_of_three_units_and_two_microbatches():
     assert text(program.update) == "U"
 
 
-def test_an_order_that_is_being_discovered_is_never_pulled_ahead_of_use():
+@pytest.mark.parametrize("reshards", [True, False])
+def test_an_order_that_is_being_discovered_is_never_pulled_ahead_of_use(reshards):
     pulled: list[int] = []
 
     def visits() -> Iterator[Visit]:
@@ -326,11 +306,18 @@ def test_an_order_that_is_being_discovered_is_never_pulled_ahead_of_use():
             yield Visit(unit)
 
     taken = []
-    for instruction in layered_forward(visits(), 2, lambda visit, _: visit == 3):
+    case = (visits(), 2, lambda visit, _: visit == 3)
+    for instruction in layered_forward(*case, reshards=reshards):
         if instruction.operation in COMPUTE:
             assert len(pulled) == instruction.visit + 1
             taken.append(str(instruction))
     assert " ".join(taken) == "F0.0 F0.1 F1.0 F1.1 F2.0 F2.1 F2.0 F2.1 F3.0 L0.0 F3.1 L0.1"
+
+
+def test_without_resharding_a_traced_forward_gathers_each_unit_once():
+    visits = [Visit(1), Visit(2), Visit(1)]
+    forward = layered_forward(visits, 1, lambda visit, _: visit == 2, reshards=False)
+    assert text(forward) == "G0 Z0 F0.0 G1 F1.0 G2 F2.0 F1.0 L0.0 A"
 
 
 def test_whether_a_microbatch_has_returned_is_asked_when_its_forward_has_been_taken():
@@ -494,7 +481,7 @@ def test_units_are_gathered_until_they_are_freed_in_the_order_of_their_gathers()
     assert gathered_after(program.forward) == (0, 3)
     assert gathered_after(program.backward[:1]) == (2,)
     assert gathered_after(iter(program.instructions)) == ()
-    assert gathered_after(keep_gathered(program).forward) == (0, 1, 2, 3)
+    assert gathered_after(layered(chain(3), 1, reshards=False).forward) == (0, 1, 2, 3)
 
 
 def test_a_unit_that_is_gathered_again_is_the_latest():
@@ -751,18 +738,18 @@ def test_offload_of_a_whole_step_with_prefetch():
 
 def test_two_visits_leave_nothing_to_offload():
     assert UNITS_THAT_STAY == 2
-    program = compile_step(chain(2), 2, ALL)
-    assert offload(program, chain(2)) == program
+    away = compile_step(chain(2), 2, ALL, offload_boundaries=True)
+    assert away == compile_step(chain(2), 2, ALL)
 
 
 def test_offload_counts_visits_with_a_backward_only():
     visits = [Visit(1, False), Visit(2), Visit(3, False), Visit(4), Visit(5)]
-    program = offload(layered(visits, 1), visits)
+    program = compile_step(visits, 1, ALL, offload_boundaries=True)
     assert text(program.forward) == (
-        "G0 Z0 F0.0 G1 F1.0 X1 G2 F2.0 O2.0 X2 G3 F3.0 X3 G4 F4.0 X4 G5 F5.0 L0.0 A"
+        "G0 G1 Z0 F0.0 G2 F1.0 X1 G3 F2.0 O2.0 X2 G4 F3.0 X3 G5 F4.0 X4 F5.0 L0.0 A"
     )
     assert text(program.backward) == (
-        "Z5 B5.0 H2.0 R5 X5 G4 Z4 B4.0 R4 X4 G2 Z2 B2.0 R2 X2 R0 X0 A"
+        "G4 Z5 B5.0 H2.0 R5 X5 G2 Z4 B4.0 R4 X4 Z2 B2.0 R2 X2 R0 X0 A"
     )
 
 
@@ -799,14 +786,7 @@ def test_every_offloaded_passage_is_fetched_once_two_backward_visits_ahead_of_it
     assert kept == list(plain.instructions)
 
 
-def test_offloading_takes_one_instruction_at_a_time():
-    taken: list[Instruction] = []
-
-    def discovered() -> Iterator[Instruction]:
-        for instruction in layered(chain(2), 1).forward:
-            taken.append(instruction)
-            yield instruction
-
+def test_a_traced_forward_copies_each_input_that_is_away_before_anything_follows():
     asked: list[int] = []
 
     def is_away(visit: int) -> bool:
@@ -814,9 +794,9 @@ def test_offloading_takes_one_instruction_at_a_time():
         return visit == 1
 
     found = []
-    for instruction in offloading(discovered(), is_away):
+    forward = layered_forward(chain(2), 1, lambda visit, _: visit == 1, is_away=is_away)
+    for instruction in forward:
         found.append(instruction)
-        assert taken == [each for each in found if each.operation is not Operation.OFFLOAD]
         if instruction.operation is Operation.FORWARD:
             assert instruction.visit not in asked
     # what enters the root unit stays; a copy stands before the loss of its microbatch
@@ -837,6 +817,7 @@ def programs_of(
     reshard: bool = True,
     early: bool = False,
     ends: Ends = NO_ENDS,
+    homes: Sequence[StateHome] = (),
 ) -> list[Program]:
     return [
         compile_step(
@@ -847,6 +828,7 @@ def programs_of(
             offload_boundaries=offloads,
             updates_early=early,
             ends=ends,
+            homes=homes,
         )
         for microbatches, offloads in ranks
     ]
@@ -925,8 +907,9 @@ def test_early_updates_are_one_for_each_reduce_but_the_roots_and_change_nothing_
 def test_wherever_state_lives_each_unit_is_updated_once_and_nothing_else_changes(
     ranks, visits, trainable, early, homes
 ):
-    before = programs_of(ranks, visits, trainable, early=early)
-    after = [move_state(program, homes) for program in before]
+    before, after = (
+        programs_of(ranks, visits, trainable, early=early, homes=own) for own in ((), homes)
+    )
     check(after)
     moves = (Operation.FETCH_STATE, Operation.HOST_UPDATE, Operation.STORE_STATE, Operation.UPDATE)
     for plain, program in zip(before, after, strict=True):
@@ -982,7 +965,7 @@ def test_an_early_update_that_is_too_early_left_out_or_followed_by_a_use_is_refu
     assert because in refusal_of([wrong])
 
 
-MOVED_STATE = move_state(update_early(layered(chain(4), 0)), homes_of("srhss"))
+MOVED_STATE = compile_step(chain(4), 0, ALL, updates_early=True, homes=homes_of("srhss"))
 
 
 @pytest.mark.parametrize(
@@ -1230,8 +1213,13 @@ def test_ranks_of_which_one_does_not_prefetch_cannot_run_together():
 def test_offload_without_fetch_is_refused_whether_or_not_a_backward_follows():
     visits = [*chain(3), Visit(4, False)]
     program = compile_step(visits, 1, ALL)
-    away = replace(program, forward=tuple(offloading(program.forward, lambda visit: visit == 3)))
-    assert refusal_of([away]) == "Rank 0 ends its step with [(3, 0)] still offloaded."
+    forward = [*program.forward]
+    at = next(at for at, each in enumerate(forward) if str(each) == "F4.0")
+    forward.insert(at + 1, replace(forward[at], operation=Operation.OFFLOAD))
+    assert (
+        refusal_of([replace(program, forward=tuple(forward))])
+        == "Rank 0 ends its step with [(3, 0)] still offloaded."
+    )
 
 
 def test_a_microbatch_without_loss_is_refused_though_no_backward_follows():
