@@ -180,7 +180,7 @@ class _Lane:
         self._state_host_bytes = share * moved.host_bytes(problem)
         self._state = StateLanes(problem, profile, part, self.record)
         seconds_of = share / profile.updated_parameters_per_s
-        self._rows_s = seconds_of * (problem.parameters - moved.count(StateHome.HOST))
+        self._rows_s = seconds_of * (problem.parameters - sum(moved.sizes_of(StateHome.HOST)))
         self._unit_rows_s = seconds_of * problem.parameters * problem.unit_part
         self._updates = 0
         self._events: list[Event] = []

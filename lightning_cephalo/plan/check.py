@@ -113,14 +113,13 @@ class _State:
         self._reached: dict[int, int] = {}  # per microbatch, its latest visit
         updates = (Operation.UPDATE, Operation.HOST_UPDATE)
         self._updates_early = any(each.operation in updates for each in program.backward)
-        self._is_updated = False
         for instruction in program.instructions:
             self._read(instruction)
         self._expect_nothing_held()
         left = sorted(self.are["fetched"] | self.are["with the host"])
         if left:
             raise ProgramError(f"Rank {rank} ends its step with {left} still without S.")
-        if not self._is_updated:
+        if NONE not in self.are["updated"]:
             raise ProgramError(f"Rank {rank} ends its step without U (update).")
 
     @property
@@ -137,9 +136,6 @@ class _State:
             raise ProgramError(
                 f"Rank {self.rank} cannot run {instruction} ({operation.value}{of}): {otherwise}."
             )
-        if operation is Operation.UPDATE and unit == NONE:
-            self._is_updated = True
-            return
         for name in _RULES[operation].begins:
             self.are[name].add(keys[_OF[name]])
         for name in _RULES[operation].ends:
@@ -151,12 +147,17 @@ class _State:
         """Yield what is wrong with an instruction; the first one counts."""
         operation, unit, are = instruction.operation, instruction.unit, self.are
         if operation is not Operation.STORE_STATE:
-            if self._is_updated:
+            if NONE in are["updated"]:
                 yield "the optimizer has made its step"
             if unit in are["updated"]:
                 yield _WRONG["updated"][True]
         if operation is Operation.UPDATE and unit == NONE:
-            yield from self._faults_of_last_update()
+            self._expect_nothing_held()
+            if are["fetched"]:
+                yield f"units {sorted(are['fetched'])} hold state"
+            left = sorted(are["reduced"] - are["updated"] - {ROOT})
+            if self._updates_early and left:
+                yield f"units {left} have missed their early update"
             return
         # the backward of an embedding needs no parameters
         is_free = unit in self._embeddings and operation in (Operation.ARM, Operation.BACKWARD)
@@ -181,15 +182,6 @@ class _State:
                 yield f"the state of units {sorted(are['fetched'])} is there"
             case Operation.STORE_STATE if unit not in are["fetched"] | are["with the host"]:
                 yield "its state is neither fetched nor with the host"
-
-    def _faults_of_last_update(self) -> Iterator[str]:
-        self._expect_nothing_held()
-        are = self.are
-        if are["fetched"]:
-            yield f"units {sorted(are['fetched'])} hold state"
-        left = sorted(are["reduced"] - are["updated"] - {ROOT})
-        if self._updates_early and left:
-            yield f"units {left} have missed their early update"
 
     def _expect_nothing_held(self) -> None:
         are = self.are

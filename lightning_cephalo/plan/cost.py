@@ -14,8 +14,7 @@ that of both beside each other: G + R, if it was not measured. F is max_i F_i, a
 F_i, B_i and tail_i are sums over rank i's microbatches.
 
 The maxima express overlap: while one unit computes, the next one is gathered and the previous one
-is reduced (``plan/windows.py``). What shares of the state add is in ``plan/updates.py``, and in
-``plan/moving.py`` where optimizer state lives in host memory.
+is reduced (``plan/windows.py``). What shares of the state add is in ``plan/moving.py``.
 
 A rank holds its share of the state, the gathered buffers and the largest peak of its microbatches.
 It also holds what each microbatch retains, and one boundary per unit for each sample of its batch.

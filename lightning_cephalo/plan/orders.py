@@ -44,12 +44,11 @@ class Choice:
     def _place(self, visit: Visit) -> tuple[int, bool, int, bool, int]:
         """Return the key by which visits are sorted; equal on all ranks."""
         key = visit.unit, visit.differentiable, visit.meeting
-        left = [*enumerate(self._known)][self._passed :]
-        for position, known in left:
-            if known == visit:
-                return position, True, *key
-        later = (position for position, known in left if known.unit > visit.unit)
-        return next(later, len(self._known)), False, *key
+        left = self._known[self._passed :]
+        if visit in left:
+            return self._passed + left.index(visit), True, *key
+        later = (at for at, known in enumerate(left) if known.unit > visit.unit)
+        return self._passed + next(later, len(left)), False, *key
 
 
 def merged(orders: Iterable[Sequence[Visit]]) -> tuple[Visit, ...]:
@@ -86,15 +85,9 @@ def _supersequence(first: Sequence[Visit], second: Sequence[Visit]) -> tuple[Vis
     found: list[Visit] = []
     i = j = 0
     while i < len(first) and j < len(second):
-        if first[i] == second[j]:
-            found.append(first[i])
-            i, j = i + 1, j + 1
-        elif common[i + 1][j] > common[i][j + 1] or (
-            common[i + 1][j] == common[i][j + 1] and first[i].unit <= second[j].unit
-        ):
-            found.append(first[i])
-            i += 1
-        else:
-            found.append(second[j])
-            j += 1
+        is_common = first[i] == second[j]
+        after_first = common[i + 1][j], -first[i].unit
+        takes_first = is_common or after_first >= (common[i][j + 1], -second[j].unit)
+        found.append(first[i] if takes_first else second[j])
+        i, j = i + takes_first, j + (is_common or not takes_first)
     return (*found, *first[i:], *second[j:])

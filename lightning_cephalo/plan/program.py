@@ -304,7 +304,8 @@ def layered_forward(
             backward needs no parameters.
         is_away: Whether what enters a visit is copied to the host.
     """
-    head, head_at = loss_unit(known, ends), len(known) - 1
+    head = loss_unit(known, ends)
+    head_at = len(known) - 1 if head != ROOT else None
     positions: Iterable[tuple[int, Visit]] = enumerate(visits, start or 0)
     if start is None:
         yield Instruction(Operation.GATHER, ROOT)
@@ -317,7 +318,7 @@ def layered_forward(
     held: list[int] = []
     kept: set[int] = set()  # of those that others have followed
     for position, visit in positions:
-        unit, with_loss = visit.unit, head != ROOT and position == head_at
+        unit, with_loss = visit.unit, position == head_at
         is_head = unit in ends.heads and not visit.is_meeting
         if unit not in (*held, ROOT):
             for other in () if with_loss else _left_behind(unit, held, ends):
@@ -329,9 +330,9 @@ def layered_forward(
             if unit not in kept:
                 yield Instruction(Operation.GATHER, unit, position)
             held.append(unit)
-        before = known[-3:-1] if head != ROOT and position == head_at - 1 else ()
-        is_ahead = before and unit != ROOT and (microbatches > 0 or visit.is_meeting)
-        if is_ahead and head not in (*held, *(each.unit for each in before)):
+        before = [each.unit for each in known[-3:-1]] if position + 1 == head_at else []
+        runs = unit != ROOT and (microbatches > 0 or visit.is_meeting)
+        if before and runs and head not in (*held, *before):
             # with the unit before, as a head has memory of its own
             if head not in kept:
                 yield Instruction(Operation.GATHER, head, position)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 # Units whose state is on the device for their update: one arrives, one is updated.
 STAGED_UNITS = 2
@@ -63,38 +62,17 @@ def state_homes(
     return tuple(homes)
 
 
-@dataclass(frozen=True)
-class HomeBytes:
-    """Bytes of a rank's optimizer state."""
+def host_bytes(elements: float, home: StateHome, state: float, parameter: float = 4.0) -> float:
+    """Return the bytes of host memory that a unit's optimizer state takes.
 
-    device: float
-    host: float
-
-
-def home_bytes(
-    sizes: Sequence[float],
-    homes: Sequence[StateHome],
-    state: float,
-    parameter: float = 4.0,
-) -> HomeBytes:
-    """Return the bytes that a rank's optimizer state takes on the device and on the host.
-
-    >>> home_bytes([10, 20, 20], [StateHome.RESIDENT, StateHome.HOST, StateHome.STREAMED], 8.0)
-    HomeBytes(device=400.0, host=480.0)
+    >>> [host_bytes(20, home, state=8.0) for home in StateHome]
+    [0.0, 160.0, 320.0]
 
     Args:
-        sizes: By unit, elements of the trained parameters that the rank holds.
-        homes: Where the state of each unit lives.
+        elements: Trained parameters of the unit that a rank holds.
+        home: Where their state lives.
         state: Bytes of state per element: 8 for Adam in fp32.
         parameter: Bytes of a parameter's element, and of its gradient's.
     """
-    held = dict.fromkeys(StateHome, 0.0)
-    largest = 0.0
-    for size, home in zip(sizes, homes, strict=True):
-        held[home] += size
-        largest = max(largest, size if home is StateHome.STREAMED else 0.0)
-    away = held[StateHome.STREAMED] + held[StateHome.HOST]
-    return HomeBytes(
-        device=state * (held[StateHome.RESIDENT] + STAGED_UNITS * largest),
-        host=state * away + 2 * parameter * held[StateHome.HOST],
-    )
+    own = state + 2 * parameter if home is StateHome.HOST else state
+    return 0.0 if home is StateHome.RESIDENT else own * elements

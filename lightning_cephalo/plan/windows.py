@@ -25,73 +25,52 @@ left (``rooms_of_updates``).
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
-from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
 
 from lightning_cephalo.plan.problem import Problem
-from lightning_cephalo.plan.program import ROOT, Ends, Instruction, Operation, Visit, compile_step
+from lightning_cephalo.plan.program import ROOT, Ends, Operation, Visit, compile_step
 
 Windows = tuple[tuple[float, int], ...]
 """Seconds of collectives beside one unit's pass, and the number of units of which this holds."""
 
-_PASSES = (Operation.FORWARD, Operation.BACKWARD)
-_ISSUED = (Operation.GATHER, Operation.REDUCE)
 _Window = frozenset[str]
 """Such as "gather", "reduce head", "reduce root", "update"."""
-_Groups = tuple[tuple[_Window, int], ...]
-"""Windows in their order, and how many equal ones follow each other."""
 
 
 @cache
-def _windows(units: int, has_head: bool, reshards: bool) -> tuple[_Groups, ...]:
-    """Return the windows of the root unit's forward, all forwards and backwards, and behind."""
-    # what differs with resharding has windows of its own without it, too
-    pairs = [*zip(_walk(units, has_head, reshards), _walk(units, has_head, True), strict=True)]
-    ends = (0, 1, units + 1, 2 * units + 1, len(pairs))
-    return tuple(
-        tuple((own, len([*equal])) for (own, _), equal in groupby(pairs[start:end]))
-        for start, end in pairwise(ends)
-    )
-
-
-def _walk(units: int, has_head: bool, reshards: bool) -> list[_Window]:
-    """Return what a step issues since the last compute, but for the collectives of its own unit."""
+def _windows(units: int, has_head: bool) -> tuple[Counter[_Window], ...]:
+    """Return what a step issues between passes: in the forward, the backward, and behind it."""
     kinds = {ROOT: " root", units + 1: " head"}
-    visits = [Visit(unit) for unit in range(1, units + 1 + has_head)]
     program = compile_step(
-        visits,
+        [Visit(unit) for unit in range(1, units + 1 + has_head)],
         1,
         [True] * (units + 2),
-        reshard_after_forward=reshards,
         updates_early=True,
         ends=Ends(heads=frozenset([units + 1] * has_head)),
     )
-    found: list[list[Instruction]] = [[]]
-    before = None
+    found: list[set[str]] = [set()]
     for each in (*program.forward, *program.backward):
-        is_update = each.operation is Operation.UPDATE and each.unit <= units
-        if is_update or each.operation in (*_ISSUED, *_PASSES):
-            is_behind_update = before is Operation.UPDATE and each.operation in _ISSUED
-            if before in _PASSES or is_behind_update:
-                found.append([])
-            found[-1].append(each)
-            before = each.operation
-    windows = []
-    for window in found:
-        own = {each.unit for each in window if each.operation not in _ISSUED}
-        issued = [i for i in window if i.operation in _ISSUED and i.unit not in own]
-        updates = [i for i in window if i.operation is Operation.UPDATE]
-        words = {each.operation.value + kinds.get(each.unit, "") for each in issued}
-        windows.append(frozenset(words | {each.operation.value for each in updates}))
-    return windows
+        if each.operation is Operation.REDUCE and "update" in found[-1]:
+            found.append(set())  # behind the last pass
+        if each.operation in (Operation.GATHER, Operation.REDUCE, Operation.UPDATE):
+            found[-1].add(each.operation.value + kinds.get(each.unit, ""))
+        elif each.operation in (Operation.FORWARD, Operation.BACKWARD):
+            found.append(set())
+    windows = [frozenset(window) for window in found[1:]]  # without the root unit's forward
+    parts = windows[:units], windows[units : 2 * units], windows[2 * units :]
+    return tuple(map(Counter, parts))
 
 
-def _parts(problem: Problem) -> tuple[_Groups, ...]:
-    reshards = problem.reshard_after_forward is not False
-    return _windows(problem.units, problem.has_last_layers, reshards)
+def _parts(problem: Problem) -> tuple[Counter[_Window], ...]:
+    return _windows(problem.units, problem.has_last_layers)
+
+
+def _in_backward(problem: Problem, window: _Window) -> _Window:
+    return window - {"gather"} if problem.reshard_after_forward is False else window
 
 
 def _seconds(problem: Problem, window: _Window) -> tuple[float, float]:
@@ -105,18 +84,19 @@ def _seconds(problem: Problem, window: _Window) -> tuple[float, float]:
     return gather_s + head_s, both_s + head_s
 
 
-def _priced(problem: Problem, groups: _Groups) -> Windows:
-    update_s = problem.unit_update_s * problem.early_update
-    found = []
-    for window, count in groups:
-        gather_s, both_s = _seconds(problem, window)
-        found.append((max(gather_s, both_s - update_s * ("update" in window)), count))
-    return tuple(found)
+def _window_s(problem: Problem, window: _Window) -> float:
+    gather_s, both_s = _seconds(problem, window)
+    return max(gather_s, both_s - early_update_s(problem) * ("update" in window))
+
+
+def early_update_s(problem: Problem) -> float:
+    """Return the part of a unit's early update that all ranks take; 0 for late updates."""
+    return problem.unit_update_s * problem.early_update
 
 
 def forward_windows(problem: Problem) -> Windows:
     """Return the windows of the forward of all units."""
-    return _priced(problem, _parts(problem)[1])
+    return tuple((_window_s(problem, own), count) for own, count in _parts(problem)[0].items())
 
 
 def backward_windows(problem: Problem) -> Windows:
@@ -126,27 +106,26 @@ def backward_windows(problem: Problem) -> Windows:
 
         backward_windows(problem)    # four units, G = 2, R = 3: ((2, 1), (5, 1), (5, 1), (3, 1))
     """
-    return _priced(problem, _parts(problem)[2])
+    windows = _parts(problem)[1].items()
+    return tuple((_window_s(problem, _in_backward(problem, own)), count) for own, count in windows)
 
 
 def backward_collectives_s(problem: Problem) -> float:
     """Return the seconds of collectives that the backward of a unit in the middle has to hide."""
-    of_four = _windows(4, False, problem.reshard_after_forward is not False)
-    return _priced(problem, of_four[2][2:3])[0][0]
+    middle = frozenset(("gather", "reduce", "update"))
+    return _window_s(problem, _in_backward(problem, middle))
 
 
 def hidden_updates_s(problem: Problem) -> float:
     """Return the seconds of early updates that hide behind the last two reduces."""
-    update_s = problem.unit_update_s * problem.early_update
-    return sum(min(update_s, room_s) for room_s, _ in _behind_backward(problem))
+    return sum(min(early_update_s(problem), room_s) for room_s in _behind_backward(problem))
 
 
-def _behind_backward(problem: Problem) -> Windows:
+def _behind_backward(problem: Problem) -> list[float]:
     # unit 1's reduce hides an update only as far as it counts
-    last_s = min(problem.links.reduce_s, problem.fill_s)
-    windows = [window for window, _ in _parts(problem)[3] if "update" in window]
-    root_s = problem.root_links.reduce_s
-    return tuple((root_s if "reduce root" in window else last_s, 1) for window in windows)
+    last_s, root_s = min(problem.links.reduce_s, problem.fill_s), problem.root_links.reduce_s
+    windows = [window for window in _parts(problem)[2] if "update" in window]
+    return [root_s if "reduce root" in window else last_s for window in windows]
 
 
 def rooms_of_updates(problem: Problem, backward_s: float) -> Windows:
@@ -156,12 +135,12 @@ def rooms_of_updates(problem: Problem, backward_s: float) -> Windows:
 
         rooms_of_updates(problem, 1.0)    # ((0, 2), (1.5, 1), (2, 1)) of four units
     """
-    update_s = problem.unit_update_s * problem.early_update
-    rooms = [*_behind_backward(problem)]
-    for window, count in _parts(problem)[2]:
-        gather_s, both_s = _seconds(problem, window)
+    rooms = [(room_s, 1) for room_s in _behind_backward(problem)]
+    for window, count in _parts(problem)[1].items():
+        gather_s, both_s = _seconds(problem, _in_backward(problem, window))
         if "update" in window:
             rooms.append((both_s - max(gather_s, backward_s), count))
+    update_s = early_update_s(problem)
     return tuple(sorted((max(0.0, room_s - update_s), count) for room_s, count in rooms))
 
 

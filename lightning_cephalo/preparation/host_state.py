@@ -15,7 +15,7 @@ from lightning_cephalo.common.quantities import format_mib
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.observe.memory import RankMemory
 from lightning_cephalo.plan import Plan, PlanError, RankPlan
-from lightning_cephalo.plan.state_homes import StateHome, home_bytes, state_homes
+from lightning_cephalo.plan.state_homes import StateHome, host_bytes, state_homes
 from lightning_cephalo.preparation.limits import HostMemory
 from lightning_cephalo.profiling.state_rates import trained_sizes
 from lightning_cephalo.sharding.discovery import UnitKind
@@ -89,7 +89,7 @@ class HostState:
     def _taken_bytes(self, part: RankPlan, optimizers: Sequence[Optimizer]) -> float:
         """Return the bytes of the host that a rank's share of the state and boundaries take."""
         needed = [
-            home_bytes([part.state_fraction * own.elements], [home], *own[1:]).host
+            host_bytes(part.state_fraction * own.elements, home, *own[1:])
             for home, own in zip(
                 self._homes(part), held_by_unit(optimizers, self._model), strict=True
             )

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from lightning_cephalo.accelerator import host_room
 from lightning_cephalo.accelerator.host_room import HostRoom, aligned_bytes, taken_bytes
 from lightning_cephalo.common.errors import HostMemoryError
-from lightning_cephalo.plan import pinned
-from lightning_cephalo.plan.pinned import most_taken
+from lightning_cephalo.plan import moving
+from lightning_cephalo.plan.moving import most_taken
 
 
 class _Pins:
@@ -37,7 +37,7 @@ def _room(capacity_bytes: float) -> tuple[HostRoom, list[int]]:
 
 def test_the_example_of_the_documentation_holds():
     assert doctest.testmod(host_room).failed == 0
-    assert doctest.testmod(pinned).failed == 0
+    assert doctest.testmod(moving).failed == 0
 
 
 @given(st.lists(st.lists(st.integers(0, 5000), max_size=4), min_size=1, max_size=20), st.randoms())
@@ -75,7 +75,7 @@ def test_pieces_take_no_more_than_a_plan_counts_for_them(largest, parts, equal):
 
 
 def test_a_plan_counts_little_more_for_many_units():
-    shares = [most_taken(float(units)) for units in (1, 2, 8, 24, 96)]
+    shares = [most_taken(float(units)) for units in (1, 2, 8, 32, 96)]
     assert shares == sorted(shares, reverse=True) and shares[0] == 2.0
     assert shares[3] < 1.3 and shares[4] < 1.2
 

@@ -21,7 +21,7 @@ from lightning_cephalo.plan import (
     predict,
     solve,
 )
-from lightning_cephalo.plan.exposure import Exposure
+from lightning_cephalo.plan.moving import Exposure
 
 
 def random_problem(seed: int) -> Problem:
@@ -141,17 +141,9 @@ def _least_exposed(homes: list, most_share: float) -> float | None:
 
 
 def _share(seconds: Exposure, exposed_s: float) -> float:
-    """The largest share that takes so long: Newton's steps, exact as the pieces are straight."""
-    share = 1.0
-    while True:
-        parts = [max((share * slope - hidden, slope) for slope, hidden in p) for p in seconds.parts]
-        counted = [(late_s, slope) for late_s, slope in parts if late_s > 0]
-        total_s = share * seconds.always + sum(late_s for late_s, _ in counted)
-        slope = seconds.always + sum(slope for _, slope in counted)
-        less = share - (total_s - exposed_s) / slope if slope else share
-        if not 0 < less < share:
-            return max(0.0, min(share, less))
-        share = less
+    """The largest share that takes so long."""
+    limits = [(exposed_s + hidden) / slope for slope, hidden in seconds.lines if slope]
+    return min([1.0, *limits])
 
 
 def checked_plan(problem: Problem, slack: float = 1e-9) -> Plan | None:

@@ -24,7 +24,7 @@ from lightning_cephalo.plan import (
     predict,
     solve,
 )
-from lightning_cephalo.plan.pinned import most_taken
+from lightning_cephalo.plan.moving import most_taken
 
 RANK = RankProfile(
     "a",

@@ -22,7 +22,12 @@ from lightning_cephalo.plan import (
     solve,
 )
 from lightning_cephalo.plan.cost import step_time
-from lightning_cephalo.plan.updates import least_update_s, update_exposure, with_updates
+from lightning_cephalo.plan.moving import (
+    device_exposure,
+    least_update_s,
+    moved_state,
+    with_updates,
+)
 
 SIZES = range(1, 9)
 FAST = RankProfile(
@@ -78,13 +83,11 @@ def test_what_takes_a_thousandth_of_the_step_leaves_shares_to_memory():
     assert [rank.state_fraction for rank in plan.ranks] == [0.5, 0.5]
 
 
-def test_the_least_update_is_that_of_ranks_that_end_together_or_are_full():
+def test_the_least_update_is_that_of_ranks_that_end_together():
     assert least_update_s(PROBLEM) == 400 / 400  # 300 and 100 parameters a second
     assert least_update_s(replace(PROBLEM, unit_parameters=())) == 0
     unknown = [FAST, replace(SLOW, updated_parameters_per_s=math.inf)]
     assert least_update_s(replace(PROBLEM, ranks=unknown)) == 0
-    full = [replace(FAST, capacity_bytes=100.0), SLOW]  # a quarter of the state
-    assert least_update_s(replace(PROBLEM, ranks=full)) == 0.75 * 400 / 100
     even = replace(PROBLEM, has_even_state=True)
     assert least_update_s(even) == 0.5 * 400 / 100
     groups = replace(
@@ -119,7 +122,8 @@ def test_an_update_is_exposed_by_what_it_makes_the_closed_form_longer(
             )
             # 100 parameters of the root unit, 300 of the others
             rank = replace(FAST, updated_parameters_per_s=400 / update_s if update_s else math.inf)
-            exposed_s = update_exposure(case, rank, 100, 300, backward_s).of(1.0)
+            moved = moved_state(case.unit_parameters, 1.0, 0.0)
+            exposed_s = device_exposure(case, rank, moved, backward_s).of(1.0)
             assert after_s - before_s == pytest.approx(exposed_s, abs=1e-9)
 
 

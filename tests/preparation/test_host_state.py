@@ -30,7 +30,7 @@ from lightning_cephalo.plan import (
     solve,
 )
 from lightning_cephalo.plan.moving import choices
-from lightning_cephalo.plan.state_homes import home_bytes
+from lightning_cephalo.plan.state_homes import host_bytes
 from lightning_cephalo.preparation import limits
 from lightning_cephalo.preparation.host_state import HostState
 from lightning_cephalo.preparation.limits import HostMemory, Limits
@@ -112,8 +112,8 @@ def test_ranks_whose_rows_are_cut_differently_move_the_units_that_the_planner_ha
         for rank, memory in enumerate(found):
             rows = [SHARES[rank] * size for size in whole]
             expected = sum(
-                home_bytes(rows[part], moved.homes[part], each).host
-                for part, each in ((slice(3), 8.0), (slice(3, None), 12.0))
+                host_bytes(size, home, 8.0 if unit < 3 else 12.0)
+                for unit, (size, home) in enumerate(zip(rows, moved.homes, strict=True))
             )
             expected = pytest.approx(expected, abs=64 * len(whole)) if plan.moves_state else None
             assert memory.host_bytes == expected, (rank, moved)

@@ -17,7 +17,7 @@ from lightning_cephalo.accelerator.emulated.device import host_now_s
 from lightning_cephalo.plan import Links, StateBytes
 from lightning_cephalo.plan.cost import fixed_time
 from lightning_cephalo.plan.curves import cached_tables
-from lightning_cephalo.plan.updates import least_update_s, with_updates
+from lightning_cephalo.plan.moving import least_update_s, with_updates
 from lightning_cephalo.preparation import prepare as planning
 from lightning_cephalo.profiling.rank_curves import remember
 

@@ -34,11 +34,11 @@ from lightning_cephalo.offline.pipeline.stages import Stage, planned_times, stag
 from lightning_cephalo.offline.pipeline.times import Crossing, Gathering
 from lightning_cephalo.plan import Plan, Problem, solve
 from lightning_cephalo.plan.cost import fixed_time
+from lightning_cephalo.plan.moving import least_update_s, with_updates
 from lightning_cephalo.plan.solver.bounds import time_bounds
 from lightning_cephalo.plan.solver.columns import group_types
 from lightning_cephalo.plan.solver.infeasible import certainly_infeasible
 from lightning_cephalo.plan.solver.solve import solve_if_possible
-from lightning_cephalo.plan.updates import least_update_s, with_updates
 
 # Pipelines within this fraction of the fastest count as equally fast: estimates of times are often
 # off by a fifth.
