@@ -198,7 +198,8 @@ def pipelines(asked: Scenario, today: Plan, *, time_limit_s: float = 60.0) -> Pi
         )
     make, cluster, planned = asked.pipeline_of, asked.cluster, Planned()
     started = time.perf_counter()
-    advice = advise(make(cluster), today=today, planned=planned, time_limit_s=time_limit_s / 2)
+    assert today.step_s is not None
+    advice = advise(make(cluster), today.step_s, planned=planned, time_limit_s=time_limit_s / 2)
     crossover = find_crossover(
         lambda factor: make(cluster.with_network_scaled(factor)),
         planned=planned,

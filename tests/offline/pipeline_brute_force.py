@@ -13,7 +13,6 @@ from collections.abc import Iterator
 
 from pipeline_cases import problem_of, rank
 
-from lightning_cephalo.offline.pipeline.closed_form import pipeline_s
 from lightning_cephalo.offline.pipeline.problem import PipelineProblem
 from lightning_cephalo.offline.pipeline.search import wave_counts
 from lightning_cephalo.offline.pipeline.stages import (
@@ -22,7 +21,7 @@ from lightning_cephalo.offline.pipeline.stages import (
     stage_problem,
     with_shared_root,
 )
-from lightning_cephalo.offline.pipeline.times import Gathering, StageTimes
+from lightning_cephalo.offline.pipeline.times import StageTimes, pipeline_s
 from lightning_cephalo.plan import Plan, Problem, RankPlan
 from lightning_cephalo.plan.cost import device_need
 from lightning_cephalo.plan.solver.solve import priced
@@ -91,9 +90,9 @@ def fastest_s(problem: PipelineProblem) -> float:
     return found
 
 
-def _gatherings(units: int) -> tuple[Gathering, ...]:
+def _gatherings(units: int) -> tuple[bool, ...]:
     # two units are always held whole: up to two there is nothing to gain from gathering again
-    return (Gathering.HOLD,) if units <= 2 else (Gathering.HOLD, Gathering.REGATHER)
+    return (False,) if units <= 2 else (False, True)
 
 
 def _seconds(
@@ -108,9 +107,9 @@ def _seconds(
         if own is None:
             return math.inf
         times.append(own)
-    times[-1] = with_shared_root(problem, stages[0], stages[-1], times[-1])
+    times[-1] = with_shared_root(problem, stages[0].blocks, stages[-1].blocks, times[-1])
     crossings = [
-        problem.crossing(one.blocks, other.blocks, one.wave_samples)
+        problem.crossing(one.blocks, other.blocks, one.wave_samples * problem.crossing_bytes)
         for one, other in itertools.pairwise(stages)
     ]
     return pipeline_s(times, crossings, stages[0].waves)

@@ -6,27 +6,22 @@ import random
 
 from lightning_cephalo.offline.estimate.network import Link, Network
 from lightning_cephalo.offline.pipeline.problem import Block, PartBytes, PipelineProblem
-from lightning_cephalo.offline.pipeline.times import Crossing, Gathering, StageTimes
-from lightning_cephalo.plan import (
-    Links,
-    Problem,
-    RankProfile,
-    StateBytes,
-)
+from lightning_cephalo.offline.pipeline.times import Crossing, StageTimes
+from lightning_cephalo.plan import Links, Problem, RankProfile, StateBytes
 
 
 def random_stage(dice: random.Random, *, last: bool) -> StageTimes:
     """A stage bound by compute, gathers or reduces; it gathers again from three units on."""
     forward_s = dice.uniform(0.5, 3)
-    gathering = dice.choice(list(Gathering))
+    regathers = dice.choice([True, False])
     return StageTimes(
-        units=dice.randint(3 if gathering is Gathering.REGATHER else 1, 12),
+        units=dice.randint(3 if regathers else 1, 12),
         forward_s=forward_s,
         backward_s=forward_s * dice.uniform(1.5, 3.5),
         tail_s=dice.uniform(0, 2) if last else 0.0,
         gather_s=forward_s * dice.choice([0, 0.1, 0.5, 0.9, 1.2, 2]),
         reduce_s=forward_s * dice.choice([0, 0.2, 1, 2.5]),
-        gathering=gathering,
+        regathers=regathers,
         ready_s=dice.uniform(0, 3),
         after_s=dice.uniform(0, 3),
         update_s=dice.uniform(0, 1),

@@ -2,9 +2,8 @@
 
 ::
 
-    PipelineProblem --> groups: who may be a stage     --+
-                        bounds: seconds no plan beats    +--> search --> advice: table and text
-                        cuts: units of each stage      --+                figure
-                        stages: a stage's wave as a Problem, planned by ``plan.solve``
-                        closed_form: seconds of a step; simulate: the same, event by event
+    PipelineProblem --> groups: who may be a stage    --+
+                        stages: a wave as a Problem     +--> search --> advice: table and text
+                        table: seconds of stages      --+                         figure
+                        times: seconds of a step; simulate: the same, event by event
 """

@@ -55,17 +55,15 @@ def pipeline_problem(
         )
         for device, of_device in curves.items()
     }
-    blocks = []
-    for (node, device), count in Counter((r.node, r.device) for r in cluster.ranks).items():
-        efficiency = find_efficiency(device, "fp32").bandwidth
-        blocks.append(
-            Block(
-                f"node {node}: {count} × {device.name}",
-                node,
-                (profiles[device],) * count,
-                efficiency * device.bandwidth_bytes_per_s,
-            )
+    blocks = tuple(
+        Block(
+            f"node {node}: {count} × {device.name}",
+            node,
+            (profiles[device],) * count,
+            find_efficiency(device, "fp32").bandwidth * device.bandwidth_bytes_per_s,
         )
+        for (node, device), count in Counter((r.node, r.device) for r in cluster.ranks).items()
+    )
     compute = COMPUTE_BYTES[work.dtype]
 
     def bytes_of(parameters: float, largest: float) -> PartBytes:
@@ -79,7 +77,7 @@ def pipeline_problem(
 
     return PipelineProblem(
         whole,
-        tuple(blocks),
+        blocks,
         cluster.network,
         bytes_of(work.unit_parameters, work.largest_unit_parameters),
         root=bytes_of(work.root_parameters, work.root_parameters),

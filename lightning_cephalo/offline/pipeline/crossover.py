@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_cephalo.offline.pipeline.problem import PipelineProblem
-from lightning_cephalo.offline.pipeline.search import Planned, fastest, least_step_s
+from lightning_cephalo.offline.pipeline.search import Planned, advise, least_step_s
 
 # Factors tried: up to 256 times as fast or as slow, then to within a few per cent.
 _OCTAVES = 8
@@ -37,6 +37,8 @@ class Point:
 
 @dataclass(frozen=True)
 class Crossover:
+    """The points by bandwidth, and the fastest of those below which pipelines win; 0: none."""
+
     bandwidth_bytes_per_s: float
     points: tuple[Point, ...]
 
@@ -49,42 +51,30 @@ def find_crossover(
 ) -> Crossover:
     """Return the bandwidth below which pipelines win."""
     planned = planned or Planned()
-    points: list[Point] = []
+    points: dict[float, Point] = {}
     deadline = time.perf_counter() + time_limit_s
 
     def wins(factor: float) -> bool:
+        problem = problem_at(factor)
+        links = (link for row in problem.network.between for link in row if link is not None)
+        slowest = min(link.bandwidth_bytes_per_s for link in links)
         left_s = max(deadline - time.perf_counter(), _LEAST_S)
-        point = _point(problem_at(factor), planned, left_s / 2)
-        points.append(point)
-        return point.pipeline_wins
+        today_s = least_step_s(problem.whole)
+        best = advise(problem, today_s, planned=planned, time_limit_s=left_s / 2).best
+        points[factor] = Point(slowest, today_s, best.step_s if best else math.inf)
+        return points[factor].pipeline_wins
+
+    def found(bandwidth_bytes_per_s: float) -> Crossover:
+        return Crossover(bandwidth_bytes_per_s, tuple(points[at] for at in sorted(points)))
 
     won = wins(1.0)
     step = 2.0 if won else 0.5
-    factor = 1.0
-    for _ in range(_OCTAVES):
-        factor *= step
-        if wins(factor) != won:
-            break
-    else:
-        return Crossover(math.inf if won else 0.0, _sorted(points))
-    below, above = (factor / 2, factor) if won else (factor, factor * 2)
+    factors = [step**octave for octave in range(1, _OCTAVES + 1)]
+    turn = next((factor for factor in factors if wins(factor) != won), None)
+    if turn is None:
+        return found(math.inf if won else 0.0)
+    below, above = sorted((turn, turn / step))
     for _ in range(_HALVINGS):
         middle = math.sqrt(below * above)
         below, above = (middle, above) if wins(middle) else (below, middle)
-    slowest = _slowest(problem_at(1.0))
-    return Crossover(below * slowest, _sorted(points))
-
-
-def _point(problem: PipelineProblem, planned: Planned, time_limit_s: float) -> Point:
-    best, _, _ = fastest(problem, planned=planned, time_limit_s=time_limit_s)
-    step_s = best.step_s if best else math.inf
-    return Point(_slowest(problem), least_step_s(problem.whole), step_s)
-
-
-def _slowest(problem: PipelineProblem) -> float:
-    between = problem.network.between
-    return min(link.bandwidth_bytes_per_s for row in between for link in row if link is not None)
-
-
-def _sorted(points: list[Point]) -> tuple[Point, ...]:
-    return tuple(sorted(points, key=lambda point: point.bandwidth_bytes_per_s))
+    return found(points[below].bandwidth_bytes_per_s)

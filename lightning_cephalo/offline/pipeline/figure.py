@@ -16,7 +16,7 @@ def pipeline_figure(advice: Advice, crossover: Crossover, path: str | PathLike[s
     """Draw the stages of the fastest pipeline, and where pipelines win."""
     if advice.best is None:
         raise PlanError("pipeline_figure: expected a pipeline to draw, but none fits.")
-    events = advice.best.simulate().events
+    events = advice.best.simulate()
     rows = []
     for at, planned in enumerate(advice.best.stages):
         names = [advice.problem.blocks[block].name for block in planned.stage.blocks]

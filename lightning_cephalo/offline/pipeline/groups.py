@@ -61,19 +61,18 @@ def partitions(atoms: Sequence[int], kinds: Sequence[int]) -> Iterator[Partition
         of_kinds = tuple(sorted(tuple(sorted(kinds[atom] for atom in group)) for group in groups))
         if of_kinds not in seen:
             seen.add(of_kinds)
-            yield tuple(tuple(group) for group in groups)
+            yield groups
 
 
-def _set_partitions(atoms: list[int]) -> Iterator[list[list[int]]]:
+def _set_partitions(atoms: list[int]) -> Iterator[Partition]:
     if not atoms:
-        yield []
+        yield ()
         return
     first, *rest = atoms
-    for size in range(len(rest), -1, -1):
-        for others in itertools.combinations(rest, size):
-            left = [atom for atom in rest if atom not in others]
-            for groups in _set_partitions(left):
-                yield [[first, *others], *groups]
+    for groups in _set_partitions(rest):
+        yield (first,), *groups
+        for at, group in enumerate(groups):
+            yield *groups[:at], (first, *group), *groups[at + 1 :]
 
 
 def orders(partition: Partition, kinds: Sequence[int]) -> Iterator[Partition]:
@@ -95,4 +94,4 @@ def _some_orders(partition: Partition) -> Iterator[Partition]:
         yield from itertools.permutations(partition)
         return
     for first, last in itertools.permutations(partition, 2):
-        yield (first, *(group for group in partition if group not in (first, last)), last)
+        yield first, *(group for group in partition if group not in (first, last)), last

@@ -6,12 +6,12 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_cephalo.offline.pipeline.closed_form import pipeline_s
 from lightning_cephalo.offline.pipeline.problem import PipelineProblem
-from lightning_cephalo.offline.pipeline.simulate import PipelineRun, simulate_pipeline
+from lightning_cephalo.offline.pipeline.simulate import simulate_pipeline
 from lightning_cephalo.offline.pipeline.stages import Stage
-from lightning_cephalo.offline.pipeline.times import Crossing, StageTimes
+from lightning_cephalo.offline.pipeline.times import Crossing, StageTimes, pipeline_s
 from lightning_cephalo.plan import Plan
+from lightning_cephalo.plan.timeline import Event
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Pipeline:
         """Predicted seconds of a step."""
         return pipeline_s(self.times, self.crossings, self.waves)
 
-    def simulate(self) -> PipelineRun:
-        """Play a step event by event."""
+    def simulate(self) -> tuple[Event, ...]:
+        """Play a step; the number of a stage is the rank of its events."""
         return simulate_pipeline(self.times, self.crossings, self.waves)
 
     def to_dict(self, problem: PipelineProblem) -> dict[str, Any]:
@@ -59,7 +59,7 @@ class Pipeline:
                 {
                     "blocks": [problem.blocks[block].name for block in planned.stage.blocks],
                     "units": [end - planned.stage.units + 1, end],
-                    "gathering": planned.stage.gathering.value,
+                    "gathering": "regather" if planned.stage.regathers else "hold",
                     "wave_forward_s": planned.times.wave_forward_s,
                     "wave_backward_s": planned.times.wave_backward_s,
                     "ranks": [rank.to_dict() for rank in planned.plan.ranks],
@@ -74,18 +74,10 @@ class Advice:
     """Whether a pipeline would be faster than today's plan, and how sure that is."""
 
     problem: PipelineProblem
-    today: Plan | None
-    today_least_s: float
+    today_s: float
     best: Pipeline | None
     bound_s: float
     covers: str
-
-    @property
-    def today_s(self) -> float:
-        """Predicted seconds of today's step; its bound if no plan was found in time."""
-        if self.today is None or self.today.step_s is None:
-            return self.today_least_s
-        return self.today.step_s
 
     @property
     def pipeline_wins(self) -> bool:

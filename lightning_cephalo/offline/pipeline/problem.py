@@ -11,7 +11,7 @@ from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.common.records import Amount, Checked, Name, Positive, PositiveOrInfinite
 from lightning_cephalo.offline.estimate.network import Network
 from lightning_cephalo.offline.pipeline.times import Crossing
-from lightning_cephalo.plan import Problem, RankProfile
+from lightning_cephalo.plan import Links, Problem, RankProfile
 
 
 @dataclass(frozen=True)
@@ -58,20 +58,6 @@ class PipelineProblem(Checked):
                 f"PipelineProblem.blocks: expected the {len(self.whole.ranks)} ranks of the whole "
                 f"problem in blocks, but got {ranks}."
             )
-        for name, count in Counter(block.name for block in self.blocks).items():
-            if count > 1:
-                raise PlanError(
-                    "PipelineProblem.blocks: expected nodes that can be told apart, but"
-                    f" {name!r} names {count} of them. Give each one its own name."
-                )
-        last = len(self.network.inside) - 1
-        for block in self.blocks:
-            if not block.ranks or not 0 <= block.node <= last:
-                raise PlanError(
-                    f"PipelineProblem.blocks: {block.name!r}: expected at least one rank, and a"
-                    f" node from 0 to {last}, but got {len(block.ranks)} ranks on node"
-                    f" {block.node}."
-                )
 
     @property
     def units(self) -> int:
@@ -81,30 +67,26 @@ class PipelineProblem(Checked):
     def batch(self) -> int:
         return self.whole.global_batch_size
 
-    def nodes(self, blocks: Collection[int]) -> tuple[int, ...]:
-        """Return the nodes of some blocks, in order, each once."""
-        return tuple(sorted({self.blocks[block].node for block in blocks}))
-
-    def collective_s(self, blocks: Collection[int], nbytes: float) -> float:
-        """Return the seconds to gather or reduce ``nbytes`` over the ranks of some blocks."""
+    def links(self, blocks: Collection[int], part: PartBytes) -> Links:
+        """Return what it takes to gather and to reduce a part over the ranks of some blocks."""
         ranks: Counter[int] = Counter()
         for block in blocks:
             ranks[self.blocks[block].node] += len(self.blocks[block].ranks)
-        return self.uneven_factor * self.network.ring_s(ranks, nbytes)
+        sizes = part.gather, part.reduce
+        return Links(*(self.uneven_factor * self.network.ring_s(ranks, size) for size in sizes))
 
-    def crossing(self, one: Collection[int], other: Collection[int], samples: int) -> Crossing:
-        """Return what a wave's boundary takes, on the slowest link between the two groups."""
-        link = self.network.between_groups(self.nodes(one), self.nodes(other))
-        nbytes = samples * self.crossing_bytes
+    def crossing(self, one: Collection[int], other: Collection[int], nbytes: float) -> Crossing:
+        """Return what bytes take on the slowest link between two groups of blocks."""
+        nodes = ({self.blocks[block].node for block in group} for group in (one, other))
+        link = self.network.between_groups(*nodes)
         return Crossing(nbytes / link.bandwidth_bytes_per_s, link.latency_s)
 
     def update_s(self, blocks: Sequence[int], nbytes: float) -> float:
         """Return the slowest rank's seconds to update ``nbytes``, shared by the ranks' memory."""
-        own = [self.blocks[block] for block in blocks]
-        rates = [(rank.capacity_bytes, block.update_bytes_per_s)
-                 for block in own for rank in block.ranks]  # fmt: skip
-        total = math.fsum(capacity for capacity, _ in rates)
+        own = [(rank.capacity_bytes, self.blocks[block].update_bytes_per_s)
+               for block in blocks for rank in self.blocks[block].ranks]  # fmt: skip
+        total = math.fsum(capacity for capacity, _ in own)
         if math.isinf(total):  # unlimited ranks share all of it
-            rates = [(1.0, rate) for capacity, rate in rates if capacity == total]
-            total = len(rates)
-        return max(nbytes * capacity / total / rate for capacity, rate in rates) if nbytes else 0.0
+            own = [(1.0, rate) for capacity, rate in own if capacity == total]
+            total = len(own)
+        return max(nbytes * capacity / total / rate for capacity, rate in own)

@@ -1,25 +1,24 @@
 """Searches for the fastest pipelines of node groups, with a proven bound.
 
-Best first: a heap holds groupings, orders and cuts by seconds that none of their plans beats. A
-grouping is refined to its orders, an order to its best cut, and a cut whose stages are bounds to
-the same with these stages planned. The search ends when the first is a cut of planned stages.
+Best first: a heap holds groupings and parts of cuts by seconds that none of their plans beats. A
+grouping is refined to its orders, and a part of a cut by the choice of one more stage. When a cut
+comes first, its stages are planned. The search ends when nothing that is left can be faster than
+the fastest cut of planned stages.
 """
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
 from lightning_cephalo.common import records
-from lightning_cephalo.common.errors import InfeasibleError, PlanError, SolverError
-from lightning_cephalo.offline.pipeline.bounds import LeastTimes, StageTable, least_pipelines_s
-from lightning_cephalo.offline.pipeline.cuts import Cut, Order
+from lightning_cephalo.common.errors import SolverError
 from lightning_cephalo.offline.pipeline.groups import (
     Partition,
     atoms_of,
@@ -30,9 +29,9 @@ from lightning_cephalo.offline.pipeline.groups import (
 )
 from lightning_cephalo.offline.pipeline.plan import Advice, Pipeline, PlannedStage
 from lightning_cephalo.offline.pipeline.problem import PipelineProblem
-from lightning_cephalo.offline.pipeline.stages import Stage, planned_times, stage_problem
-from lightning_cephalo.offline.pipeline.times import Crossing, Gathering
-from lightning_cephalo.plan import Plan, Problem, solve
+from lightning_cephalo.offline.pipeline.stages import Stage, stage_problem
+from lightning_cephalo.offline.pipeline.table import Choice, LeastTimes, Order, StageTable
+from lightning_cephalo.plan import Plan, Problem
 from lightning_cephalo.plan.cost import fixed_time
 from lightning_cephalo.plan.moving import least_update_s, with_updates
 from lightning_cephalo.plan.solver.bounds import time_bounds
@@ -43,8 +42,6 @@ from lightning_cephalo.plan.solver.solve import solve_if_possible
 # Pipelines within this fraction of the fastest count as equally fast: estimates of times are often
 # off by a fifth.
 GAP = 1e-2
-# Groupings that are planned before the search, so that it can leave out what is slower.
-_FIRST = 4
 # Seconds for one more plan, even if time is up.
 _LEAST_S = 1.0
 
@@ -79,55 +76,23 @@ def wave_counts(samples: int) -> list[int]:
 
 def advise(
     problem: PipelineProblem,
+    today_s: float,
     *,
     time_limit_s: float = 60.0,
     gap: float = GAP,
-    most_stages: int | None = None,
     planned: Planned | None = None,
-    today: Plan | None = None,
 ) -> Advice:
-    """Find the fastest pipeline of node groups and compare it with today's plan.
+    """Find the fastest pipeline of node groups, to compare it with today's plan.
 
     All ranks take part. Stages are one or more whole blocks. Units, ways to gather and waves are
     chosen too. Inside a stage, :func:`~lightning_cephalo.plan.solve` divides a wave so that it is
     as short as possible.
     """
-    least_s = least_step_s(problem.whole)
-    if today is None:
-        try:
-            today = solve(problem.whole, time_limit_s=time_limit_s)
-        except InfeasibleError:
-            least_s = math.inf
-        except SolverError:
-            pass  # the bound of today's plan takes its place
-    best, bound_s, covers = fastest(
-        problem, time_limit_s=time_limit_s, gap=gap, most_stages=most_stages, planned=planned
-    )
-    return Advice(problem, today, least_s, best, bound_s, covers)
-
-
-def fastest(
-    problem: PipelineProblem,
-    *,
-    time_limit_s: float = 60.0,
-    gap: float = GAP,
-    most_stages: int | None = None,
-    planned: Planned | None = None,
-) -> tuple[Pipeline | None, float, str]:
-    """Return the fastest pipeline, seconds that none beats, and what was tried."""
-    limit = records.real("time_limit_s", time_limit_s, above_minimum=True, infinite=True)
+    limit_s = records.real("time_limit_s", time_limit_s, above_minimum=True, infinite=True)
     gap = records.real("gap", gap)
-    if most_stages is not None:
-        records.whole("most_stages", most_stages, minimum=1)
-        if most_stages > problem.units:
-            raise PlanError(
-                f"most_stages: expected at most the {problem.units} units of the model, as a stage "
-                f"has at least one, but got {most_stages}. Ask for fewer stages."
-            )
-    deadline = time.perf_counter() + limit
-    search = _Search(problem, deadline, gap, most_stages or problem.units, planned or Planned())
-    search.run()
-    return search.best, search.bound_s, search.covers()
+    search = _Search(problem, time.perf_counter() + limit_s, gap, planned or Planned())
+    best, bound_s = search.run()
+    return Advice(problem, today_s, best, bound_s, search.covers())
 
 
 def least_step_s(problem: Problem) -> float:
@@ -144,23 +109,23 @@ def least_step_s(problem: Problem) -> float:
     return fixed_s + min(fitting, default=math.inf)
 
 
+_Cut = tuple[Order, tuple[Choice, ...]]
+"""An order of stages, with choices for all of them or for the first ones."""
+_Nodes = Iterator[tuple[float, Callable[[float], "_Nodes"]]]
+"""Seconds that no plan of a node beats, and what takes them and yields the nodes inside."""
+
+
 class _Search:
     def __init__(
-        self,
-        problem: PipelineProblem,
-        deadline: float,
-        gap: float,
-        most_stages: int,
-        planned: Planned,
+        self, problem: PipelineProblem, deadline: float, gap: float, planned: Planned
     ) -> None:
-        self.problem, self.deadline, self.gap = problem, deadline, gap
-        self.most_stages, self.planned = most_stages, planned
+        self.problem, self.deadline, self.gap, self.planned = problem, deadline, gap, planned
         self.atoms = atoms_of(problem)
         self.kinds = kinds_of(problem, self.atoms)
         self.least = LeastTimes(problem)
         self._tables: dict[Stage, StageTable] = {}
-        self.best: Pipeline | None = None
-        self.bound_s = math.inf
+        self._best: _Cut | None = None
+        self._best_s = self._below_s = self._open_s = math.inf
 
     def covers(self) -> str:
         merged = max(map(len, self.atoms), default=1)
@@ -171,155 +136,103 @@ class _Search:
             f" node), in {counts} waves"
         )
 
-    def run(self) -> None:
-        """Find the fastest pipeline, and seconds that none beats."""
+    def run(self) -> tuple[Pipeline | None, float]:
+        """Return the fastest pipeline, and seconds that none beats."""
+        heap: list[tuple[float, int, Callable[[float], _Nodes]]] = []
         counter = itertools.count()
-        screened = ((bound_s, next(counter), (group, n)) for bound_s, group, n in self._screened())
-        heap: list[tuple[float, int, tuple[Partition, int] | Order]] = [
-            entry for entry in screened if entry[0] < math.inf
-        ]
-        heapq.heapify(heap)
-        found = self._first(heap)
-        below_s = found[1].step_s * (1 - self.gap) if found else math.inf
-        open_s = math.inf
-        while heap:
-            bound_s, _, what = heapq.heappop(heap)
-            if bound_s >= below_s:
+        nodes = self._groupings()
+        while True:
+            for least_s, refine in nodes:
+                if least_s < self._below_s:
+                    heapq.heappush(heap, (least_s, next(counter), refine))
+            if not heap or heap[0][0] >= self._below_s:
                 break
+            bound_s, _, refine = heapq.heappop(heap)
             if time.perf_counter() > self.deadline:
-                open_s = min(open_s, bound_s)
-                break
-            if isinstance(what, tuple):
-                partition, waves = what
-                if not tries_all_orders(len(partition)):
-                    open_s = min(open_s, bound_s)
-                for order in self._orders(partition, waves):
-                    least_s = max(bound_s, order.least_s())
-                    if least_s < below_s:
-                        heapq.heappush(heap, (least_s, next(counter), order))
+                self._open_s = min(self._open_s, bound_s)
+                if self._best is not None:
+                    break
+                heap.clear()  # follow only the best choices from here, to find any pipeline
+            nodes = refine(bound_s)
+        best = None if self._best is None else _pipeline(*self._best)
+        return best, min(self._open_s, self._below_s)
+
+    def _groupings(self) -> _Nodes:
+        """Yield all groupings and numbers of waves.
+
+        Suppose that units could be cut anywhere, and that a wave takes ``r_s`` seconds for one unit
+        in stage s. Within t seconds it passes ``t x sum of 1 / r_s`` units of the k fastest stages.
+        So no cut of U units beats the least over k of ``(k + waves - 1) x U / (sum of 1 / r_s)``.
+        The tail counts as the fewest units that any stage could run in the meantime.
+        """
+        problem = self.problem
+        waves = np.array(wave_counts(problem.batch))
+        samples = -(-problem.batch // waves)
+        pairs = itertools.combinations(range(len(problem.blocks)), 2)
+        links = [problem.crossing((a,), (b,), problem.crossing_bytes) for a, b in pairs]
+        cross_s = samples * min((link.wave_s for link in links), default=0.0)
+        latency_s = min((link.latency_s for link in links), default=0.0)
+        slowest_s = functools.cache(lambda own: self.least.slowest_s(self._blocks(own), samples))
+        for groups in partitions(range(len(self.atoms)), self.kinds):
+            if not 2 <= len(groups) <= problem.units:
                 continue
-            cut = what.best(below_s)
-            if cut is None:
-                continue
-            if cut.step_s > bound_s * (1 + 1e-9) and heap and cut.step_s > heap[0][0]:
-                heapq.heappush(heap, (cut.step_s, next(counter), what))
-                continue
-            planned = self._plan(what, cut)
-            now = _priced(what, cut)
-            if now is not None and (found is None or now.step_s < found[1].step_s):
-                found, below_s = (what, now), now.step_s * (1 - self.gap)
-            if not planned:
-                heapq.heappush(heap, (cut.step_s, next(counter), what))
-        self.bound_s = min(open_s, below_s)
-        self.best = None if found is None else self._pipeline(*found)
+            # (waves, stages)
+            forward_s, backward_s, tail_s = np.array([slowest_s(group) for group in groups]).T
+            unit_s = np.where(np.isfinite(forward_s), forward_s + backward_s, np.nan)
+            units = problem.units + (tail_s / unit_s).min(axis=1)
+            speeds = np.cumsum(1 / np.sort(unit_s, axis=1), axis=1)
+            stages = np.arange(len(groups))
+            least_s = ((stages + waves[:, None]) * units[:, None] / speeds).min(axis=1)
+            least_s = np.maximum(least_s, 2 * (waves - 1) * cross_s)
+            least_s += 2 * stages[-1] * (cross_s + latency_s)
+            for each_s, count in zip(least_s.tolist(), waves.tolist(), strict=True):
+                yield each_s, functools.partial(self._orders, groups, count)
 
-    def _first(self, heap: Sequence[tuple[float, int, Any]]) -> tuple[Order, Cut] | None:
-        """Return a pipeline to begin with: the best of some groupings with the least bounds."""
-        found: tuple[Order, Cut] | None = None
-        for _, _, (partition, waves) in heapq.nsmallest(_FIRST, heap):
-            order = next(self._orders(partition, waves))
-            cut = order.best(found[1].step_s if found else math.inf)
-            if cut is not None:
-                self._plan(order, cut)
-                now = _priced(order, cut)
-                if now is not None and (found is None or now.step_s < found[1].step_s):
-                    found = order, now
-        return found
-
-    def _screened(self) -> Iterator[tuple[float, Partition, int]]:
-        """Yield every grouping and number of waves, with seconds that none of its plans beats."""
-        groupings = [
-            one
-            for one in partitions(range(len(self.atoms)), self.kinds)
-            if 2 <= len(one) <= self.most_stages
-        ]
-        if not groupings:
-            return
-        samples = self.problem.batch
-        waves = np.array(wave_counts(samples))
-        sizes = -(-samples // waves)
-        groups = sorted({group for grouping in groupings for group in grouping})
-        place = {group: index for index, group in enumerate(groups)}
-        nothing = np.full((1, 2, len(waves)), np.inf)
-        wave_s = np.concatenate(
-            [[self.least.wave_s(self._blocks(group))[:, sizes - 1] for group in groups], nothing]
-        )
-        widest = max(map(len, groupings))
-        none = [len(groups)] * widest
-        rows = np.array([([place[group] for group in each] + none)[:widest] for each in groupings])
-        stages = np.array([len(grouping) for grouping in groupings])
-        best = self._best_crossing()
-        for column, (count, size) in enumerate(zip(waves.tolist(), sizes.tolist(), strict=True)):
-            cross_s = size * best.wave_s
-            unit_s, tail_s = wave_s[rows, :, column].transpose(2, 0, 1)
-            least = least_pipelines_s(unit_s, tail_s, self.problem.units, count)
-            least = np.maximum(least, 2 * (count - 1) * cross_s)
-            least += 2 * (stages - 1) * (cross_s + best.latency_s)
-            yield from zip(least.tolist(), groupings, itertools.repeat(count))
-
-    def _best_crossing(self) -> Crossing:
-        """Return what one sample takes at least between two stages."""
-        found = [
-            self.problem.crossing((one,), (other,), 1)
-            for a, b in itertools.combinations(self.atoms, 2)
-            for one in a
-            for other in b
-        ]
-        return Crossing(min(one.wave_s for one in found), min(one.latency_s for one in found))
-
-    def _orders(self, grouping: Partition, waves: int) -> Iterator[Order]:
-        size = math.ceil(self.problem.batch / waves)
+    def _orders(self, grouping: Partition, waves: int, bound_s: float) -> _Nodes:
+        """Yield the choices for the first stage of each order of a grouping."""
+        if not tries_all_orders(len(grouping)):
+            self._open_s = min(self._open_s, bound_s)
+        samples = math.ceil(self.problem.batch / waves)
+        nbytes = samples * self.problem.crossing_bytes
         for order in orders(grouping, self.kinds):
             groups = [self._blocks(group) for group in order]
-            tables = tuple(
-                self._table(
-                    Stage(own, 1, Gathering.HOLD, not at, at == len(groups) - 1, waves, size)
-                )
-                for at, own in enumerate(groups)
-            )
-            crossings = tuple(
-                self.problem.crossing(one, other, size) for one, other in itertools.pairwise(groups)
-            )
-            yield Order(self.problem, tables, crossings, waves)
+            last = len(groups) - 1
+            tables = []
+            for at, own in enumerate(groups):
+                stage = Stage(own, 1, False, at == 0, at == last, waves, samples)
+                if stage not in self._tables:
+                    slowest_s = self.least.slowest_s(own, samples)
+                    self._tables[stage] = StageTable(self.problem, stage, slowest_s.tolist())
+                tables.append(self._tables[stage])
+            pairs = itertools.pairwise(groups)
+            crossings = tuple(self.problem.crossing(*pair, nbytes) for pair in pairs)
+            yield from self._cuts(Order(self.problem, tuple(tables), crossings, waves), ())
 
-    def _table(self, stage: Stage) -> StageTable:
-        if stage not in self._tables:
-            self._tables[stage] = StageTable(self.least, stage)
-        return self._tables[stage]
+    def _cuts(self, order: Order, choices: tuple[Choice, ...], bound_s: float = 0.0) -> _Nodes:
+        """Yield one choice more. If there is none, plan the cut unless its seconds have changed."""
+        if len(choices) < len(order.tables):
+            for least_s, more in order.refined(choices, self._below_s):
+                yield least_s, functools.partial(self._cuts, order, more)
+        elif order.step_s(choices) > bound_s:
+            yield order.step_s(choices), functools.partial(self._cuts, order, choices)
+        else:
+            for table, choice in zip(order.tables, choices, strict=True):
+                if choice not in table.plans:
+                    left_s = max(self.deadline - time.perf_counter(), _LEAST_S)
+                    wave = stage_problem(self.problem, table.stage(choice))
+                    table.replace(choice, self.planned.plan(wave, time_limit_s=left_s))
+            if order.step_s(choices) < self._best_s:
+                self._best, self._best_s = (order, choices), order.step_s(choices)
+                self._below_s = self._best_s * (1 - self.gap)
 
     def _blocks(self, group: Sequence[int]) -> tuple[int, ...]:
         return tuple(sorted(block for atom in group for block in self.atoms[atom]))
 
-    def _plan(self, order: Order, cut: Cut) -> bool:
-        """Plan the stages of a cut; return whether all of them were planned already."""
-        done = True
-        for table, choice in zip(order.tables, cut.choices, strict=True):
-            if choice not in table.planned:
-                done = False
-                stage = table.stage_of(*choice)
-                plan = self._plan_of(stage)
-                times = None if plan is None else planned_times(self.problem, stage, plan)
-                table.plan(*choice, times)
-        return done
 
-    def _plan_of(self, stage: Stage) -> Plan | None:
-        left_s = max(self.deadline - time.perf_counter(), _LEAST_S)
-        return self.planned.plan(stage_problem(self.problem, stage), time_limit_s=left_s)
-
-    def _pipeline(self, order: Order, cut: Cut) -> Pipeline:
-        planned = []
-        for table, choice, seconds in zip(
-            order.tables, cut.choices, order.times(cut.choices), strict=True
-        ):
-            stage = table.stage_of(*choice)
-            plan = self._plan_of(stage)
-            assert plan is not None
-            planned.append(PlannedStage(stage, plan, seconds))
-        return Pipeline(tuple(planned), order.crossings)
-
-
-def _priced(order: Order, cut: Cut) -> Cut | None:
-    """Return a cut with the seconds of its stages' plans; None if a stage has none."""
-    pairs = zip(order.tables, cut.choices, strict=True)
-    has_none = any(math.isinf(table.seconds[0][choice]) for table, choice in pairs)
-    return None if has_none else order.cut(cut.choices)
+def _pipeline(order: Order, choices: tuple[Choice, ...]) -> Pipeline:
+    planned = []
+    for table, choice, times in zip(order.tables, choices, order.times(choices), strict=True):
+        plan = table.plans[choice]
+        assert plan is not None
+        planned.append(PlannedStage(table.stage(choice), plan, times))
+    return Pipeline(tuple(planned), order.crossings)

@@ -1,4 +1,4 @@
-"""Plays a pipeline's step unit by unit, to check ``closed_form.py``, which knows waves only.
+"""Plays a pipeline's step unit by unit, to check ``times.py``, which has waves only.
 
 A stage is one lane: its ranks meet in the collectives of each unit, so its slowest rank counts. A
 gather runs at most one unit ahead of the compute (two buffers), and a unit's reduce is issued
@@ -8,32 +8,20 @@ behind the next unit's gather, as in the layered step.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 
-from lightning_cephalo.offline.pipeline.closed_form import check_shape
 from lightning_cephalo.offline.pipeline.times import Crossing, StageTimes
 from lightning_cephalo.plan.play import Meeting, Player, play
 from lightning_cephalo.plan.program import NONE, Instruction, Operation
 from lightning_cephalo.plan.timeline import Event, Stream
 
 
-@dataclass(frozen=True)
-class PipelineRun:
-    """A simulated step: its seconds, and waves and updates of stages, whose number is the rank."""
-
-    step_s: float
-    events: tuple[Event, ...]
-
-
 def simulate_pipeline(
     stages: Sequence[StageTimes], crossings: Sequence[Crossing], waves: int
-) -> PipelineRun:
-    """Simulate a step: all forwards, then all backwards."""
-    check_shape(stages, crossings, waves)
+) -> tuple[Event, ...]:
+    """Return waves and updates of stages, whose number is the rank: all forwards come first."""
     lanes = [_Lane(at, stage, crossings, waves) for at, stage in enumerate(stages)]
     play([lane.run() for lane in lanes], lambda meeting: meeting.what)
-    events = tuple(event for lane in lanes for event in lane.events)
-    return PipelineRun(max(event.end_s for event in events), events)
+    return tuple(event for lane in lanes for event in lane.events)
 
 
 _Ends = Generator[Meeting, tuple[float, float], float]
@@ -48,7 +36,7 @@ class _Lane:
     ) -> None:
         self.events: list[Event] = []
         self._at, self._times, self._waves = at, times, waves
-        self._crossings = dict(enumerate(crossings))
+        self._crossings = crossings
         self._free_s = self._gathered_s = self._link_s = 0.0
         # Ends of the last two units' compute: a gather needs the buffer of the one before the last.
         self._ended = (0.0, 0.0)
@@ -68,17 +56,13 @@ class _Lane:
         self._note(Operation.UPDATE, NONE, start_s, start_s + times.update_s)
 
     def _forward(self, wave: int) -> Player:
-        times = self._times
         arrived_s = yield from self._cross(self._at - 1, 0.0)
-        start_s = None
-        for _ in range(times.units):
-            if times.regathers:
-                yield from self._gather(self._ended[0])
-            elif wave == 0:
-                yield from self._gather(0.0)
-            begun_s = self._compute(times.forward_s, arrived_s)
-            start_s = begun_s if start_s is None else start_s
-        self._note(Operation.FORWARD, wave, start_s or 0.0, self._free_s)
+        starts_s = []
+        for _ in range(self._times.units):
+            if self._times.regathers or wave == 0:
+                yield from self._gather()
+            starts_s.append(self._compute(self._times.forward_s, arrived_s))
+        self._note(Operation.FORWARD, wave, starts_s[0], self._free_s)
         yield from self._cross(self._at, self._free_s)
 
     def _backward(self, wave: int) -> Player:
@@ -88,7 +72,7 @@ class _Lane:
         self._free_s = start_s + times.tail_s
         for _ in range(times.units):
             if times.regathers:
-                yield from self._gather(self._ended[0])
+                yield from self._gather()
                 yield from self._reduce()
             self._compute(times.backward_s)
             if times.regathers or wave == self._waves - 1:
@@ -111,14 +95,15 @@ class _Lane:
 
     def _cross(self, before: int, ready_s: float) -> _Ends:
         """Send a wave over the link behind a stage, or receive one; return when it arrives."""
-        crossing = self._crossings.get(before)
-        if crossing is None:
+        if not 0 <= before < len(self._crossings):
             return 0.0
+        crossing = self._crossings[before]
         _, end_s = yield Meeting((before, before + 1), crossing.wave_s, ready_s)
         return end_s + crossing.latency_s
 
-    def _gather(self, ready_s: float) -> Player:
-        self._gathered_s = yield from self._communicate(self._times.gather_s, ready_s)
+    def _gather(self) -> Player:
+        buffer_s = self._ended[0] if self._times.regathers else 0.0
+        self._gathered_s = yield from self._communicate(self._times.gather_s, buffer_s)
 
     def _reduce(self) -> Player:
         if self._to_reduce is not None:

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lightning_cephalo.offline.pipeline.problem import PipelineProblem
-from lightning_cephalo.offline.pipeline.times import Gathering, StageTimes
+from lightning_cephalo.offline.pipeline.problem import PartBytes, PipelineProblem
+from lightning_cephalo.offline.pipeline.times import StageTimes
 from lightning_cephalo.plan import Links, Plan, Problem, RankProfile, StateBytes
+
+_NO_ROOT = PartBytes()
 
 
 @dataclass(frozen=True)
 class Stage:
+    """Units on blocks of ranks; see :class:`StageTimes` for ``regathers``."""
+
     blocks: tuple[int, ...]
     units: int
-    gathering: Gathering
+    regathers: bool
     is_first: bool
     is_last: bool
     waves: int
     wave_samples: int
-
-    @property
-    def regathers(self) -> bool:
-        return self.gathering is Gathering.REGATHER
 
     @property
     def has_root(self) -> bool:
@@ -32,14 +33,18 @@ class Stage:
 
 
 def stage_problem(problem: PipelineProblem, stage: Stage) -> Problem:
-    """Return one wave of a stage, with the step's memory, without once-a-step collectives."""
+    """Return one wave of a stage, with the step's memory, without once-a-step collectives.
+
+    It also leaves out early updates and state in host memory, which the whole problem may have. So
+    a pipeline that wins would win with them, too.
+    """
     whole, held = problem.whole, stage_bytes(problem, stage)
     return Problem(
         ranks=tuple(
             _profile(rank, stage) for block in stage.blocks for rank in problem.blocks[block].ranks
         ),
         units=stage.units,
-        links=Links(*_collectives_s(problem, stage)) if stage.regathers else Links(),
+        links=problem.links(stage.blocks, problem.unit) if stage.regathers else Links(),
         state=StateBytes(held.state),
         global_batch_size=stage.wave_samples,
         boundary_bytes=held.sample / stage.units,
@@ -60,13 +65,13 @@ class StageBytes(NamedTuple):
 
 def stage_bytes(problem: PipelineProblem, stage: Stage) -> StageBytes:
     """Return what a stage holds through the step, whatever its plan."""
-    units, root = stage.units, problem.root
+    units, unit = stage.units, problem.unit
+    root = problem.root if stage.has_root else _NO_ROOT
     held = min(2, units) if stage.regathers else units
     neighbours = 2 - stage.is_first - stage.is_last
-    receive = max(problem.unit.reduce, root.reduce if stage.has_root else 0.0)
     return StageBytes(
-        state=units * problem.unit.state + (root.state if stage.has_root else 0.0) + receive,
-        buffers=held * problem.unit.buffers + (root.buffers if stage.has_root else 0.0),
+        state=units * unit.state + root.state + max(unit.reduce, root.reduce),
+        buffers=held * unit.buffers + root.buffers,
         # A rank retains boundaries of all waves; one more wave is on its way from or to each
         # neighbour.
         sample=(stage.waves * units + neighbours) * problem.whole.boundary_bytes,
@@ -74,6 +79,7 @@ def stage_bytes(problem: PipelineProblem, stage: Stage) -> StageBytes:
 
 
 def planned_times(problem: PipelineProblem, stage: Stage, plan: Plan) -> StageTimes:
+    """Return the seconds of a stage whose wave has this plan."""
     return stage_times(
         problem,
         stage,
@@ -87,47 +93,35 @@ def stage_times(
     problem: PipelineProblem, stage: Stage, forward_s: float, backward_s: float, tail_s: float
 ) -> StageTimes:
     """Return the seconds of a stage whose slowest rank has these times for one wave."""
-    gather_s, reduce_s = _collectives_s(problem, stage)
-    ready_s = after_s = 0.0
+    links, root_links = problem.links(stage.blocks, problem.unit), Links()
     updated = stage.units * problem.unit.update
     if stage.has_root:
-        ready_s = problem.collective_s(stage.blocks, problem.root.gather)
-        after_s = problem.collective_s(stage.blocks, problem.root.reduce)
+        root_links = problem.links(stage.blocks, problem.root)
         updated += problem.root.update
     return StageTimes(
         stage.units,
         forward_s,
         backward_s,
         tail_s if stage.is_last else 0.0,
-        gather_s,
-        reduce_s,
-        stage.gathering,
-        ready_s,
-        after_s,
+        links.gather_s,
+        links.reduce_s,
+        stage.regathers,
+        root_links.gather_s,
+        root_links.reduce_s,
         problem.update_s(stage.blocks, updated),
     )
 
 
 def with_shared_root(
-    problem: PipelineProblem, first: Stage, last: Stage, times: StageTimes
+    problem: PipelineProblem, first: Sequence[int], last: Sequence[int], times: StageTimes
 ) -> StageTimes:
-    """Return the last stage's seconds where the first one owns the weights that both use."""
-    if first is last:
-        return times
-    link = problem.network.between_groups(problem.nodes(first.blocks), problem.nodes(last.blocks))
-    rate, latency_s = link.bandwidth_bytes_per_s, link.latency_s
-    return dataclasses.replace(
-        times,
-        ready_s=times.ready_s + problem.root.gather / rate + latency_s,
-        after_s=times.after_s + problem.root.reduce / rate + latency_s,
+    """Return the last stage's seconds where the first one's blocks own the root that both use."""
+    gather, reduce = (
+        problem.crossing(first, last, nbytes)
+        for nbytes in (problem.root.gather, problem.root.reduce)
     )
-
-
-def _collectives_s(problem: PipelineProblem, stage: Stage) -> tuple[float, float]:
-    return (
-        problem.collective_s(stage.blocks, problem.unit.gather),
-        problem.collective_s(stage.blocks, problem.unit.reduce),
-    )
+    ready_s, after_s = times.ready_s + gather.arrival_s, times.after_s + reduce.arrival_s
+    return dataclasses.replace(times, ready_s=ready_s, after_s=after_s)
 
 
 def _profile(rank: RankProfile, stage: Stage) -> RankProfile:

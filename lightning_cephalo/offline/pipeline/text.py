@@ -34,16 +34,14 @@ def crossover_text(crossover: Crossover) -> str:
 def advice_lines(advice: Advice, crossover: Crossover | None = None) -> list[str]:
     if advice.best is None:
         return [f"No pipeline fits. Tried: {advice.covers}.", ADVICE_ONLY]
-    today = f"{format_seconds(advice.today_s)} with one stage of all ranks, as training runs it"
-    if advice.today is None:
-        today = f"at least {today}"
     step_s = advice.best.step_s
     if advice.pipeline_wins:
         verdict = f"A pipeline would be {advice.today_s / step_s:.3g} times as fast"
     else:
         verdict = "No pipeline is needed"
     lines = [
-        f"{verdict}: {format_seconds(step_s)} a step, {today}.",
+        f"{verdict}: {format_seconds(step_s)} a step, "
+        f"{format_seconds(advice.today_s)} with one stage of all ranks, as training runs it.",
         f"None is faster than {format_seconds(advice.bound_s)}, among {advice.covers}. Inside a "
         f"stage a wave is as short as possible.",
     ]

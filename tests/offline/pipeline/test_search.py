@@ -14,17 +14,15 @@ from lightning_cephalo.offline.pipeline.groups import atoms_of, kinds_of, orders
 from lightning_cephalo.offline.pipeline.plan import Advice
 from lightning_cephalo.offline.pipeline.search import Planned, advise, least_step_s, wave_counts
 from lightning_cephalo.offline.pipeline.stages import stage_problem
-from lightning_cephalo.plan import Plan, PlanError, RankPlan, predict, solve
+from lightning_cephalo.plan import PlanError, predict, solve
 
 FAST, SLOW = rank(2.0, 3000), rank(1.0, 3000)
-# No pipeline is left out because today's plan is faster.
-LATE = dataclasses.replace(Plan((RankPlan((1,), 1.0),)), step_s=1e9)
 
 
 def test_no_pipeline_of_brute_force_is_faster():
     for seed in range(10):
         problem = random_problem(random.Random(seed))
-        advice = advise(problem, gap=0.0, planned=Planned(quick_plan), today=LATE)
+        advice = advise(problem, math.inf, gap=0.0, planned=Planned(quick_plan))
         best_s = fastest_s(problem)
         found_s = advice.best.step_s if advice.best else math.inf
         assert found_s == pytest.approx(best_s, rel=1e-9), seed
@@ -48,18 +46,19 @@ def _check_memory(advice: Advice) -> None:
 
 def test_a_slow_network_wants_a_pipeline_and_a_fast_one_does_not():
     planned = Planned()
+    problems = [
+        problem_of([FAST] * 2, [SLOW] * 2, between=rate, batch=16) for rate in (0.5, 1000.0)
+    ]
     slow, fast = (
-        advise(problem_of([FAST] * 2, [SLOW] * 2, between=rate, batch=16), planned=planned)
-        for rate in (0.5, 1000.0)
+        advise(problem, solve(problem.whole).step_s, planned=planned) for problem in problems
     )
     assert slow.pipeline_wins and not fast.pipeline_wins
     for advice in (slow, fast):
         _check_memory(advice)
         assert advice.bound_s <= advice.best.step_s
         assert advice.gap <= 0.2
-        assert advice.today.ranks == solve(advice.problem.whole).ranks
-        assert least_step_s(advice.problem.whole) <= advice.today.step_s * (1 + 1e-12)
-        simulated_s = advice.best.simulate().step_s
+        assert least_step_s(advice.problem.whole) <= advice.today_s * (1 + 1e-12)
+        simulated_s = max(event.end_s for event in advice.best.simulate())
         assert simulated_s == pytest.approx(advice.best.step_s, rel=1e-9)
     units = slow.best.units
     blocks = [each.stage.blocks for each in slow.best.stages]
@@ -67,47 +66,36 @@ def test_a_slow_network_wants_a_pipeline_and_a_fast_one_does_not():
 
 
 def test_memory_decides_how_often_a_stage_gathers():
-    def ways(capacity: float) -> set[str]:
+    def ways(capacity: float) -> set[bool]:
         node = [rank(1.0, capacity)] * 2
-        advice = advise(problem_of(node, node, between=0.5, batch=8, units=12), today=LATE)
+        advice = advise(problem_of(node, node, between=0.5, batch=8, units=12), math.inf)
         _check_memory(advice)
-        return {each.stage.gathering.value for each in advice.best.stages}
+        return {each.stage.regathers for each in advice.best.stages}
 
-    assert "regather" in ways(850)
-    assert ways(5000) == {"hold"}
+    assert True in ways(850)
+    assert ways(5000) == {False}
 
 
 def test_what_fits_no_pipeline_is_said():
     node = [rank(1.0, 300)] * 2
-    advice = advise(problem_of(node, node, units=8))
+    advice = advise(problem_of(node, node, units=8), math.inf)
     assert advice.best is None and not advice.pipeline_wins
-    assert advice.today is None and math.isinf(advice.today_s)
 
 
 def test_one_block_is_no_pipeline():
-    advice = advise(problem_of([FAST, SLOW]))
-    assert advice.best is None
-    assert advice.today is not None
+    assert advise(problem_of([FAST, SLOW]), math.inf).best is None
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"most_stages": 7}, "at most the 6 units of the model"),
-        ({"most_stages": 0}, "most_stages: expected a whole number of at least 1"),
         ({"time_limit_s": 0}, "time_limit_s: expected a number greater than 0"),
         ({"gap": -1}, "gap: expected a finite number at least 0"),
     ],
 )
 def test_bad_questions_are_refused_by_name(options, words):
     with pytest.raises(PlanError, match=words):
-        advise(problem_of([FAST], [SLOW]), today=LATE, **options)
-
-
-def test_fewer_stages_where_that_is_asked():
-    nodes = [[FAST], [FAST], [SLOW]]
-    advice = advise(problem_of(*nodes, between=0.5), today=LATE, most_stages=2)
-    assert len(advice.best.stages) == 2
+        advise(problem_of([FAST], [SLOW]), math.inf, **options)
 
 
 def test_equal_nodes_count_once_and_links_tell_them_apart():
