@@ -11,9 +11,8 @@ from rich.table import Table
 
 from lightning_cephalo.common.quantities import format_seconds
 from lightning_cephalo.plan import RankPlan
+from lightning_cephalo.plan.replan import WARM_UP_STEPS, change_point
 
-# Steps that are not counted: caches fill, allocators grow, processors wake up.
-WARM_UP_STEPS = 3
 # With fewer steps, a change cannot be distinguished from noise.
 _FEWEST_STEPS = 8
 # A change by less than this factor, or by less than this share of the step, is not reported.
@@ -90,15 +89,8 @@ def drift_of(busy_s: Sequence[float], step_s: float, steps_before: int = 0) -> D
     before_s, after_s = median(values[:quarter]), median(values[-quarter:])
     if after_s <= _FACTOR * before_s or after_s - before_s <= _SHARE_OF_STEP * step_s:
         return None
-    # find the step that best separates quick steps before it from slow steps after it
     between_s = sqrt(before_s * after_s)
-    slow = [value > between_s for value in values]
-    misplaced = sum(not each for each in slow)
-    best, fewest = 0, misplaced
-    for index, each in enumerate(slow, start=1):
-        misplaced += 1 if each else -1
-        if misplaced < fewest:
-            best, fewest = index, misplaced
+    best = change_point([value > between_s for value in values])
     return Drift(after_s / max(before_s, 1e-9), steps_before + WARM_UP_STEPS + best + 1)
 
 

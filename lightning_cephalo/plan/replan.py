@@ -4,10 +4,11 @@ A rank's *pace* is the time of its work divided by what its plan predicts, as a 
 If the paces of ranks have moved apart since the present plan was chosen, the problem is solved
 again, with every rank's times multiplied by its pace. The new plan is taken if all of this holds:
 
-- Its step is at least a twentieth shorter than that of the present plan, at the same paces.
+- 10 steps or more after the problem was read, at paces of other steps, the ranks have not moved
+  apart again.
+- Its step is then at least a twentieth shorter than that of the present plan, at the same paces.
 - What it gains until the horizon is twice what the change costs. The horizon is the steps that are
   left, but at most those since the last change, or 50: a pace that has lasted long will last.
-- Two looks in a row say so. Looks are 10 steps apart, so they share no steps.
 
 After a change there is no look for 20 steps. If a change is taken back, this number doubles, up to
 2000: a rank that changes its pace all the time would cost more than it gains. Noise of single steps
@@ -20,6 +21,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from statistics import median
 from typing import Literal
 
@@ -30,6 +32,7 @@ from lightning_cephalo.plan.state_groups import members_of
 
 WINDOW_STEPS = 8
 LOOK_EVERY_STEPS = 10
+# steps that are not counted: caches fill, allocators grow, processors wake up
 WARM_UP_STEPS = 3
 HOLD_STEPS, LONGEST_HOLD_STEPS = 20, 2000
 _SHORTEST_HORIZON_STEPS = 50
@@ -37,28 +40,9 @@ _SHORTEST_HORIZON_STEPS = 50
 _APART = 1.15
 _LEAST_GAIN = 0.05
 _GAIN_PER_COST = 2.0
-_LOOKS = 2
 _REMEMBERED_STEPS = 4096
 # master parameters and two moments
 _COPIES_MOVED = 3
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A problem to solve beside training, at the present paces of ranks.
-
-    Attributes:
-        present_s: Seconds of a step by the present plan at these paces.
-        horizon_steps: Steps for which a gain counts.
-        answer: The solution of the look before, at nearly the same paces; None: solve the problem.
-    """
-
-    step: int
-    problem: Problem
-    paces: tuple[float, ...]
-    present_s: float
-    horizon_steps: float
-    answer: Plan | None = None
 
 
 @dataclass(frozen=True)
@@ -89,17 +73,20 @@ class Replan:
 
 
 class ReplanPolicy:
-    """Watches the paces of ranks, and says when another plan is worth its cost.
+    """Watches the paces of ranks, and decides when another plan is worth its cost.
 
     ::
 
         policy = ReplanPolicy(problem, plan)
-        policy.observe(step, busy_s_of_ranks)          # every step
-        trial = policy.look(step, steps_left)          # a problem to solve, or None
-        change = policy.judge(trial, trial.answer or solve(trial.problem))
-        policy.follow(step, change)                    # if there is one, once it has taken effect
+        policy.observe(step, busy_s_of_ranks)              # every step
+        trial = policy.look(step)                          # from policy.next_look on
+        change = policy.judge(later, steps_left, solved)   # from the new policy.next_look on
+        policy.follow(step, change)                        # if there is one, as it takes effect
 
     ``problem`` is the measured one, to which the present plan is a solution.
+
+    Attributes:
+        next_look: The first step for the next :meth:`look` or :meth:`judge`.
     """
 
     def __init__(self, problem: Problem, plan: Plan, step: int = 0) -> None:
@@ -107,121 +94,105 @@ class ReplanPolicy:
         self._paces = (1.0,) * len(problem.ranks)  # for which the present plan was chosen
         self._hold_steps = HOLD_STEPS
         self._before: Plan | None = None
-        self._begin(plan, step, hold_steps=0)
+        self._begin(plan, step)
+        self.next_look = step
 
-    def _begin(self, plan: Plan, step: int, hold_steps: int) -> None:
-        self.plan = plan
+    def _begin(self, plan: Plan, step: int) -> None:
+        self._plan, self._changed_at = plan, step
         predicted = predict(self._problem, plan).ranks
         works = [(each.forward_s, each.backward_s, each.tail_s) for each in predicted]
         self._predicted_s = [work_s(self._problem, *work) for work in works]
         self._seen: deque[tuple[int, tuple[float, ...]]] = deque(maxlen=_REMEMBERED_STEPS)
-        self._answered: tuple[tuple[float, ...], Plan] | None = None
-        self._changed_at = step
-        self._next_look = step + hold_steps
-        self._looks = 0
+        self._tried = self._paces
 
     def observe(self, step: int, busy_s: Sequence[float]) -> None:
         """Take in the seconds of every rank's own work in a step, which counts if none is NaN."""
         if step > self._changed_at + WARM_UP_STEPS and not any(map(math.isnan, busy_s)):
             self._seen.append((step, tuple(busy_s)))
 
-    def look(self, step: int, steps_left: float) -> Trial | None:
-        """Return the problem at the present paces if ranks' paces have moved apart; else None.
-
-        ``steps_left`` is infinite if unknown.
-        """
-        if step < self._next_look or len(self._seen) < WINDOW_STEPS:
+    def look(self, step: int) -> Problem | None:
+        """Return the problem at the present paces if ranks' paces have moved apart; else None."""
+        if len(self._seen) < WINDOW_STEPS:
             return None
-        self._next_look = step + LOOK_EVERY_STEPS
-        paces = self._present_paces()
-        factors = [new / old for new, old in zip(paces, self._paces, strict=True)]
-        if not _are_apart(factors):
-            self._looks, self._answered = 0, None
-            return None
-        answer = None
-        if self._answered is not None:
-            then, plan = self._answered
-            answer = plan if _are_near(paces, then) else None
-        problem = at_paces(self._problem, paces)
-        lasted = max(_SHORTEST_HORIZON_STEPS, step - self._changed_at)
-        present_s = predict(problem, self.plan).step_s
-        return Trial(step, problem, paces, present_s, min(steps_left, lasted), answer)
+        self.next_look = step + LOOK_EVERY_STEPS
+        self._tried = self._present_paces()
+        is_stale = _are_apart(self._tried, self._paces)
+        return at_paces(self._problem, self._tried) if is_stale else None
 
     def _present_paces(self) -> tuple[float, ...]:
         recent = [busy_s for _, busy_s in self._seen][-WINDOW_STEPS:]
-        paces = []
-        for rank, predicted_s in enumerate(self._predicted_s):
-            busy_s = median(each[rank] for each in recent)
-            # a rank without work shows no pace: it keeps the last one
-            is_known = busy_s > 0.0 and predicted_s > 0.0
-            paces.append(busy_s / predicted_s if is_known else self._paces[rank])
-        return tuple(paces)
+        busy_s = map(median, zip(*recent, strict=True))
+        # a rank without work shows no pace: it keeps the last one
+        return tuple(
+            busy / predicted if busy > 0.0 and predicted > 0.0 else last
+            for busy, predicted, last in zip(busy_s, self._predicted_s, self._paces, strict=True)
+        )
 
-    def judge(self, trial: Trial, plan: Plan | None) -> Replan | None:
-        """Return the change to make now that a trial is solved; None: keep the plan."""
-        gain_s = 0.0
-        if not _are_near(self._present_paces(), trial.paces):
-            plan = None  # it took so long to solve that ranks have changed their pace again
-        if plan is not None:
-            gain_s = trial.present_s - predict(trial.problem, plan).step_s
-            gained_s = gain_s * trial.horizon_steps
-        is_better = plan is not None and gain_s >= _LEAST_GAIN * trial.present_s
-        if plan is None or not is_better or gained_s < _GAIN_PER_COST * self._cost_s(trial, plan):
-            self._looks, self._answered = 0, None
-            return None
-        self._looks, self._answered = self._looks + 1, (trial.paces, plan)
-        if self._looks < _LOOKS:
-            return None
-        return self._change(trial, plan)
+    def judge(self, step: int, steps_left: float, plan: Plan | None) -> Replan | None:
+        """Return the change to a plan for the last look's problem; None: keep the present plan.
 
-    def _cost_s(self, trial: Trial, plan: Plan) -> float:
-        """Seconds of a change: rows travel as in gathers, and one step is traced anew."""
-        problem = self._problem
+        ``steps_left`` is infinite if unknown.
+        """
+        self.next_look = step + LOOK_EVERY_STEPS
+        paces = self._present_paces()
+        if plan is None or _are_apart(paces, self._tried):
+            return None
+        problem = at_paces(self._problem, paces)
+        new_s, old_s = (predict(problem, each).step_s for each in (plan, self._plan))
+        lasted_steps = max(_SHORTEST_HORIZON_STEPS, step - self._changed_at)
+        gain_s = old_s - new_s
+        # rows travel as in gathers, and one step is traced anew
         ends_s = problem.root_links.gather_s + problem.last_links.gather_s
         gathers_s = problem.units * problem.links.gather_s + ends_s
-        return _COPIES_MOVED * gathers_s * moved_share(self.plan, plan) + trial.present_s
-
-    def _change(self, trial: Trial, plan: Plan) -> Replan:
-        factors = [new / old for new, old in zip(trial.paces, self._paces, strict=True)]
+        cost_s = _COPIES_MOVED * gathers_s * moved_share(self._plan, plan) + old_s
+        gained_s = gain_s * min(steps_left, lasted_steps)
+        if gain_s < _LEAST_GAIN * old_s or gained_s < _GAIN_PER_COST * cost_s:
+            return None
+        factors = [new / old for new, old in zip(paces, self._paces, strict=True)]
         rank = max(range(len(factors)), key=lambda rank: abs(math.log(factors[rank])))
         return Replan(
-            step=trial.step,
-            plan=replace(plan, step_s=predict(trial.problem, plan).step_s),
-            old_plan=self.plan,
-            old_step_s=trial.present_s,
+            step=step,
+            plan=replace(plan, step_s=new_s),
+            old_plan=self._plan,
+            old_step_s=old_s,
             rank=rank,
             factor=factors[rank],
-            since_step=self._since(rank, trial.paces[rank]),
+            since_step=self._since(rank, paces[rank]),
         )
 
     def _since(self, rank: int, pace: float) -> int:
-        """Return the first of the last steps that were nearer to a pace than to the one before."""
         between_s = self._predicted_s[rank] * math.sqrt(pace * self._paces[rank])
         is_slower = pace > self._paces[rank]
-        seen = list(self._seen)
-        first = seen[-1][0]
-        misses = 0
-        for step, busy_s in reversed(seen):
-            is_new = (busy_s[rank] > between_s) == is_slower
-            misses = 0 if is_new else misses + 1
-            if misses == 3:  # single steps may differ
-                break
-            first = step if is_new else first
-        return first
+        is_new = [(busy_s[rank] > between_s) == is_slower for _, busy_s in self._seen]
+        return self._seen[change_point(is_new)][0]
 
-    def follow(self, step: int, change: Replan, paces: Sequence[float]) -> None:
+    def follow(self, step: int, change: Replan) -> None:
         """Follow the plan of a change from a step on, chosen for the paces of its trial."""
         taken_back = self._before is not None and _work_of(change.plan) == _work_of(self._before)
-        twice = min(2 * self._hold_steps, LONGEST_HOLD_STEPS)
-        self._hold_steps = twice if taken_back else HOLD_STEPS
-        self._before, self._paces = self.plan, tuple(paces)
-        self._begin(change.plan, step, self._hold_steps)
+        self._before, self._paces = self._plan, self._tried
+        self._begin(change.plan, step)
+        self._hold(step, is_longer=taken_back)
 
     def keep(self, step: int) -> None:
         """Keep the present plan, as ranks have refused the new one, and look again much later."""
-        self._hold_steps = min(2 * self._hold_steps, LONGEST_HOLD_STEPS)
-        self._next_look, self._looks = step + self._hold_steps, 0
-        self._answered = None
+        self._hold(step, is_longer=True)
+
+    def _hold(self, step: int, is_longer: bool) -> None:
+        twice = min(2 * self._hold_steps, LONGEST_HOLD_STEPS)
+        self._hold_steps = twice if is_longer else HOLD_STEPS
+        self.next_look = step + self._hold_steps
+
+
+def change_point(is_new: Sequence[bool]) -> int:
+    """Return the index that best separates what is not new before it from what is new from it on.
+
+    ::
+
+        change_point([False, True, False, False, True, False, True, True])   # 4
+    """
+    # how many more are new than are not, before each index
+    surplus = list(accumulate((1 if each else -1 for each in is_new), initial=0))
+    return surplus.index(min(surplus[:-1]))
 
 
 def at_paces(problem: Problem, paces: Sequence[float]) -> Problem:
@@ -246,12 +217,9 @@ def moved_share(old: Plan, new: Plan) -> float:
     return max(0.0, 1.0 - kept / len(groups))
 
 
-def _are_near(paces: Sequence[float], others: Sequence[float]) -> bool:
-    changed = [max(a / b, b / a) for a, b in zip(paces, others, strict=True)]
-    return not _are_apart([1.0, *changed])
-
-
-def _are_apart(factors: Sequence[float]) -> bool:
+def _are_apart(paces: Sequence[float], others: Sequence[float]) -> bool:
+    """Return whether ranks' paces have changed by different factors."""
+    factors = [new / old for new, old in zip(paces, others, strict=True)]
     return max(factors) >= _APART * min(factors)
 
 

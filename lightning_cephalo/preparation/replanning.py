@@ -17,7 +17,7 @@ from lightning_cephalo.common.quantities import format_seconds
 from lightning_cephalo.observe import report
 from lightning_cephalo.plan import Plan, Problem, predict
 from lightning_cephalo.plan.beside import SolverBeside
-from lightning_cephalo.plan.replan import Replan, ReplanPolicy, Trial
+from lightning_cephalo.plan.replan import Replan, ReplanPolicy
 from lightning_cephalo.preparation.job import Job
 from lightning_cephalo.preparation.plan_change import REFUSALS, PlanChanges
 from lightning_cephalo.preparation.relief import make_room
@@ -56,7 +56,6 @@ class Replanning:
         self._session, self._view, self._watch = changes.session, changes.view, changes.watch
         self._policy: ReplanPolicy | None = policy if self._session.control.rank == 0 else None
         self._solver: SolverBeside | None = None
-        self._trial: Trial | None = None
         self._ready: Replan | None = None  # on rank 0
         self._is_announced = False
         self._accepted: Replan | None = None
@@ -89,17 +88,17 @@ class Replanning:
 
     def _look(self, policy: ReplanPolicy) -> None:
         step = self._view.step
+        if step < policy.next_look:
+            return
         if self._solver is not None:
-            if self._solver.is_done and self._trial is not None:
-                self._ready = policy.judge(self._trial, self._solver.plan)
+            if self._solver.is_done:
+                self._ready = policy.judge(step, self._view.steps_left, self._solver.plan)
                 self.close()
             return
-        self._trial = policy.look(step, self._view.steps_left)
-        if self._trial is not None and self._trial.answer is not None:
-            self._ready = policy.judge(self._trial, self._trial.answer)
-        elif self._trial is not None:
+        problem = policy.look(step)
+        if problem is not None:
             try:
-                self._solver = SolverBeside(self._trial.problem)
+                self._solver = SolverBeside(problem)
             except OSError as error:
                 policy.keep(step)
                 rank_zero_warn(f"No other plan can be looked for: {error}")
@@ -125,8 +124,8 @@ class Replanning:
             return
         if change.cause != "pace":
             self._begin_anew(plan)
-        elif self._policy is not None and self._trial is not None:
-            self._policy.follow(step, change, self._trial.paces)
+        elif self._policy is not None:
+            self._policy.follow(step, change)
         self._tell(replace(change, step=step, moved_s=self._changes.change_s))
 
     def _begin_anew(self, plan: Plan) -> None:

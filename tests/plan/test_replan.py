@@ -34,6 +34,7 @@ PROBLEM = Problem(
     global_batch_size=16,
     step_overhead_s=0.01,
 )
+PLAN = solve(PROBLEM)
 STEPS = 1000
 
 
@@ -43,18 +44,20 @@ def _work_s(plan: Plan) -> list[float]:
 
 def _run(pace_of, steps=STEPS, answer=solve):
     """Train by the policy; ``pace_of(step, rank)`` is what is measured. Returns its changes."""
-    policy, changes = ReplanPolicy(PROBLEM, solve(PROBLEM)), []
-    work_s = _work_s(policy.plan)
+    policy, trial, changes = ReplanPolicy(PROBLEM, PLAN), None, []
+    work_s = _work_s(PLAN)
     for step in range(1, steps + 1):
         policy.observe(step, [pace_of(step, rank) * own for rank, own in enumerate(work_s)])
-        trial = policy.look(step, steps - step)
-        change = (
-            None if trial is None else policy.judge(trial, trial.answer or answer(trial.problem))
-        )
+        if step < policy.next_look:
+            continue
+        if trial is None:
+            trial = policy.look(step)
+            continue
+        change, trial = policy.judge(step, steps - step, answer(trial)), None
         if change is not None:
             changes.append(change)
-            policy.follow(step, change, trial.paces)
-            work_s = _work_s(policy.plan)
+            policy.follow(step, change)
+            work_s = _work_s(change.plan)
     return changes
 
 
@@ -113,41 +116,47 @@ def test_single_slow_steps_and_untimed_steps_count_for_nothing():
     assert _run(pace) == []
 
 
+def _looked(pace=3.0):
+    """Return a policy that has looked at step 20, where rank 1 was slower, and the problem."""
+    policy = ReplanPolicy(PROBLEM, PLAN)
+    _train(policy, range(1, 21), pace)
+    return policy, policy.look(20)
+
+
+def _train(policy, steps, pace):
+    one, two = _work_s(PLAN)
+    for step in steps:
+        policy.observe(step, [one, pace * two])
+
+
 def test_near_the_end_a_change_does_not_pay():
-    for horizon_steps, pays in ((3, False), (30, True)):
-        policy = ReplanPolicy(PROBLEM, solve(PROBLEM))
-        for step in range(1, 21):
-            policy.observe(
-                step, [(1.0, 3.0)[r] * own for r, own in enumerate(_work_s(policy.plan))]
-            )
-        trial = policy.look(20, horizon_steps)
-        said = [policy.judge(trial, solve(trial.problem)) for _ in range(2)]
-        assert said[0] is None and (said[1] is not None) == pays
+    for steps_left, pays in ((3, False), (30, True)):
+        policy, problem = _looked()
+        assert policy.next_look == 30
+        _train(policy, range(21, 31), 3.0)
+        assert (policy.judge(30, steps_left, solve(problem)) is not None) == pays
 
 
 def test_a_refused_plan_is_asked_for_again_much_later():
-    policy, asked = ReplanPolicy(PROBLEM, solve(PROBLEM)), []
-    work_s = _work_s(policy.plan)
-    for step in range(1, 200):
-        policy.observe(step, [work_s[0], 3 * work_s[1]])
-        trial = policy.look(step, 1000)
-        if trial is not None and policy.judge(trial, solve(trial.problem)) is not None:
-            asked.append(step)
-            policy.keep(step)
-    assert asked[0] < 30 and asked[1] - asked[0] > 2 * HOLD_STEPS and len(asked) == 3
+    policy, problem = _looked()
+    steps = []
+    for step in range(21, 200):
+        _train(policy, [step], 3.0)
+        if step >= policy.next_look:
+            if problem is None:
+                problem = policy.look(step)
+            elif policy.judge(step, 1000, solve(problem)) is not None:
+                steps.append(step)
+                policy.keep(step)
+                problem = None
+    assert steps[0] == 30 and steps[1] - steps[0] > 2 * HOLD_STEPS and len(steps) == 3
 
 
 def test_an_answer_that_comes_too_late_changes_nothing():
-    policy = ReplanPolicy(PROBLEM, solve(PROBLEM))
-    one, two = _work_s(policy.plan)
-    for step in range(1, 21):
-        policy.observe(step, [one, 3 * two])
-    trial = policy.look(20, 1000)
-    assert policy.judge(trial, solve(trial.problem)) is None
-    for step in range(21, 29):  # the rank has recovered while the second one was solved
-        policy.observe(step, [one, two])
-    assert policy.judge(trial, solve(trial.problem)) is None
-    assert policy.look(40, 1000) is None
+    policy, problem = _looked()
+    _train(policy, range(21, 29), 1.0)  # the rank has recovered while the problem was solved
+    assert policy.judge(30, 1000, solve(problem)) is None
+    assert policy.next_look == 40 and policy.look(40) is None
 
 
 def test_a_trial_without_a_solution_changes_nothing():
@@ -158,9 +167,10 @@ def test_a_rank_without_work_keeps_its_pace():
     plan = Plan((RankPlan((16,), 0.5), RankPlan((), 0.5)))
     policy = ReplanPolicy(PROBLEM, plan)
     for step in range(1, 30):
-        policy.observe(step, [4 * 3 * 0.16 + 0.16, 0.0])
-    trial = policy.look(30, 1000)
-    assert trial is None or trial.paces[1] == 1.0
+        policy.observe(step, [3.0 * (4 * 3 * 0.16 + 0.16), 0.0])
+    slower = policy.look(30)
+    assert slower.ranks[0].forward_s[0] == pytest.approx(0.03)
+    assert slower.ranks[1] == PROBLEM.ranks[1]
 
 
 def test_the_share_that_moves():
