@@ -81,7 +81,7 @@ def test_the_script_of_the_readme_plans_and_trains(tmp_path):
     )
     assert found.returncode == 0, found.stderr
     assert "global batch 64, units: 8 × Sequential" in found.stdout
-    assert "Predicted and measured" in found.stdout
+    assert "Step: predicted" in found.stdout
 
 
 def by_command_line(folder: Path, *options: str) -> Any:

@@ -6,7 +6,7 @@ Formatting only. A figure that a plan does not predict shows as a dash.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TypeVar
@@ -89,13 +89,11 @@ def _sizes(units: Sequence[UnitSize]) -> str:
 def plan_table(
     plan: Plan,
     *,
-    devices: Sequence[str] | None = None,
     units: int | None = None,
     model: Sequence[UnitSize] = (),
     notes: Sequence[str] = (),
     updates: str = "",
     details: bool = True,
-    title: str = "Plan",
 ) -> Table:
     """Return a plan as a table: a row for each rank, and below them the prediction for the step.
 
@@ -104,28 +102,18 @@ def plan_table(
 
     Args:
         plan: the plan to show.
-        devices: a name for each rank, in rank order; None: the names in the plan.
         units: number of the model's units. With it, a rank's predicted time is that of a whole
             step, also as a share of the step; without it, that of one unit.
         model: the model's units, the root unit first, for a line below the table.
         notes: sentences that go below the prediction.
         updates: when updates run, for a line below the table.
         details: whether to say how the plan was solved, and how far from the optimum it may be.
-        title: the table's heading.
-
-    Raises:
-        ValueError: if ``devices`` has another length than the plan has ranks.
     """
-    if devices is not None and len(devices) != plan.world_size:
-        raise ValueError(
-            f"Expected a device name for each of the plan's {plan.world_size} ranks, "
-            f"but got {len(devices)}."
-        )
     units_line = f"global batch {plan.global_batch_size}, {units_text(model)}" if model else None
     updates_line = f"updates {updates}" if updates else None
     lines = [units_line, updates_line, _outcome(plan, details), *notes]
     caption = "\n".join(line for line in lines if line) or None
-    table = Table(title=title, caption=caption, caption_justify="left", show_footer=True)
+    table = Table(title="Plan", caption=caption, caption_justify="left", show_footer=True)
     table.add_column("rank", justify="right")
     table.add_column("device")
     table.add_column("samples", str(plan.global_batch_size), justify="right")
@@ -138,7 +126,7 @@ def plan_table(
     table.add_column("memory of capacity", justify="right")
     rows = [
         (
-            printable((rank.name if devices is None else devices[index]) or ABSENT),
+            rank.name or ABSENT,
             str(rank.batch_size),
             format_microbatches(rank.microbatch_sizes),
             *([_activations(rank)] if has_activations else []),
@@ -146,7 +134,7 @@ def plan_table(
             _busy(rank, units, plan.step_s),
             _memory(rank),
         )
-        for index, rank in enumerate(plan.ranks)
+        for rank in plan.ranks
     ]
     is_short = len(rows) <= _RANKS_IN_FULL
     first = 0
@@ -164,30 +152,11 @@ def _runs(values: Iterable[_Value]) -> list[tuple[_Value, int]]:
     return [(value, len(list(alike))) for value, alike in groupby(values)]
 
 
-def prediction_table(
-    predicted: Mapping[str, float | None],
-    measured: Mapping[str, float | None],
-    *,
-    title: str = "Predicted and measured",
-) -> Table:
-    """Return predictions next to measurements, with their difference in percent of the prediction.
-
-    A name ends in ``_s`` (seconds) or ``_bytes``, such as ``rank_0_memory_bytes``; ValueError if it
-    does not.
-    """
-    table = Table(title=title)
-    table.add_column("")
-    for heading in ("predicted", "measured", "difference"):
-        table.add_column(heading, justify="right")
-    for name in dict.fromkeys([*predicted, *measured]):
-        before, after = predicted.get(name), measured.get(name)
-        label, unit = _split_unit(name)
-        formatted = format_seconds if unit == "s" else format_bytes
-        difference = ABSENT
-        if before and after is not None:
-            difference = f"{after / before - 1:+.1%}"
-        table.add_row(label, formatted(before), formatted(after), difference)
-    return table
+def step_line(predicted_s: float | None, measured_s: float) -> str:
+    """Return the time of a step in a line, with the difference in percent of the prediction."""
+    difference = f" ({measured_s / predicted_s - 1:+.1%})" if predicted_s else ""
+    times = f"predicted {format_seconds(predicted_s)}, measured {format_seconds(measured_s)}"
+    return f"Step: {times}{difference}"
 
 
 _KINDS = ("peak", "state", "gathered", "gradients", "boundaries", "inside", "other")
@@ -259,10 +228,9 @@ def _activations(rank: RankPlan) -> str:
 def _busy(rank: RankPlan, units: int | None, step_s: float | None) -> str:
     if rank.forward_s is None or rank.backward_s is None:
         return ABSENT
-    busy_s = rank.forward_s + rank.backward_s
     if units is None:
-        return format_seconds(busy_s)
-    busy_s = units * busy_s + (rank.tail_s or 0.0)
+        return format_seconds(rank.forward_s + rank.backward_s)
+    busy_s = units * (rank.forward_s + rank.backward_s) + (rank.tail_s or 0.0)
     share = f" ({busy_s / step_s:.0%})" if step_s else ""
     return format_seconds(busy_s) + share
 
@@ -299,16 +267,6 @@ def _outcome(plan: Plan, details: bool) -> str | None:
         by = f" by {plan.backend}" if plan.backend else ""
         parts.append(f"solved{by} in {format_seconds(plan.solve_s)}")
     return ", ".join(parts) or None
-
-
-def _split_unit(name: str) -> tuple[str, str]:
-    label, _, unit = name.rpartition("_")
-    if unit not in ("s", "bytes") or not label:
-        raise ValueError(
-            f"Expected a name that ends in its unit, '_s' or '_bytes', but got {name!r}. "
-            "For example: step_s, rank_0_memory_bytes."
-        )
-    return label.replace("_", " "), unit
 
 
 def show(table: object) -> None:

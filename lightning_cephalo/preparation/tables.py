@@ -31,8 +31,7 @@ def show_plan(training: Training) -> None:
 def show_predictions(session: Session, found: RunReport) -> None:
     """Print predicted against measured step time and memory."""
     if found.step_s is not None:
-        step_s = {"step_s": session.plan.step_s}, {"step_s": found.step_s}
-        report.show(report.prediction_table(*step_s))
+        report.show(report.step_line(session.plan.step_s, found.step_s))
     if found.memory is not None:
         report.show(report.memory_table(session.predicted_memory, found.memory))
 

@@ -13,8 +13,8 @@ from lightning_cephalo.observe.report import (
     format_microbatches,
     memory_table,
     plan_table,
-    prediction_table,
     show,
+    step_line,
     units_text,
 )
 from lightning_cephalo.plan import Plan, RankPlan
@@ -115,11 +115,12 @@ def test_plan_table_names_the_units_and_the_global_batch() -> None:
 
 def test_names_are_shown_and_neither_obeyed_nor_read_as_markup(capsys) -> None:
     unit = UnitSize("a\x1b[2J", "[/]", 5)
-    show(plan_table(SOLVED, devices=["[red]", "b\x07"], model=[UnitSize("", "Net", 1), unit]))
+    plan = Plan((RankPlan((1,), 1.0, "[red]"),))
+    show(plan_table(plan, model=[UnitSize("", "Net", 1), unit]))
     text = capsys.readouterr().out
-    assert "\x1b" not in text and "\x07" not in text
+    assert "\x1b" not in text
     assert "1 × [/] (a\\x1b[2J, 5)" in " ".join(text.split())
-    assert "[red]" in text and "b\\x07" in text
+    assert "[red]" in text
 
 
 def test_plan_table_of_a_plan_written_by_hand_shows_dashes() -> None:
@@ -161,8 +162,8 @@ def test_beyond_24_ranks_equal_neighbours_share_a_row() -> None:
     assert cells(text, row=3)[2] == "259"
     assert len(plan_table(many(130)).rows) == 3
     assert len(plan_table(many(24)).rows) == 24
-    names = [f"node {rank}" for rank in range(25)]
-    assert len(plan_table(many(25), devices=names).rows) == 25
+    named = [replace(rank, name=f"node {i}") for i, rank in enumerate(many(25).ranks)]
+    assert len(plan_table(Plan(named)).rows) == 25
 
 
 def test_plan_table_without_units_shows_the_time_of_one() -> None:
@@ -171,30 +172,9 @@ def test_plan_table_without_units_shows_the_time_of_one() -> None:
     assert cells(text, row=0)[5] == "30 ms"
 
 
-def test_device_names_of_the_run_replace_those_of_the_plan() -> None:
-    text = text_of(plan_table(SOLVED, devices=("cpu (node 0)", "cpu (node 1)")))
-    assert cells(text, row=0)[1] == "cpu (node 0)"
-    with pytest.raises(ValueError, match="each of the plan's 2 ranks, but got 1"):
-        plan_table(SOLVED, devices=("cpu",))
-
-
-def test_prediction_table_compares_what_both_have() -> None:
-    text = text_of(
-        prediction_table(
-            {"step_s": 2.0, "rank_0_memory_bytes": 2**30, "gather_s": None},
-            {"step_s": 2.1, "rank_0_memory_bytes": 2**29, "wait_s": 0.0},
-        )
-    )
-    assert cells(text, row=0) == ["step", "2 s", "2.1 s", "+5.0%"]
-    assert cells(text, row=1) == ["rank 0 memory", "1.0 GiB", "512.0 MiB", "-50.0%"]
-    assert cells(text, row=2) == ["gather", "–", "–", "–"]
-    assert cells(text, row=3) == ["wait", "–", "0 s", "–"]
-
-
-@pytest.mark.parametrize("name", ["step", "_s", "memory_gb"])
-def test_prediction_table_refuses_a_name_without_a_unit(name: str) -> None:
-    with pytest.raises(ValueError, match="ends in its unit"):
-        prediction_table({name: 1.0}, {})
+def test_a_line_compares_the_step_with_its_prediction() -> None:
+    assert step_line(2.0, 2.1) == "Step: predicted 2 s, measured 2.1 s (+5.0%)"
+    assert step_line(None, 2.1) == "Step: predicted –, measured 2.1 s"
 
 
 @pytest.mark.parametrize(
