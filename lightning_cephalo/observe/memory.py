@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Annotated, Any, Protocol
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -20,6 +21,7 @@ from torch.utils import _pytree as pytree
 from lightning_cephalo.accelerator.base import MemoryFigures
 from lightning_cephalo.accelerator.emulated import MemoryTracker
 from lightning_cephalo.accelerator.torch_device import distinct_bytes
+from lightning_cephalo.common.records import Amount, Count, Record, whole
 from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.observe.recorder import Look
@@ -31,7 +33,7 @@ COUNTED_STEP = 2
 
 
 @dataclass(frozen=True)
-class RankMemory:
+class RankMemory(Record):
     """Bytes of one rank; None where a figure is not known.
 
     Each kind is the largest amount of it that was held at any moment of the step. The exception is
@@ -56,17 +58,20 @@ class RankMemory:
         step: The training step that was counted, from 1; None where all steps were (or none).
     """
 
-    peak_bytes: float | None = None
-    state_bytes: float | None = None
-    gathered_bytes: float | None = None
-    gradients_bytes: float | None = None
-    boundaries_bytes: float | None = None
-    inside_bytes: float | None = None
-    other_bytes: float | None = None
-    host_bytes: float | None = None
-    step: int | None = None
-    resting_state_bytes: float | None = None
-    parameters: int | None = None
+    kind = "memory"
+    leaves_out_defaults = True
+
+    peak_bytes: Amount | None = None
+    state_bytes: Amount | None = None
+    gathered_bytes: Amount | None = None
+    gradients_bytes: Amount | None = None
+    boundaries_bytes: Amount | None = None
+    inside_bytes: Amount | None = None
+    other_bytes: Amount | None = None
+    host_bytes: Amount | None = None
+    step: Count | None = None
+    resting_state_bytes: Amount | None = None
+    parameters: Annotated[int, partial(whole, minimum=0)] | None = None
 
     @property
     def bytes_per_parameter(self) -> tuple[float, float] | None:

@@ -7,9 +7,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from lightning_cephalo.common import records
 from lightning_cephalo.common.errors import PlanError
@@ -31,93 +32,50 @@ from lightning_cephalo.plan.timeline import (
 RECORD_NAME = "cephalo-run.json"
 STEPS_IN_FULL = 2000
 _PLACES = 9  # of seconds: a nanosecond
-_INDEX = partial(records.whole, minimum=-1)
-_E = TypeVar("_E", Stream, Operation, Phase)
 
 
-def _event(field: str, value: Any) -> Event:
-    stream, operation, unit, visit, microbatch, start_s, end_s, moved_bytes = _row(field, value, 8)
-    instruction = Instruction(
-        _member(field, Operation, operation),
-        _INDEX(f"{field}: unit", unit),
-        _INDEX(f"{field}: visit", visit),
-        _INDEX(f"{field}: microbatch", microbatch),
-    )
-    return Event(
-        0,
-        _member(field, Stream, stream),
-        instruction,
-        _seconds(f"{field}: start", start_s),
-        _seconds(f"{field}: end", end_s),
-        records.real(f"{field}: bytes", moved_bytes),
-    )
+def _record(kind: type[Record], field: str, value: Any) -> Record:
+    return value if isinstance(value, kind) else kind.from_dict(value, where=field)
 
 
-def _held(field: str, value: Any) -> Held:
-    time_s, host_bytes, *sizes = _row(field, value, 2 + len(MEASURED_KINDS))
-    return Held(
-        _seconds(f"{field}: time", time_s),
-        tuple(records.real(f"{field}: bytes", size) for size in sizes),
-        records.real(f"{field}: host bytes", host_bytes),
-    )
+def _rows(kind: type, read: Callable[[Any], Any], field: str, value: Any) -> tuple[Any, ...]:
+    """Return values of a kind that has one row of a file each."""
+    found = []
+    for index, row in enumerate(records.items(field, value, of="rows")):
+        try:
+            found.append(row if isinstance(row, kind) else read(row))
+        except (TypeError, ValueError) as error:
+            raise PlanError(
+                f"{field}[{index}]: expected a row of {kind.__name__}, but got"
+                f" {records.shortened(row)}: {error}."
+            ) from None
+    return tuple(found)
 
 
-def _span(field: str, value: Any) -> Span:
-    phase, start_s, end_s = _row(field, value, 3)
-    return Span(
-        _member(field, Phase, phase),
-        _seconds(f"{field}: start", start_s),
-        _seconds(f"{field}: end", end_s),
-    )
+def _event(row: Sequence[Any]) -> Event:
+    stream, operation, unit, visit, microbatch, *numbers = row
+    start_s, end_s, moved_bytes = map(float, numbers)
+    instruction = Instruction(Operation(operation), int(unit), int(visit), int(microbatch))
+    return Event(0, Stream(stream), instruction, start_s, end_s, moved_bytes)
 
 
-def _row(field: str, value: Any, length: int) -> tuple[Any, ...]:
-    entries = records.items(field, value, of=f"{length} entries")
-    if len(entries) != length:
-        raise PlanError(f"{field}: expected {length} entries, but got {len(entries)}.")
-    return entries
+def _row_of(event: Event) -> list[Any]:
+    start_s, end_s = round(event.start_s, _PLACES), round(event.end_s, _PLACES)
+    what = (event.stream.value, event.operation.value)
+    where = (event.unit, event.instruction.visit, event.microbatch)
+    return [*what, *where, start_s, end_s, event.moved_bytes]
 
 
-def _seconds(field: str, value: Any) -> float:
-    # a rank may begin before the first event of any
-    return records.real(field, value, minimum=-1e9)
+def _held(row: Sequence[Any]) -> Held:
+    time_s, host_bytes, *sizes = map(float, row)
+    if len(sizes) != len(MEASURED_KINDS):
+        raise ValueError(f"expected {len(MEASURED_KINDS)} sizes, but got {len(sizes)}")
+    return Held(time_s, tuple(sizes), host_bytes)
 
 
-def _member(field: str, kind: type[_E], value: Any) -> _E:
-    try:
-        return kind(value)
-    except ValueError:
-        raise PlanError(
-            f"{field}: expected one of {', '.join(one.value for one in kind)}, but got"
-            f" {records.shortened(value)}."
-        ) from None
-
-
-def _each(read: Any, kind: type, field: str, value: Any) -> tuple[Any, ...]:
-    return tuple(
-        entry if isinstance(entry, kind) else read(f"{field}[{index}]", entry)
-        for index, entry in enumerate(records.items(field, value, of="rows"))
-    )
-
-
-def _memory(field: str, value: Any) -> RankMemory:
-    if isinstance(value, RankMemory):
-        return value
-    known = [one.name for one in fields(RankMemory)]
-    given = records.mapping(field, value, known=known, required=())
-    whole = {"step", "parameters"}
-    sizes: dict[str, Any] = {
-        name: records.whole(f"{field}: {name}", size, minimum=0)
-        if name in whole
-        else records.real(f"{field}: {name}", size)
-        for name, size in given.items()
-        if size is not None
-    }
-    return RankMemory(**sizes)
-
-
-def _plan(field: str, value: Any) -> Plan:
-    return value if isinstance(value, Plan) else Plan.from_dict(value, where=field)
+def _span(row: Sequence[Any]) -> Span:
+    phase, start_s, end_s = row
+    return Span(Phase(phase), float(start_s), float(end_s))
 
 
 def _texts(field: str, value: Any) -> tuple[str, ...]:
@@ -141,11 +99,11 @@ class RankRecord(Record):
     waiting_s: Amount | None = None
     between_s: Amount | None = None
     predicted_busy_s: Amount | None = None
-    predicted_memory: Annotated[RankMemory, _memory] | None = None
-    measured_memory: Annotated[RankMemory, _memory] | None = None
-    events: Annotated[tuple[Event, ...], partial(_each, _event, Event)] = ()
-    held: Annotated[tuple[Held, ...], partial(_each, _held, Held)] = ()
-    phases: Annotated[tuple[Span, ...], partial(_each, _span, Span)] = ()
+    predicted_memory: Annotated[RankMemory, partial(_record, RankMemory)] | None = None
+    measured_memory: Annotated[RankMemory, partial(_record, RankMemory)] | None = None
+    events: Annotated[tuple[Event, ...], partial(_rows, Event, _event)] = ()
+    held: Annotated[tuple[Held, ...], partial(_rows, Held, _held)] = ()
+    phases: Annotated[tuple[Span, ...], partial(_rows, Span, _span)] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -154,32 +112,15 @@ class RankRecord(Record):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists and numbers; an event, a phase, and what is held are a list each."""
-        data = super().to_dict()
-        for name in ("predicted_memory", "measured_memory"):
-            memory = getattr(self, name)
-            if memory is not None:
-                data[name] = {key: size for key, size in asdict(memory).items() if size is not None}
-        rows: dict[str, list[list[Any]]] = {
-            "events": [
-                [
-                    event.stream.value,
-                    event.operation.value,
-                    event.unit,
-                    event.instruction.visit,
-                    event.microbatch,
-                    round(event.start_s, _PLACES),
-                    round(event.end_s, _PLACES),
-                    event.moved_bytes,
-                ]
-                for event in self.events
-            ],
+        rows = {
+            "events": [_row_of(event) for event in self.events],
             "held": [[round(one.time_s, _PLACES), one.host_bytes, *one.sizes] for one in self.held],
             "phases": [
                 [one.phase.value, round(one.start_s, _PLACES), round(one.end_s, _PLACES)]
                 for one in self.phases
             ],
         }
-        return data | {name: entries for name, entries in rows.items() if entries}
+        return super().to_dict() | {name: entries for name, entries in rows.items() if entries}
 
     @property
     def recording(self) -> Recording:
@@ -209,7 +150,7 @@ class RunRecord(FileRecord):
 
     kind = "run record"
 
-    plan: Annotated[Plan, _plan]
+    plan: Annotated[Plan, partial(_record, Plan)]
     ranks: Annotated[tuple[RankRecord, ...], ListOf(RankRecord, "a RankRecord", "rank records")]
     is_finished: YesOrNo = False
     is_given: YesOrNo = False

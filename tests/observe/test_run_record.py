@@ -47,11 +47,12 @@ def test_what_is_written_is_what_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("place", "value", "said"),
     [
-        (("ranks", 0, "events", 0, 0), "computed", "expected one of compute, communication"),
-        (("ranks", 0, "events", 0), [1, 2], "expected 8 entries, but got 2"),
-        (("ranks", 0, "events", 0, 5), "soon", "events\\[0\\]: start: expected a finite number"),
-        (("ranks", 0, "held", 0, 1), -1, "host bytes: expected a finite number at least 0"),
-        (("ranks", 0, "phases", 0, 0), "back", "expected one of forward, backward, update"),
+        (("ranks", 0, "events", 0, 0), "computed", "'computed' is not a valid Stream"),
+        (("ranks", 0, "events", 0), [1, 2], "events\\[0\\]: expected a row of Event"),
+        (("ranks", 0, "events", 0, 5), "soon", "events\\[0\\]: .*could not convert string"),
+        (("ranks", 0, "held", 0, 1), None, "held\\[0\\]: expected a row of Held"),
+        (("ranks", 0, "held", 0), [0.0, 1.0, 2.0], "expected 8 sizes, but got 1"),
+        (("ranks", 0, "phases", 0, 0), "back", "'back' is not a valid Phase"),
         (("ranks", 0, "measured_memory"), {"peaks": 1}, "unknown key 'peaks'"),
         (("ranks", 1, "rank"), 5, "expected ranks 0 to 1"),
         (("plan", "ranks"), [], "expected at least one RankPlan"),
