@@ -30,10 +30,8 @@ from lightning_cephalo.plan.timeline import (
 RANKS_IN_FULL = 64
 TRACE_NAME = "trace.json"  # in the record of a run
 _MICROSECONDS = 1e6
-_LANES = 100
-_SIMULATED = (Stream.COMPUTE, Stream.COMMUNICATION, Stream.COPY)
-_OF_STATE = (Stream.TO_DEVICE, Stream.TO_HOST, Stream.HOST)
-_THREADS = {stream: number for number, stream in enumerate(Stream)}
+_STREAMS = list(Stream)
+_NAMES = {NONE: "", ROOT: " root"}
 
 
 def write_trace(simulation: Simulation, problem: Problem, path: str | PathLike[str]) -> None:
@@ -46,130 +44,99 @@ def write_trace(simulation: Simulation, problem: Problem, path: str | PathLike[s
         PlanError: if the suffix is not ``.json``, the problem has another number of ranks, or the
             file cannot be written.
     """
-    target = json_path(path)
     if len(problem.ranks) != simulation.world_size:
         raise PlanError(
             f"Expected the problem that was simulated, with {simulation.world_size} ranks, "
             f"but got one with {len(problem.ranks)}. Give the same problem as to simulate()."
         )
+    is_short = simulation.world_size <= RANKS_IN_FULL
     entries = (
         entry
         for timeline in simulation.timelines
-        for rank in (
-            timeline.ranks if simulation.world_size <= RANKS_IN_FULL else timeline.ranks[:1]
-        )
-        for entry in _process(simulation, problem, rank)
+        for rank in (timeline.ranks if is_short else timeline.ranks[:1])
+        for entry in _simulated(simulation, rank, problem.ranks[rank].name, is_short)
     )
-    _write(entries, target)
+    _write(entries, path)
 
 
 def write_recording(recordings: Sequence[Recording], path: str | PathLike[str]) -> None:
     """Write a recorded step of every rank as JSON, with memory and traffic as counters."""
     shown = recordings[:RANKS_IN_FULL]
-    _write((entry for recording in shown for entry in _recorded(recording)), json_path(path))
+    _write((entry for recording in shown for entry in _recorded(recording)), path)
 
 
-def json_path(path: str | PathLike[str]) -> Path:
-    """Return the path of a trace; raise PlanError for a name that does not end in ``.json``."""
+def _write(entries: Iterable[dict[str, Any]], path: str | PathLike[str]) -> None:
     target = Path(path)
     if target.suffix.lower() != ".json":
         raise PlanError(
             f"{target}: expected a file name that ends in .json, "
             f"but got the suffix {target.suffix!r}. Rename the file."
         )
-    return target
-
-
-def _write(entries: Iterable[dict[str, Any]], target: Path) -> None:
     content = {"displayTimeUnit": "ms", "traceEvents": list(entries)}
     files.write_text(target, json.dumps(content, separators=(",", ":"), allow_nan=False))
 
 
 def _recorded(recording: Recording) -> Iterator[dict[str, Any]]:
-    rank = recording.rank
-    yield from _head(rank, f"rank {rank} ({recording.name})")
-    for stream, number in _THREADS.items():
-        # overlapping events would hide each other in one thread: each takes the first free thread
-        free_s: list[float] = []
-        for event in recording.events:
-            if event.stream is not stream:
-                continue
-            lane = next((i for i, end_s in enumerate(free_s) if end_s <= event.start_s), None)
-            if lane is None:
-                lane = len(free_s)
-                free_s.append(0.0)
-                name = stream.value if not lane else f"{stream.value} ({lane + 1})"
-                yield from _thread(rank, _LANES * number + lane, name)
-            free_s[lane] = event.end_s
-            yield {**_complete(event), "tid": _LANES * number + lane}
-    for held in recording.held:
-        sizes = {kind.value: size for kind, size in zip(MEASURED_KINDS, held.sizes, strict=True)}
-        yield _counter(rank, "memory by kind", held.time_s, sizes)
-    if any(held.host_bytes for held in recording.held):
-        host = ((held.time_s, held.host_bytes) for held in recording.held)
-        yield from _counters(rank, "host memory", merged(host))
+    rank, held = recording.rank, recording.held
+    yield from _process(rank, f"rank {rank} ({recording.name})", recording.events)
+    for one in held:
+        sizes = {kind.value: size for kind, size in zip(MEASURED_KINDS, one.sizes, strict=True)}
+        yield _counter(rank, "memory by kind", one.time_s, sizes)
+    yield from _host_memory(rank, merged((one.time_s, one.host_bytes) for one in held))
     for way in Way:
         for time_s, per_s in rate(recording.events, way):
             yield _counter(rank, way.value, time_s, {"bytes per second": round(per_s)})
 
 
-def _process(simulation: Simulation, problem: Problem, rank: int) -> Iterator[dict[str, Any]]:
-    name = problem.ranks[rank].name
-    alike = len(simulation.timeline(rank).ranks)
-    label = f"rank {rank} ({name})"
-    if simulation.world_size > RANKS_IN_FULL:
-        label = f"{alike} × {name} (rank {rank} and alike)" if alike > 1 else label
-    yield from _head(rank, label)
-    used = {event.stream for event in simulation.timeline(rank).events}
-    for stream in (*_SIMULATED, *(each for each in _OF_STATE if each in used)):
-        yield from _thread(rank, _THREADS[stream], stream.value)
-    for event in simulation.events_of(rank):
-        yield _complete(event)
-    yield from _counters(rank, "memory", simulation.memory_of(rank))
-    host = simulation.host_memory_of(rank)
-    if any(size for _, size in host):
-        yield from _counters(rank, "host memory", host)
+def _simulated(
+    simulation: Simulation, rank: int, name: str, is_short: bool
+) -> Iterator[dict[str, Any]]:
+    alike = 1 if is_short else len(simulation.timeline(rank).ranks)
+    label = f"{alike} × {name} (rank {rank} and alike)" if alike > 1 else f"rank {rank} ({name})"
+    yield from _process(rank, label, simulation.events_of(rank))
+    for time_s, size in simulation.memory_of(rank):
+        yield _counter(rank, "memory", time_s, {"bytes": size})
+    yield from _host_memory(rank, simulation.host_memory_of(rank))
 
 
-def _head(rank: int, label: str) -> Iterator[dict[str, Any]]:
+def _process(rank: int, label: str, events: Iterable[Event]) -> Iterator[dict[str, Any]]:
+    """Yield a process with its events; those of a stream that overlap are in several threads."""
     yield _metadata(rank, "process_name", name=label)
     yield _metadata(rank, "process_sort_index", sort_index=rank)
-
-
-def _thread(rank: int, thread: int, name: str) -> Iterator[dict[str, Any]]:
-    yield _metadata(rank, "thread_name", thread, name=name)
-    yield _metadata(rank, "thread_sort_index", thread, sort_index=thread)
-
-
-_NAMES = {NONE: "", ROOT: " root"}
+    free_us: dict[Stream, list[float]] = {}
+    for event in events:
+        start_us, end_us = (_microseconds(time_s) for time_s in (event.start_s, event.end_s))
+        lanes = free_us.setdefault(event.stream, [])
+        lane = next((i for i, free in enumerate(lanes) if free <= start_us), len(lanes))
+        number = _STREAMS.index(event.stream)
+        thread = number + len(_STREAMS) * lane
+        if lane == len(lanes):
+            lanes.append(0.0)
+            name = f"{event.stream.value} ({lane + 1})" if lane else event.stream.value
+            yield _metadata(rank, "thread_name", thread, name=name)
+            yield _metadata(rank, "thread_sort_index", thread, sort_index=100 * number + lane)
+        lanes[lane] = end_us
+        places = {"unit": event.unit, "microbatch": event.microbatch}
+        yield {
+            "ph": "X",
+            "pid": rank,
+            "tid": thread,
+            "ts": start_us,
+            "dur": round(end_us - start_us, 3),
+            "name": event.operation.value + _NAMES.get(event.unit, f" {event.unit}"),
+            "cat": event.operation.value,
+            "args": {place: index for place, index in places.items() if index >= 0},
+        }
 
 
 def _metadata(rank: int, kind: str, thread: int = 0, **arguments: object) -> dict[str, Any]:
     return {"ph": "M", "pid": rank, "tid": thread, "name": kind, "args": arguments}
 
 
-def _complete(event: Event) -> dict[str, Any]:
-    start_us, end_us = (_microseconds(time_s) for time_s in (event.start_s, event.end_s))
-    unit = _NAMES.get(event.unit, f" {event.unit}")
-    return {
-        "ph": "X",
-        "pid": event.rank,
-        "tid": _THREADS[event.stream],
-        "ts": start_us,
-        "dur": round(end_us - start_us, 3),
-        "name": f"{event.operation.value}{unit}",
-        "cat": event.operation.value,
-        "args": {
-            name: value
-            for name, value in (("unit", event.unit), ("microbatch", event.microbatch))
-            if value >= 0
-        },
-    }
-
-
-def _counters(rank: int, name: str, function: StepFunction) -> Iterator[dict[str, Any]]:
-    for time_s, size in function:
-        yield _counter(rank, name, time_s, {"bytes": size})
+def _host_memory(rank: int, sizes: StepFunction) -> Iterator[dict[str, Any]]:
+    if any(size for _, size in sizes):
+        for time_s, size in sizes:
+            yield _counter(rank, "host memory", time_s, {"bytes": size})
 
 
 def _counter(rank: int, name: str, time_s: float, series: dict[str, float]) -> dict[str, Any]:

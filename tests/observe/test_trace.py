@@ -107,7 +107,6 @@ def test_processes_and_threads_have_names(tmp_path):
         (0, 0, "rank 0 (T4)"),
         (0, 0, "compute"),
         (0, 1, "communication"),
-        (0, 2, "copy"),
     }
 
 
