@@ -17,6 +17,7 @@ from lightning_cephalo.plan.timeline import Event, Held, Recording, Stream
 # Waiting for work that is already done takes a microsecond or two: that is no event.
 _NO_WAITING_S = 1e-5
 _COPIES = frozenset({Operation.OFFLOAD, Operation.FETCH})
+_TAKES_TIME = COMPUTE | {Operation.UPDATE}
 
 
 @dataclass(frozen=True)
@@ -39,52 +40,52 @@ class Look:
     host_bytes: float
 
 
+@dataclass
+class _Step:
+    """What was seen of a step so far."""
+
+    spans: list[_Span] = field(default_factory=list)
+    copied: list[Event] = field(default_factory=list)
+    order: list[tuple[Mark, Instruction]] = field(default_factory=list)  # the moment before each
+    ended: Mark | None = None
+
+
 class Recorder(Observer):
     """Records steps of one rank; retains only the last one.
 
     A collective lasts from its issue until the backend reports that it is done. It is left out if
-    the backend does not report this.
+    the backend does not report this. Copies are recorded where the device tells of them.
     """
 
     def __init__(
         self,
         marks: Marks,
         now: Callable[[], Mark] | None = None,
-        records_copies: bool = True,
         bytes_of: Callable[[Instruction], float] = lambda instruction: 0.0,
     ) -> None:
         self._marks = marks
         self._bytes_of = bytes_of
         self._now = now or marks.now
-        self._takes_time = COMPUTE | {Operation.UPDATE} | (_COPIES if records_copies else set())
-        self._spans: list[_Span] = []
-        self._finished: list[_Span] = []
-        self._copied: list[Event] = []
-        self._finished_copied: list[Event] = []
+        self._step, self._finished = _Step(), _Step()
         self._instruction = Instruction(Operation.AGREE)
         self._thread = threading.get_ident()
-        # the moment before every instruction, and that of the end
-        self._order: list[tuple[Mark, Instruction]] = []
-        self._finished_order: list[tuple[Mark, Instruction]] = []
-        self._ended: Mark | None = None
         self._began: Mark | None = None
         self._waits_since: Mark | None = None
         self._met: Mark | None = None
 
     def restart(self) -> None:
         """Begin a step."""
-        self._spans, self._order, self._copied = [], [], []
-        self._thread = threading.get_ident()
+        self._step, self._thread = _Step(), threading.get_ident()
 
     def before(self, instruction: Instruction) -> None:
         self._began = self._now()
-        self._order.append((self._began, instruction))
+        self._step.order.append((self._began, instruction))
         self._instruction = instruction
 
     def after(self, instruction: Instruction) -> None:
-        if instruction.operation in self._takes_time:
-            stream = Stream.COPY if instruction.operation in _COPIES else Stream.COMPUTE
-            self._spans.append(_Span(stream, instruction, self._began, ends=[self._now()]))
+        if instruction.operation in _TAKES_TIME:
+            span = _Span(Stream.COMPUTE, instruction, self._began, ends=[self._now()])
+            self._step.spans.append(span)
 
     def issued(self, instruction: Instruction, works: Sequence[Any]) -> None:
         is_reduce = instruction.operation is Operation.REDUCE
@@ -96,7 +97,7 @@ class Recorder(Observer):
             except (RuntimeError, NotImplementedError):
                 return  # this backend does not report when it is done
         if works:
-            self._spans.append(span)
+            self._step.spans.append(span)
 
     # -- of accelerator.base.TransferListener ---------------------------------------------------
 
@@ -110,7 +111,7 @@ class Recorder(Observer):
         instruction, stream = self._here(), Stream.COPY
         if instruction.operation not in _COPIES:
             stream = Stream.TO_HOST if to_host else Stream.TO_DEVICE
-        self._copied.append(Event(0, stream, instruction, start_s, end_s, float(nbytes)))
+        self._step.copied.append(Event(0, stream, instruction, start_s, end_s, float(nbytes)))
 
     def running(self) -> Instruction:
         """Return the running instruction."""
@@ -119,7 +120,7 @@ class Recorder(Observer):
     def updated(self, by: Any, start_s: float, end_s: float) -> None:
         """Record an update by the host."""
         instruction = Instruction(Operation.HOST_UPDATE, by.unit)
-        self._copied.append(Event(0, Stream.HOST, instruction, start_s, end_s))
+        self._step.copied.append(Event(0, Stream.HOST, instruction, start_s, end_s))
 
     def _here(self) -> Instruction:
         """Return the running instruction; another thread serves an earlier one."""
@@ -137,20 +138,19 @@ class Recorder(Observer):
         # the next collective of the same instruction begins no earlier than now
         self._began = self._now()
         waited = replace(instruction, operation=Operation.WAIT)
-        self._spans.append(_Span(Stream.COMPUTE, waited, self._waits_since, ends=[self._met]))
+        span = _Span(Stream.COMPUTE, waited, self._waits_since, ends=[self._met])
+        self._step.spans.append(span)
 
     def finish(self) -> None:
         """End the step, after its update."""
-        self._ended = self._now()
+        self._step.ended = self._now()
         self._marks.tie()
-        self._finished, self._spans = self._spans, []
-        self._finished_order, self._order = self._order, []
-        self._finished_copied, self._copied = self._copied, []
+        self._finished, self._step = self._step, _Step()
 
     def events(self, rank: int) -> tuple[Event, ...]:
         """Return the last finished step, by start, in seconds of this host's ``perf_counter``."""
         host_s, found = self._marks.host_s, []
-        for span in self._finished:
+        for span in self._finished.spans:
             if len(span.ends) < span.parts:
                 continue
             start_s, end_s = host_s(span.start), max(host_s(end) for end in span.ends)
@@ -162,25 +162,22 @@ class Recorder(Observer):
                 )
         found += [
             replace(event, rank=rank)
-            for event in _joined(self._finished_copied)
+            for event in _joined(self._finished.copied)
             if event.end_s > event.start_s
         ]
         return tuple(sorted(found, key=lambda event: event.start_s))
 
     def recording(self, rank: int, name: str, looks: Sequence[Look] = ()) -> Recording:
         """Return the last finished step with its phases, and with what the rank held."""
-        host_s, order, end_s = self._marks.host_s, self._finished_order, 0.0
-        if self._ended is not None:
-            end_s = host_s(self._ended)
-        times_s = [host_s(mark) for mark, _ in order]
-        instructions = [instruction for _, instruction in order]
+        step, host_s = self._finished, self._marks.host_s
+        order = [(host_s(mark), instruction) for mark, instruction in step.order]
         held: tuple[Held, ...] = ()
-        if instructions == [look.instruction for look in looks]:
+        if [instruction for _, instruction in order] == [look.instruction for look in looks]:
             held = tuple(
                 Held(time_s, look.sizes, look.host_bytes)
-                for time_s, look in zip(times_s, looks, strict=True)
+                for (time_s, _), look in zip(order, looks, strict=True)
             )
-        phases = phases_of(list(zip(times_s, instructions, strict=True)), end_s)
+        phases = phases_of(order, 0.0 if step.ended is None else host_s(step.ended))
         return Recording(rank, name, self.events(rank), held, phases)
 
     @property

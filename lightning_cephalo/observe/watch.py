@@ -171,8 +171,7 @@ class Watch:
             now = self._clock if on_host else None
             # not a bound method, which would keep the model
             moved = partial(_moved_bytes, self._reference)
-            # copies tell it themselves
-            self._recorder = Recorder(marks, now, records_copies=False, bytes_of=moved)
+            self._recorder = Recorder(marks, now, moved)
 
     @property
     def _model(self) -> ShardedModel:

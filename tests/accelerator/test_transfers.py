@@ -89,7 +89,7 @@ def test_jobs_of_an_emulated_link_have_the_times_of_its_lanes():
 
 def test_a_recorder_joins_the_copies_of_an_instruction_each_way():
     accelerator = accelerator_of(torch.device("cpu"))
-    recorder = Recorder(accelerator.marks(None), records_copies=False)
+    recorder = Recorder(accelerator.marks(None))
     for instruction, copies in (
         (Instruction(Operation.OFFLOAD, 1, 0, 2), [(10, None, 0.0, 1.0), (20, None, 1.0, 3.0)]),
         (Instruction(Operation.FETCH_STATE, 2), [(5, False, 3.0, 4.0)]),
