@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Protocol
 
@@ -91,32 +91,18 @@ class MemoryMeter:
         self._tracker: MemoryTracker | None = None
         if figures is None:
             figures = self._tracker = tracker or MemoryTracker()
-        self._figures = figures
+        self.figures = figures
 
     @property
     def is_free(self) -> bool:
         """Whether measuring does not slow steps down."""
         return self._tracker is None
 
-    @property
-    def current_bytes(self) -> int:
-        """Bytes held now."""
-        return self._figures.current_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        """Most bytes held at the same time since the measurement began."""
-        return self._figures.peak_bytes
-
-    def restart(self) -> None:
-        """Begin a new peak with the bytes held now."""
-        self._figures.reset_peak()
-
     @contextmanager
     def measuring(self, *made_before: Any) -> Iterator[None]:
         """Measure what happens inside, and on the CPU also the tensors that were made before."""
         if self._tracker is None:
-            self.restart()
+            self.figures.reset_peak()
             yield
             return
         with self._tracker:
@@ -125,11 +111,11 @@ class MemoryMeter:
 
     def bytes_without(self, *tensors: Tensor) -> int:
         """Return the bytes held now except for those of ``tensors``, which count from now on."""
-        held = self.current_bytes
-        self._figures.untrack(*tensors)
-        rest = self.current_bytes
+        held = self.figures.current_bytes
+        self.figures.untrack(*tensors)
+        rest = self.figures.current_bytes
         if rest < held or not self.is_free:
-            self._figures.track(*tensors)
+            self.figures.track(*tensors)
         return rest
 
 
@@ -165,13 +151,14 @@ class TrainingMemory(Observer):
         self._model, self.moved = model, moved
         self._optimizers = optimizers
         self._meter = MemoryMeter(model.accelerator.memory)
-        self._meter.restart()
+        self._figures = self._meter.figures
+        self._figures.reset_peak()
         self._is_counting = self._has_counted = False
         self._steps = 0
         self._state = self._gathered = self._gradients = self._boundaries = self._other = 0
         self._peak = self._resting_state = 0
         self._keeps_looks = keeps_looks
-        self._looks: list[_Snapshot] = []
+        self._looks: list[Look] = []
 
     @property
     def slowed(self) -> bool:
@@ -194,7 +181,7 @@ class TrainingMemory(Observer):
             yield
             self._state = max(self._state, self._state_bytes())
             self._end_look()
-            self._peak = max(self._peak, self._meter.peak_bytes)
+            self._peak = max(self._peak, self._figures.peak_bytes)
             self._has_counted = True
 
     def _made_before(self) -> list[Any]:
@@ -219,7 +206,7 @@ class TrainingMemory(Observer):
     def after_forward(self) -> None:
         """Read the boundaries between the forward and the backward, when all exist."""
         if self._is_counting:
-            held = self._meter.current_bytes
+            held = self._figures.current_bytes
             # what rested before may be gone by now
             known = self._state_bytes() + self._other + self._buffers()
             self._boundaries = max(0, held - known)
@@ -228,7 +215,7 @@ class TrainingMemory(Observer):
         """Return the measured memory; None before the counted step."""
         if not self._has_counted:
             return None
-        peak = max(self._peak, self._meter.peak_bytes) if self._meter.is_free else self._peak
+        peak = max(self._peak, self._figures.peak_bytes) if self._meter.is_free else self._peak
         known = self._state + self._gathered + self._gradients + self._boundaries + self._other
         return RankMemory(
             peak_bytes=peak,
@@ -259,7 +246,7 @@ class TrainingMemory(Observer):
 
     def looks(self) -> tuple[Look, ...]:
         """Return what was held before each instruction of the counted step, if it was kept."""
-        return tuple(one.look(self._other) for one in self._looks) if self._has_counted else ()
+        return tuple(self._looks) if self._has_counted else ()
 
     def _begin_look(self, instruction: Instruction) -> None:
         flats = self._model.flats
@@ -268,18 +255,22 @@ class TrainingMemory(Observer):
         # early updates give gradients back: what holds their memory now counts where it belongs
         optimizer = max(0, self._state_bytes() - rows - gradients)
         parts = (rows, optimizer, gradients, self._gathered_bytes(), self._gradient_bytes())
-        current = self._meter.current_bytes
-        self._looks.append(_Snapshot(instruction, parts, current, self._host_bytes()))
+        known = (self._other, *parts)
+        activations = max(0, self._figures.current_bytes - sum(known))
+        sizes = tuple(map(float, (*known, activations)))
+        self._looks.append(Look(instruction, sizes, float(self._host_bytes())))
 
     def _end_look(self) -> None:
         """Note the peak since the last look, and begin a new one."""
         if not self._keeps_looks:
             return
-        peak = self._meter.peak_bytes
+        peak = self._figures.peak_bytes
         self._peak = max(self._peak, peak)
         if self._looks:  # else it is that of earlier steps
-            self._looks[-1].peak_bytes = peak
-        self._meter.restart()
+            last = self._looks[-1]
+            inside = max(0.0, peak - sum(last.sizes))
+            self._looks[-1] = replace(last, sizes=(*last.sizes, inside))
+        self._figures.reset_peak()
 
     def _look(self) -> None:
         gathered, gradients = self._gathered_bytes(), self._gradient_bytes()
@@ -309,25 +300,6 @@ class TrainingMemory(Observer):
             return distinct_bytes(held)
         on_device = [tensor for tensor in held if not self.moved.is_on_host(tensor)]
         return distinct_bytes(on_device) + self.moved.staging_bytes
-
-
-@dataclass
-class _Snapshot:
-    """What was held before an instruction, and the peak until the next one."""
-
-    instruction: Instruction
-    parts: tuple[int, ...]
-    current_bytes: int
-    host_bytes: int
-    peak_bytes: int = 0
-
-    def look(self, other_bytes: int) -> Look:
-        """Return the bytes by kind, given those of the kind ``OTHER``."""
-        activations = max(0, self.current_bytes - sum(self.parts) - other_bytes)
-        known = other_bytes + sum(self.parts) + activations
-        inside = max(0, self.peak_bytes - known)
-        sizes = (other_bytes, *self.parts, activations, inside)
-        return Look(self.instruction, tuple(map(float, sizes)), float(self.host_bytes))
 
 
 def _state_of(optimizers: Sequence[Optimizer]) -> list[Tensor]:

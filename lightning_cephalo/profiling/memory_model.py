@@ -139,18 +139,19 @@ class StepMeter(Observer):
     def __init__(self, model: ShardedModel) -> None:
         self._model = model
         self._meter = MemoryMeter(model.accelerator.allocator, _StepTracker(model))
+        self._figures = self._meter.figures
         self._resting_bytes = self._kept_bytes = 0
         self._at_first_reduce: tuple[int, int] | None = None
 
     def forward_done(self) -> None:
         """Record the memory between the forward and the backward."""
-        self._kept_bytes = self._meter.current_bytes
+        self._kept_bytes = self._figures.current_bytes
 
     def before(self, instruction: Instruction) -> None:
         is_first = instruction.operation is Operation.REDUCE and self._at_first_reduce is None
         if is_first and self._model.units[instruction.unit].kind is not UnitKind.HEAD:
-            self._at_first_reduce = self._meter.peak_bytes, self._meter.current_bytes
-            self._meter.restart()
+            self._at_first_reduce = self._figures.peak_bytes, self._figures.current_bytes
+            self._figures.reset_peak()
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
@@ -159,13 +160,13 @@ class StepMeter(Observer):
         buffers = [*[flat.gathered.full for flat in self._model.flats], *self._model.buffers()]
         with self._meter.measuring(*buffers):
             lent = sum(pool.held_bytes for pool in self._model.buffer_pools)
-            self._resting_bytes = self._meter.current_bytes - lent
+            self._resting_bytes = self._figures.current_bytes - lent
             with self._model.executor.link.observed_by(self):
                 yield
 
     def held(self, samples_bytes: int) -> Held:
         """Return what the step held."""
-        last_bytes, reducing = self._meter.peak_bytes, self._at_first_reduce
+        last_bytes, reducing = self._figures.peak_bytes, self._at_first_reduce
         peak_bytes, reducing_kept_bytes = reducing or (last_bytes, 0)
         figures = (peak_bytes, self._kept_bytes, last_bytes if reducing else 0, reducing_kept_bytes)
         return Held(*(max(0, each - self._resting_bytes) + samples_bytes for each in figures))
