@@ -168,12 +168,12 @@ class CephaloStrategy(SavingStrategy):
     @property
     def plan(self) -> Plan | None:
         """The plan of the running or last training, known after ``setup``."""
-        return self._watch.plan
+        return self._watch.report.plan
 
     @property
     def report(self) -> RunReport:
         """Times, memory and changes of plan of the running or last training."""
-        return self._watch.report()
+        return self._watch.report
 
     def change_plan(self, plan: Plan | str | PathLike[str]) -> None:
         """Train by another plan, from between two of the next steps on; collective.
@@ -198,7 +198,7 @@ class CephaloStrategy(SavingStrategy):
             RemoteRankError: If any of these happened on another rank.
             RuntimeError: Outside of ``fit``.
         """
-        if self._training is None or self._watch.plan is None:
+        if self._training is None or self.plan is None:
             raise RuntimeError("change_plan() works only while fit() runs, after setup.")
         self._ending.meet("changing the plan", "Call strategy.change_plan() on every rank.")
         self.session.hold(self.optimizers)
@@ -396,7 +396,7 @@ class CephaloStrategy(SavingStrategy):
     def _record(self, is_finished: bool) -> None:
         if self.is_global_zero and self._watch.writes_record:
             record = partial(tables.record_of, self._running[0], is_finished=is_finished)
-            self._watch.write_record(record, is_given=self._options.plan is not None)
+            self._watch.write_record(record)
 
     # -- evaluation ---------------------------------------------------------------------------
 

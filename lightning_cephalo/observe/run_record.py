@@ -16,6 +16,7 @@ from lightning_cephalo.common import records
 from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.common.records import Amount, FileRecord, ListOf, Record, Text, YesOrNo
 from lightning_cephalo.observe.memory import RankMemory
+from lightning_cephalo.observe.pace import MeasuredRank
 from lightning_cephalo.plan import Plan
 from lightning_cephalo.plan.memory_timeline import MemoryTimeline
 from lightning_cephalo.plan.program import Instruction, Operation
@@ -32,6 +33,9 @@ from lightning_cephalo.plan.timeline import (
 RECORD_NAME = "cephalo-run.json"
 STEPS_IN_FULL = 2000
 _PLACES = 9  # of seconds: a nanosecond
+# fields of a RankRecord that are those of a MeasuredRank, and of a Recording
+_TIMES = ("name", "step_s", "busy_s", "waiting_s", "between_s", "predicted_busy_s")
+_STEP = ("events", "held", "phases")
 
 
 def _record(kind: type[Record], field: str, value: Any) -> Record:
@@ -109,6 +113,22 @@ class RankRecord(Record):
         super().__post_init__()
         own = tuple(replace(event, rank=self.rank) for event in self.events)
         object.__setattr__(self, "events", own)
+
+    @classmethod
+    def of(
+        cls,
+        rank: int,
+        name: str,
+        predicted: RankMemory | None,
+        measured: RankMemory | None,
+        times: MeasuredRank | None,
+        step: Recording | None,
+    ) -> RankRecord:
+        """Return the record of what is known of a rank."""
+        known: dict[str, Any] = {"predicted_memory": predicted, "measured_memory": measured}
+        for source, names in ((times, _TIMES), (step, _STEP)):
+            known |= {each: getattr(source, each) for each in names if source is not None}
+        return cls(rank, **{"name": name} | known)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists and numbers; an event, a phase, and what is held are a list each."""

@@ -43,10 +43,6 @@ from lightning_cephalo.ranks.control import ControlGroup
 RECORDED_STEP = 5
 
 
-# of a rank, in its record
-_MEASURED = ("name", "step_s", "busy_s", "waiting_s", "between_s", "predicted_busy_s")
-
-
 def _nothing() -> None:
     pass
 
@@ -90,14 +86,10 @@ class Watch:
 
     def __init__(self, folder: str | PathLike[str] | None = None) -> None:
         self._folder = None if folder is None else Path(folder)
-        self.recordings: tuple[Recording, ...] = ()
+        self._report = RunReport()
         self._recorder: Recorder | None = None
         self._timing = Timing()
         self._clock: Callable[[], float] = time.perf_counter
-        self.plan: Plan | None = None
-        self.ranks: tuple[MeasuredRank, ...] = ()
-        self.replans: tuple[Replan, ...] = ()
-        self._memory: tuple[RankMemory, ...] | None = None
         self._forget()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -117,23 +109,18 @@ class Watch:
         busy_s, self._latest_busy_s = self._latest_busy_s, math.nan
         return busy_s
 
+    @property
     def report(self) -> RunReport:
-        """Return what is known now."""
-        timeline = tuple(
-            MemoryTimeline.of_recording(
-                one, None if self.plan is None else self.plan.ranks[one.rank]
-            )
-            for one in self.recordings
-        )
-        return RunReport(self.plan, self.step_s, self.ranks, self._memory, timeline, self.replans)
+        """What is known now."""
+        return replace(self._report, step_s=self.step_s)
 
     def note(self, change: Replan) -> None:
         """Note a change of plan that is not the user's."""
-        self.replans = (*self.replans, change)
+        self._report = replace(self._report, replans=(*self._report.replans, change))
 
     def follow(self, plan: Plan) -> None:
         """Forget the times of steps so far: from now on another plan is followed."""
-        self.plan = plan
+        self._report = replace(self._report, plan=plan)
         before = self._steps_before + len(self._steps_s)
         self._read()
         self._forget()
@@ -146,7 +133,7 @@ class Watch:
 
     def start(self, writes: bool) -> None:
         """Forget an earlier run; raise PlanError if this rank will write the record, and cannot."""
-        self.plan, self._memory, self.replans = None, None, ()
+        self._report = RunReport()
         if writes and self._folder is not None:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
@@ -159,8 +146,7 @@ class Watch:
     def begin(self, model: ShardedModel, plan: Plan) -> None:
         """Watch a training that is about to start."""
         self._forget()
-        self.plan = plan
-        self.ranks, self.recordings = (), ()
+        self._report = RunReport(plan)
         self._reference = weakref.ref(model)  # weak: its process groups must be freed in time
         # elsewhere, waiting for the device costs more than it tells
         on_host = model.accelerator.computes_on_host
@@ -231,55 +217,44 @@ class Watch:
         is_given: bool,
     ) -> None:
         """Share the measurements with all ranks, and write the timeline; collective."""
-        self._memory = memory
         model, control = self._model, self._model.control
         model.accelerator.synchronize()  # so that all steps can be read
         self._read()
         name = model.accelerator.name
-        told = control.gather(self._measured(control.rank, name))
-        self.ranks = tuple(rank for rank in told if rank is not None)
-        if verbose and control.rank == 0 and len(self.ranks) == control.world_size:
-            report.show(busy_table(self.ranks))
-            for remark in remarks(self.ranks, is_given=is_given):
+        measured = control.gather(self._measured(control.rank, name))
+        ranks = tuple(rank for rank in measured if rank is not None)
+        self._report = replace(self._report, ranks=ranks, memory=memory)
+        if verbose and control.rank == 0 and len(ranks) == control.world_size:
+            report.show(busy_table(ranks))
+            for remark in remarks(ranks, is_given=is_given):
                 report.show(remark)
-        if self._recorder is not None:
-            self._share(self._recorder, control, name, looks)
-            if control.rank == 0 and self._folder is not None:
+        if self._recorder is not None and self._folder is not None:
+            timeline = self._timelines(self._recorder, control, name, looks)
+            self._report = replace(self._report, timeline=timeline)
+            if control.rank == 0:
                 path = self._folder / trace.TRACE_NAME
-                _write(partial(trace.write_recording, self.recordings, path), "timeline")
+                _write(partial(trace.write_recording, timeline, path), "timeline")
 
     @property
     def writes_record(self) -> bool:
         """Whether a record of the run is written."""
         return self._folder is not None
 
-    def write_record(self, known: Callable[[], RunRecord], is_given: bool) -> None:
-        """Write what the session knows with what was measured so far, or warn; on rank 0."""
+    def write_record(self, known: Callable[[], RunRecord]) -> None:
+        """Write what is known of the run so far, or warn; on rank 0."""
         if self._folder is not None:
             path = self._folder / RECORD_NAME
-            _write(lambda: self._record(known(), is_given).save(path), "record of the run")
+            _write(lambda: known().save(path), "record of the run")
 
-    def _record(self, record: RunRecord, is_given: bool) -> RunRecord:
-        measured = {one.rank: one for one in self.ranks}
-        recorded = {one.rank: one for one in self.recordings}
-        ranks = []
-        for rank in record.ranks:
-            found, step = measured.get(rank.rank), recorded.get(rank.rank)
-            if found is not None:
-                rank = replace(rank, **{name: getattr(found, name) for name in _MEASURED})
-            if step is not None:
-                rank = replace(rank, events=step.events, held=step.held, phases=step.phases)
-            ranks.append(rank)
-        return replace(
-            record,
-            ranks=tuple(ranks),
-            is_given=is_given,
-            remarks=tuple(remarks(self.ranks, is_given=is_given)),
-            steps_s=_thinned(self._steps_s),
-        )
+    @property
+    def shown_steps_s(self) -> tuple[float, ...]:
+        """Seconds of the steps on this rank; of many, medians of equally long runs."""
+        values = self._steps_s
+        length = -(-len(values) // STEPS_IN_FULL) or 1
+        return tuple(median(values[i : i + length]) for i in range(0, len(values), length))
 
     def _measured(self, rank: int, name: str) -> MeasuredRank | None:
-        step_s, plan = self.step_s, self.plan
+        step_s, plan = self.step_s, self._report.plan
         if step_s is None or not self._busy_s:
             return None
         visits = self._model.executor.visits
@@ -296,15 +271,16 @@ class Watch:
             between_s=median(counted(self._between_s)) if self._between_s else None,
         )
 
-    def _share(
+    def _timelines(
         self, recorder: Recorder, control: ControlGroup, name: str, looks: Sequence[Look]
-    ) -> None:
+    ) -> tuple[MemoryTimeline, ...]:
         # the trace holds no more ranks: thousands of others need not send their recordings
         own = Recording(control.rank, name, ())
         if control.rank < trace.RANKS_IN_FULL:
             own = recorder.recording(control.rank, name, looks)
-        said = control.gather((socket.gethostname(), recorder.met_s, own))
-        self.recordings = tuple(aligned(said)[: trace.RANKS_IN_FULL])
+        sent = control.gather((socket.gethostname(), recorder.met_s, own))
+        plans = () if self._report.plan is None else self._report.plan.ranks
+        return tuple(map(MemoryTimeline.of_recording, aligned(sent[: trace.RANKS_IN_FULL]), plans))
 
 
 def _write(write: Callable[[], None], what: str) -> None:
@@ -315,41 +291,34 @@ def _write(write: Callable[[], None], what: str) -> None:
         rank_zero_warn(f"The {what} was not written. {type(error).__name__}: {error}")
 
 
-def _thinned(values: Sequence[float]) -> tuple[float, ...]:
-    """Return all values if there are few, else medians of equally long runs of them."""
-    length = -(-len(values) // STEPS_IN_FULL) or 1
-    return tuple(median(values[i : i + length]) for i in range(0, len(values), length))
-
-
 def _moved_bytes(model: Callable[[], ShardedModel | None], instruction: Instruction) -> float:
     """Return the bytes of others' rows that a gather brings, or that leave in a reduce."""
     sharded = model()
     if sharded is None or instruction.operation not in (Operation.GATHER, Operation.REDUCE):
         return 0.0
-    flats = sharded.units[instruction.unit].flats
-    if instruction.operation is Operation.GATHER:
-        return float(
-            sum((f.contents.numel - f.shard.numel()) * f.contents.dtype.itemsize for f in flats)
-        )
-    trained = [flat for flat in flats if flat.trainable]
+    is_gather = instruction.operation is Operation.GATHER
     return float(
-        sum((f.contents.numel - f.shard.numel()) * f.contents.sent_dtype.itemsize for f in trained)
+        sum(
+            (flat.contents.numel - flat.shard.numel())
+            * (flat.contents.dtype if is_gather else flat.contents.sent_dtype).itemsize
+            for flat in sharded.units[instruction.unit].flats
+            if is_gather or flat.trainable
+        )
     )
 
 
-def aligned(said: list[tuple[str, float | None, Recording]]) -> list[Recording]:
+def aligned(sent: list[tuple[str, float | None, Recording]]) -> list[Recording]:
     """Return recordings on one clock that starts with the first event.
 
     Ranks of one host share a clock. Recordings of other hosts are shifted such that all ranks left
     their last exchange of the step at the same time.
     """
-    host, met_s, _ = said[0]
+    host, met_s, _ = sent[0]
     moved = []
-    for other_host, other_met_s, recording in said:
+    for other_host, other_met_s, recording in sent:
         shift_s = 0.0
         if other_host != host and met_s is not None and other_met_s is not None:
             shift_s = met_s - other_met_s
-        moved.append((shift_s, recording))
-    starts = [shift_s + r.events[0].start_s for shift_s, r in moved if r.events]
-    first_s = min(starts, default=0.0)
-    return [recording.later(shift_s - first_s) for shift_s, recording in moved]
+        moved.append(recording.later(shift_s))
+    first_s = min((each.events[0].start_s for each in moved if each.events), default=0.0)
+    return [each.later(-first_s) for each in moved]

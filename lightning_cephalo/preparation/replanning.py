@@ -140,7 +140,7 @@ class Replanning:
         self._watch.note(change)
         if self._session.job.options.verbose and self._session.control.rank == 0:
             report.show(line_of(change, self._problem.ranks[change.rank].name))
-        changes = float(len(self._watch.replans))
+        changes = float(len(self._watch.report.replans))
         values = {"cephalo/replans": changes, "cephalo/replan_s": change.moved_s}
         if change.plan.step_s is not None:
             values["cephalo/step_s"] = change.plan.step_s

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from lightning_cephalo.common.texts import printable
 from lightning_cephalo.observe import report
 from lightning_cephalo.observe.memory import RankMemory
+from lightning_cephalo.observe.pace import remarks
 from lightning_cephalo.observe.run_record import RankRecord, RunRecord
 from lightning_cephalo.observe.watch import RunReport
 from lightning_cephalo.preparation.limits import limit_note
@@ -38,23 +39,29 @@ def show_predictions(session: Session, found: RunReport) -> None:
 
 def record_of(training: Training, *, is_finished: bool) -> RunRecord:
     """Return the run's record."""
-    session, found, plan = training.session, training.watch.report(), training.session.plan
+    session, found, plan = training.session, training.watch.report, training.session.plan
+    is_given = session.job.options.plan is not None
     after: Sequence[RankMemory | None] = found.memory or (None,) * plan.world_size
-    rows = enumerate(zip(plan.ranks, session.predicted_memory, after, strict=True))
+    memories = zip(session.predicted_memory, after, strict=True)
+    times = {one.rank: one for one in found.ranks}
+    steps = {one.rank: one for one in found.timeline}
     return RunRecord(
         plan=plan,
         ranks=tuple(
-            RankRecord(rank, part.name, predicted_memory=predicted, measured_memory=measured)
-            for rank, (part, predicted, measured) in rows
+            RankRecord.of(rank, plan.ranks[rank].name, *own, times.get(rank), steps.get(rank))
+            for rank, own in enumerate(memories)
         ),
         model=printable(report.units_text(_unit_sizes(session))),
         updates=_updates(session),
         notes=_notes(training),
+        remarks=tuple(remarks(found.ranks, is_given=is_given)),
         changes=tuple(
             f"behind step {change.step}: {change.cause}, rank {change.rank}"
             for change in found.replans
         ),
+        steps_s=training.watch.shown_steps_s,
         is_finished=is_finished,
+        is_given=is_given,
     )
 
 

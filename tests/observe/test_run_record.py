@@ -85,5 +85,5 @@ def test_a_record_that_cannot_be_made_ends_no_training(tmp_path, error):
     with pytest.warns(
         UserWarning, match=f"record of the run was not written. {type(error).__name__}"
     ):
-        Watch(folder=tmp_path).write_record(known, is_given=True)
+        Watch(folder=tmp_path).write_record(known)
     assert not list(tmp_path.iterdir())
