@@ -125,35 +125,26 @@ def busy_table(ranks: Sequence[MeasuredRank]) -> Table:
 def remarks(ranks: Sequence[MeasuredRank], *, is_given: bool = False) -> list[str]:
     """Return sentences on ranks whose speed differs from the plan's; none if all is well."""
     advice = _GIVEN if is_given else _AGAIN
-    drifts = {rank.rank: rank.drift for rank in ranks if rank.drift is not None}
-    working = {rank.rank for rank in ranks if rank.busy_s > _SHARE_OF_STEP * rank.step_s}
-    factors = [drift.factor for drift in drifts.values()]
-    if len(drifts) > 1 and working <= drifts.keys() and max(factors) < _FACTOR * min(factors):
-        first = min(drift.step for drift in drifts.values())
-        return [
-            f"All ranks became about {median(factors):.1f} times slower from about step {first}:"
-            " their shares of the work still fit."
-        ]
+    # a slowdown of all ranks alike leaves the shares of the plan right
+    working = [rank.drift for rank in ranks if rank.busy_s > _SHARE_OF_STEP * rank.step_s]
+    drifted = min((drift.factor if drift else 1.0 for drift in working), default=1.0)
+    known = [rank.over_prediction for rank in ranks if rank.over_prediction is not None]
+    common = max(1.0, min(known, default=1.0))
     found = []
     for rank in ranks:
-        if rank.drift is not None:
-            found.append(
-                f"Rank {_named(rank)} became {rank.drift.factor:.1f} times slower from about step"
-                f" {rank.drift.step}: {advice}"
-            )
-    # a slowdown of all ranks alike leaves the shares of the plan right
-    over = {rank.rank: rank.over_prediction for rank in ranks}
-    known = [factor for factor in over.values() if factor is not None]
-    common = max(1.0, min(known, default=1.0))
-    for rank in ranks:
-        factor, planned_s = over[rank.rank], rank.predicted_busy_s
-        if rank.drift is not None or factor is None or planned_s is None:
-            continue
-        excess_s = rank.busy_s - planned_s * common
-        if (
-            rank.steps >= _FEWEST_STEPS
+        drift, factor, planned_s = rank.drift, rank.over_prediction, rank.predicted_busy_s
+        if drift is not None:
+            if drift.factor > _FACTOR * drifted:
+                found.append(
+                    f"Rank {_named(rank)} became {drift.factor:.1f} times slower from about step"
+                    f" {drift.step}: {advice}"
+                )
+        elif (
+            factor is not None
+            and planned_s is not None
+            and rank.steps >= _FEWEST_STEPS
             and factor > _FACTOR * common
-            and (excess_s > _SHARE_OF_STEP * rank.step_s)
+            and rank.busy_s - planned_s * common > _SHARE_OF_STEP * rank.step_s
         ):
             found.append(
                 f"Rank {_named(rank)} was {factor:.1f} times slower than predicted: {advice}"

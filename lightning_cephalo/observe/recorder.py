@@ -11,7 +11,7 @@ from typing import Any
 from lightning_cephalo.accelerator.marks import Mark, Marks
 from lightning_cephalo.execution.observer import Observer
 from lightning_cephalo.plan.memory_timeline import phases_of
-from lightning_cephalo.plan.program import COMPUTE, NONE, Instruction, Operation
+from lightning_cephalo.plan.program import COMPUTE, Instruction, Operation
 from lightning_cephalo.plan.timeline import Event, Held, Recording, Stream
 
 # Waiting for work that is already done takes a microsecond or two: that is no event.
@@ -61,10 +61,8 @@ class Recorder(Observer):
         self,
         marks: Marks,
         now: Callable[[], Mark] | None = None,
-        bytes_of: Callable[[Instruction], float] = lambda instruction: 0.0,
     ) -> None:
         self._marks = marks
-        self._bytes_of = bytes_of
         self._now = now or marks.now
         self._step, self._finished = _Step(), _Step()
         self._instruction = Instruction(Operation.AGREE)
@@ -147,27 +145,31 @@ class Recorder(Observer):
         self._marks.tie()
         self._finished, self._step = self._step, _Step()
 
-    def events(self, rank: int) -> tuple[Event, ...]:
+    def events(
+        self, rank: int, bytes_of: Callable[[Instruction], float] = lambda instruction: 0.0
+    ) -> tuple[Event, ...]:
         """Return the last finished step, by start, in seconds of this host's ``perf_counter``."""
-        host_s, found = self._marks.host_s, []
+        host_s = self._marks.host_s
+        found = [replace(event, rank=rank) for event in self._finished.copied]
         for span in self._finished.spans:
             if len(span.ends) < span.parts:
                 continue
             start_s, end_s = host_s(span.start), max(host_s(end) for end in span.ends)
             is_wait = span.instruction.operation is Operation.WAIT
-            if end_s - start_s > (_NO_WAITING_S if is_wait else 0.0):
-                moved_bytes = 0.0 if is_wait else self._bytes_of(span.instruction)
-                found.append(
-                    Event(rank, span.stream, span.instruction, start_s, end_s, moved_bytes)
-                )
-        found += [
-            replace(event, rank=rank)
-            for event in _joined(self._finished.copied)
-            if event.end_s > event.start_s
-        ]
-        return tuple(sorted(found, key=lambda event: event.start_s))
+            if not is_wait or end_s - start_s > _NO_WAITING_S:
+                moved_bytes = bytes_of(span.instruction)
+                event = Event(rank, span.stream, span.instruction, start_s, end_s, moved_bytes)
+                found.append(event)
+        timed = (event for event in found if event.end_s > event.start_s)
+        return tuple(sorted(timed, key=lambda event: event.start_s))
 
-    def recording(self, rank: int, name: str, looks: Sequence[Look] = ()) -> Recording:
+    def recording(
+        self,
+        rank: int,
+        name: str,
+        looks: Sequence[Look],
+        bytes_of: Callable[[Instruction], float],
+    ) -> Recording:
         """Return the last finished step with its phases, and with what the rank held."""
         step, host_s = self._finished, self._marks.host_s
         order = [(host_s(mark), instruction) for mark, instruction in step.order]
@@ -178,31 +180,9 @@ class Recorder(Observer):
                 for (time_s, _), look in zip(order, looks, strict=True)
             )
         phases = phases_of(order, 0.0 if step.ended is None else host_s(step.ended))
-        return Recording(rank, name, self.events(rank), held, phases)
+        return Recording(rank, name, self.events(rank, bytes_of), held, phases)
 
     @property
     def met_s(self) -> float | None:
         """When all ranks last met in that step: the same moment for all, whatever their clocks."""
         return None if self._met is None else self._marks.host_s(self._met)
-
-
-def _joined(events: Sequence[Event]) -> list[Event]:
-    """Return one event for all copies of an instruction."""
-    found: list[Event] = []
-    for event in events:
-        last = found[-1] if found else None
-        if (
-            last is not None
-            and event.stream is not Stream.HOST
-            and (last.stream, last.instruction) == (event.stream, event.instruction)
-            and event.unit != NONE
-        ):
-            found[-1] = replace(
-                last,
-                start_s=min(last.start_s, event.start_s),
-                end_s=max(last.end_s, event.end_s),
-                moved_bytes=last.moved_bytes + event.moved_bytes,
-            )
-        else:
-            found.append(event)
-    return found

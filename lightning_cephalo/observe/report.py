@@ -47,7 +47,7 @@ def units_text(units: Sequence[UnitSize]) -> str:
 
     ::
 
-        units: 12 × Block (model.layers.0–11, 7.1M each), root 38.6M
+        units: 12 × Block (model.layers.0 … model.layers.11, 7.1M each), root 38.6M
 
     The root unit comes first in ``units``. Beyond four kinds only the largest ones are named.
     """
@@ -58,32 +58,22 @@ def units_text(units: Sequence[UnitSize]) -> str:
     for unit in others:
         kinds.setdefault(unit.kind, []).append(unit)
     groups = sorted(kinds.values(), key=lambda group: -sum(unit.parameters for unit in group))
-    parts = [f"{len(g)} × {g[0].kind} ({_names(g)}, {_sizes(g)})" for g in groups[:_KINDS_IN_FULL]]
+    parts = [_group_text(group) for group in groups[:_KINDS_IN_FULL]]
     if groups[_KINDS_IN_FULL:]:
         parts.append(f"{sum(map(len, groups[_KINDS_IN_FULL:]))} of other kinds")
     return f"units: {', '.join([*parts, f'root {format_count(root.parameters)}'])}"
 
 
-def _names(units: Sequence[UnitSize]) -> str:
-    """Return ``model.layers.0–11`` where only the last number differs, else the first and last."""
-    first, last = units[0].name, units[-1].name
-    if len(units) == 1:
-        return first
-    prefix, _, start = first.rpartition(".")
-    lead = f"{prefix}." if prefix else ""
-    begin = int(start) if start.isdigit() else 0
-    if [unit.name for unit in units] == [f"{lead}{begin + step}" for step in range(len(units))]:
-        return f"{first}–{last.rpartition('.')[2]}"
-    return f"{first} … {last}"
+def _group_text(units: Sequence[UnitSize]) -> str:
+    sizes = sorted(unit.parameters for unit in units)
+    names = _span(units[0].name, " … ", units[-1].name)
+    size = _span(format_count(sizes[0]), "–", format_count(sizes[-1]))
+    each = " each" if len(units) > 1 else ""
+    return f"{len(units)} × {units[0].kind} ({names}, {size}{each})"
 
 
-def _sizes(units: Sequence[UnitSize]) -> str:
-    smallest, largest = (
-        format_count(choose(unit.parameters for unit in units)) for choose in (min, max)
-    )
-    if smallest != largest:
-        return f"{smallest}–{largest} each"
-    return f"{largest} each" if len(units) > 1 else largest
+def _span(first: str, between: str, last: str) -> str:
+    return first if first == last else f"{first}{between}{last}"
 
 
 def plan_table(

@@ -77,7 +77,7 @@ class RunReport:
 class Watch:
     """Times the steps of one rank and records one.
 
-    ``ranks`` and ``recordings`` are filled after a training that ended without a failure.
+    The report has all of it after a training that ended without a failure.
 
     Args:
         folder: Where to write the record of the run and its timeline, with the fifth step, or the
@@ -154,10 +154,7 @@ class Watch:
         marks = model.accelerator.marks(model.backend)
         self._timing = Timing(marks)
         if self._folder is not None:
-            now = self._clock if on_host else None
-            # not a bound method, which would keep the model
-            moved = partial(_moved_bytes, self._reference)
-            self._recorder = Recorder(marks, now, moved)
+            self._recorder = Recorder(marks, self._clock if on_host else None)
 
     @property
     def _model(self) -> ShardedModel:
@@ -277,7 +274,8 @@ class Watch:
         # the trace holds no more ranks: thousands of others need not send their recordings
         own = Recording(control.rank, name, ())
         if control.rank < trace.RANKS_IN_FULL:
-            own = recorder.recording(control.rank, name, looks)
+            moved = partial(_moved_bytes, self._model)
+            own = recorder.recording(control.rank, name, looks, moved)
         sent = control.gather((socket.gethostname(), recorder.met_s, own))
         plans = () if self._report.plan is None else self._report.plan.ranks
         return tuple(map(MemoryTimeline.of_recording, aligned(sent[: trace.RANKS_IN_FULL]), plans))
@@ -291,17 +289,16 @@ def _write(write: Callable[[], None], what: str) -> None:
         rank_zero_warn(f"The {what} was not written. {type(error).__name__}: {error}")
 
 
-def _moved_bytes(model: Callable[[], ShardedModel | None], instruction: Instruction) -> float:
+def _moved_bytes(model: ShardedModel, instruction: Instruction) -> float:
     """Return the bytes of others' rows that a gather brings, or that leave in a reduce."""
-    sharded = model()
-    if sharded is None or instruction.operation not in (Operation.GATHER, Operation.REDUCE):
+    if instruction.operation not in (Operation.GATHER, Operation.REDUCE):
         return 0.0
     is_gather = instruction.operation is Operation.GATHER
     return float(
         sum(
             (flat.contents.numel - flat.shard.numel())
             * (flat.contents.dtype if is_gather else flat.contents.sent_dtype).itemsize
-            for flat in sharded.units[instruction.unit].flats
+            for flat in model.units[instruction.unit].flats
             if is_gather or flat.trainable
         )
     )

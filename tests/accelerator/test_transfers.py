@@ -87,7 +87,7 @@ def test_jobs_of_an_emulated_link_have_the_times_of_its_lanes():
     assert rows.eq(-0.5).all()
 
 
-def test_a_recorder_joins_the_copies_of_an_instruction_each_way():
+def test_a_recorder_takes_copies_with_their_instruction_and_way():
     accelerator = accelerator_of(torch.device("cpu"))
     recorder = Recorder(accelerator.marks(None))
     for instruction, copies in (
@@ -102,11 +102,12 @@ def test_a_recorder_joins_the_copies_of_an_instruction_each_way():
     recorder.finish()
     offload = Instruction(Operation.OFFLOAD, 1, 0, 2)
     assert recorder.events(4) == (
-        Event(4, Stream.COPY, offload, 0.0, 3.0, 30.0),
+        Event(4, Stream.COPY, offload, 0.0, 1.0, 10.0),
+        Event(4, Stream.COPY, offload, 1.0, 3.0, 20.0),
         Event(4, Stream.TO_DEVICE, Instruction(Operation.FETCH_STATE, 2), 3.0, 4.0, 5.0),
         Event(4, Stream.TO_HOST, STATE, 4.0, 5.0, 6.0),
         Event(4, Stream.HOST, STATE, 5.0, 6.0),
-        Event(4, Stream.TO_DEVICE, STATE, 6.0, 7.0, 15.0),
+        Event(4, Stream.TO_DEVICE, STATE, 6.0, 7.0, 7.0),
     )
 
 

@@ -102,8 +102,7 @@ def test_nothing_is_said_where_the_plan_fits(ranks):
 def test_ranks_that_slowed_down_together_keep_their_shares():
     idle = replace(RANK, rank=2, busy_s=0.01, predicted_busy_s=0.0)
     slow = [replace(RANK, rank=0, drift=Drift(2.0, 31)), replace(RANK, drift=Drift(2.2, 30))]
-    (said,) = remarks([*slow, idle])
-    assert said.startswith("All ranks became about 2.1 times slower from about step 30")
+    assert remarks([*slow, idle]) == []
     assert len(remarks([*slow, replace(RANK, rank=2)])) == 2
 
 

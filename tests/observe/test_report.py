@@ -105,7 +105,7 @@ def test_plan_table_names_the_units_and_the_global_batch() -> None:
     root = UnitSize("", "Net", 38_600_000)
     text = text_of(plan_table(SOLVED, model=[root, *stages, *layers, UnitSize("d", "Head", 5)]))
     assert (
-        "global batch 51, units: 12 × Block (model.layers.0–11, 7.11M each),"
+        "global batch 51, units: 12 × Block (model.layers.0 … model.layers.11, 7.11M each),"
         " 2 × Stage (a.0.b … c.0, 1k–2M each), 1 × Head (d, 5), root 38.6M"
     ) in " ".join(text.split())
     assert units_text([root]) == "units: root 38.6M"
