@@ -387,8 +387,7 @@ class CephaloStrategy(SavingStrategy):
         session.control.together("checking the last step's buffers", executor.overlay.merge.check)
         executor.reshard()
         measured, looks = session.measured_memory(), session.memory.looks()
-        is_given = self._options.plan is not None
-        self._watch.end(measured, looks, verbose=verbose, is_given=is_given)
+        self._watch.end(measured, looks)
         if verbose and self.is_global_zero:
             tables.show_predictions(session, self.report)
         self._record(is_finished=True)

@@ -19,15 +19,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.execution.sharded_model import ShardedModel
-from lightning_cephalo.observe import report, trace
+from lightning_cephalo.observe import trace
 from lightning_cephalo.observe.memory import RankMemory
 from lightning_cephalo.observe.pace import (
     MeasuredRank,
-    busy_table,
     counted,
     drift_of,
     predicted_busy_s,
-    remarks,
 )
 from lightning_cephalo.observe.recorder import Look, Recorder
 from lightning_cephalo.observe.run_record import RECORD_NAME, STEPS_IN_FULL, RunRecord
@@ -205,14 +203,7 @@ class Watch:
             self._waiting_s.append(share.waiting_s)
         return bool(shares)
 
-    def end(
-        self,
-        memory: tuple[RankMemory, ...] | None,
-        looks: Sequence[Look],
-        *,
-        verbose: bool,
-        is_given: bool,
-    ) -> None:
+    def end(self, memory: tuple[RankMemory, ...] | None, looks: Sequence[Look]) -> None:
         """Share the measurements with all ranks, and write the timeline; collective."""
         model, control = self._model, self._model.control
         model.accelerator.synchronize()  # so that all steps can be read
@@ -221,10 +212,6 @@ class Watch:
         measured = control.gather(self._measured(control.rank, name))
         ranks = tuple(rank for rank in measured if rank is not None)
         self._report = replace(self._report, ranks=ranks, memory=memory)
-        if verbose and control.rank == 0 and len(ranks) == control.world_size:
-            report.show(busy_table(ranks))
-            for remark in remarks(ranks, is_given=is_given):
-                report.show(remark)
         if self._recorder is not None and self._folder is not None:
             timeline = self._timelines(self._recorder, control, name, looks)
             self._report = replace(self._report, timeline=timeline)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lightning_cephalo.common.texts import printable
 from lightning_cephalo.observe import report
 from lightning_cephalo.observe.memory import RankMemory
-from lightning_cephalo.observe.pace import remarks
+from lightning_cephalo.observe.pace import busy_table, remarks
 from lightning_cephalo.observe.run_record import RankRecord, RunRecord
 from lightning_cephalo.observe.watch import RunReport
 from lightning_cephalo.preparation.limits import limit_note
@@ -30,7 +30,11 @@ def show_plan(training: Training) -> None:
 
 
 def show_predictions(session: Session, found: RunReport) -> None:
-    """Print predicted against measured step time and memory."""
+    """Print predicted and measured work, step time and memory."""
+    if len(found.ranks) == session.plan.world_size:
+        report.show(busy_table(found.ranks))
+        for remark in _remarks(session, found):
+            report.show(remark)
     if found.step_s is not None:
         report.show(report.step_line(session.plan.step_s, found.step_s))
     if found.memory is not None:
@@ -40,7 +44,6 @@ def show_predictions(session: Session, found: RunReport) -> None:
 def record_of(training: Training, *, is_finished: bool) -> RunRecord:
     """Return the run's record."""
     session, found, plan = training.session, training.watch.report, training.session.plan
-    is_given = session.job.options.plan is not None
     after: Sequence[RankMemory | None] = found.memory or (None,) * plan.world_size
     memories = zip(session.predicted_memory, after, strict=True)
     times = {one.rank: one for one in found.ranks}
@@ -54,15 +57,20 @@ def record_of(training: Training, *, is_finished: bool) -> RunRecord:
         model=printable(report.units_text(_unit_sizes(session))),
         updates=_updates(session),
         notes=_notes(training),
-        remarks=tuple(remarks(found.ranks, is_given=is_given)),
+        remarks=_remarks(session, found),
         changes=tuple(
             f"behind step {change.step}: {change.cause}, rank {change.rank}"
             for change in found.replans
         ),
         steps_s=training.watch.shown_steps_s,
         is_finished=is_finished,
-        is_given=is_given,
+        is_given=session.job.options.plan is not None,
     )
+
+
+def _remarks(session: Session, found: RunReport) -> tuple[str, ...]:
+    is_given = session.job.options.plan is not None
+    return tuple(remarks(found.ranks, is_given=is_given))
 
 
 def _unit_sizes(session: Session) -> list[report.UnitSize]:
