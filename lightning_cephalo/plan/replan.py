@@ -7,8 +7,9 @@ again, with every rank's times multiplied by its pace. The new plan is taken if 
 - 10 steps or more after the problem was read, at paces of other steps, the ranks have not moved
   apart again.
 - Its step is then at least a twentieth shorter than that of the present plan, at the same paces.
-- What it gains until the horizon is twice what the change costs. The horizon is the steps that are
-  left, but at most those since the last change, or 50: a pace that has lasted long will last.
+- What it gains until the horizon is twice what the change costs: at most the time of four steps.
+  The horizon is the steps that are left, but at most those since the last change, or 50: a pace
+  that has lasted long will last.
 
 After a change there is no look for 20 steps. If a change is taken back, this number doubles, up to
 2000: a rank that changes its pace all the time would cost more than it gains. Noise of single steps
@@ -28,7 +29,6 @@ from typing import Literal
 from lightning_cephalo.plan.cost import predict, work_s
 from lightning_cephalo.plan.plan import Plan
 from lightning_cephalo.plan.problem import TIME_CURVES, Problem, RankProfile
-from lightning_cephalo.plan.state_groups import members_of
 
 WINDOW_STEPS = 8
 LOOK_EVERY_STEPS = 10
@@ -39,10 +39,10 @@ _SHORTEST_HORIZON_STEPS = 50
 # paces that are closer than this cannot gain a twentieth
 _APART = 1.15
 _LEAST_GAIN = 0.05
-_GAIN_PER_COST = 2.0
+# Twice what a change costs. Rows of parameters and two moments travel as in three gathers of all
+# units, which take no more than three steps. One more step is traced anew.
+_LEAST_GAINED_STEPS = 2.0 * (3 + 1)
 _REMEMBERED_STEPS = 4096
-# master parameters and two moments
-_COPIES_MOVED = 3
 
 
 @dataclass(frozen=True)
@@ -140,13 +140,8 @@ class ReplanPolicy:
         problem = at_paces(self._problem, paces)
         new_s, old_s = (predict(problem, each).step_s for each in (plan, self._plan))
         lasted_steps = max(_SHORTEST_HORIZON_STEPS, step - self._changed_at)
-        gain_s = old_s - new_s
-        # rows travel as in gathers, and one step is traced anew
-        ends_s = problem.root_links.gather_s + problem.last_links.gather_s
-        gathers_s = problem.units * problem.links.gather_s + ends_s
-        cost_s = _COPIES_MOVED * gathers_s * moved_share(self._plan, plan) + old_s
-        gained_s = gain_s * min(steps_left, lasted_steps)
-        if gain_s < _LEAST_GAIN * old_s or gained_s < _GAIN_PER_COST * cost_s:
+        gain = 1.0 - new_s / old_s
+        if gain < _LEAST_GAIN or gain * min(steps_left, lasted_steps) < _LEAST_GAINED_STEPS:
             return None
         factors = [new / old for new, old in zip(paces, self._paces, strict=True)]
         rank = max(range(len(factors)), key=lambda rank: abs(math.log(factors[rank])))
@@ -202,19 +197,6 @@ def at_paces(problem: Problem, paces: Sequence[float]) -> Problem:
         return rank.changed(TIME_CURVES, lambda curve: [pace * seconds for seconds in curve])
 
     return replace(problem, ranks=tuple(map(slower, problem.ranks, paces)))
-
-
-def moved_share(old: Plan, new: Plan) -> float:
-    """Return the share of the state that changes its rank, 0 to 1."""
-    groups = members_of(new.groups, new.world_size)
-    kept = 0.0
-    for members in groups:
-        old_end = new_end = 0.0
-        for rank in members:
-            old_start, old_end = old_end, old_end + old.ranks[rank].state_fraction
-            new_start, new_end = new_end, new_end + new.ranks[rank].state_fraction
-            kept += max(0.0, min(old_end, new_end) - max(old_start, new_start))
-    return max(0.0, 1.0 - kept / len(groups))
 
 
 def _are_apart(paces: Sequence[float], others: Sequence[float]) -> bool:

@@ -21,7 +21,6 @@ from lightning_cephalo.plan import (
 )
 from lightning_cephalo.plan.cost import predict
 from lightning_cephalo.plan.even import even_batches, even_state_plan
-from lightning_cephalo.plan.replan import moved_share
 from lightning_cephalo.plan.state_groups import even_shares, members_of
 
 RANK = RankProfile("card", [1, 2], [2, 4], [1, 2], [10, 20], 300)
@@ -80,13 +79,10 @@ def test_what_does_not_fit_says_what_would():
         solve(movable)
 
 
-def test_other_plans_keep_the_groups_and_count_what_moves_inside_of_them():
+def test_other_plans_keep_the_groups():
     plan = solve(GROUPED)
     other = solve(GROUPED, batches=[4, 1, 1])
     assert other is not None and other.groups == plan.groups
-    first = Plan(ranks_of(0.5, 0.5, 1.0), groups=(0, 0, 1))
-    second = Plan(ranks_of(0.25, 0.75, 1.0), groups=(0, 0, 1))
-    assert moved_share(first, second) == 0.125 and moved_share(first, first) == 0
 
 
 def test_files_say_nothing_of_groups_where_there_are_none(tmp_path):

@@ -18,7 +18,7 @@ from lightning_cephalo.plan import (
     predict,
     solve,
 )
-from lightning_cephalo.plan.replan import HOLD_STEPS, ReplanPolicy, at_paces, moved_share
+from lightning_cephalo.plan.replan import HOLD_STEPS, ReplanPolicy, at_paces
 
 
 def _profile(name: str, second: float) -> RankProfile:
@@ -171,13 +171,3 @@ def test_a_rank_without_work_keeps_its_pace():
     slower = policy.look(30)
     assert slower.ranks[0].forward_s[0] == pytest.approx(0.03)
     assert slower.ranks[1] == PROBLEM.ranks[1]
-
-
-def test_the_share_that_moves():
-    def plan(*shares):
-        return Plan(tuple(RankPlan((4,), share) for share in shares))
-
-    assert moved_share(plan(0.5, 0.5), plan(0.5, 0.5)) == 0
-    assert moved_share(plan(0.5, 0.5), plan(0.9, 0.1)) == pytest.approx(0.4)
-    assert moved_share(plan(1.0, 0.0, 0.0), plan(0.0, 0.0, 1.0)) == 1
-    assert moved_share(plan(0.25, 0.25, 0.5), plan(0.5, 0.25, 0.25)) == pytest.approx(0.5)
