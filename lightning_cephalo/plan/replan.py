@@ -7,7 +7,7 @@ again, with every rank's times multiplied by its pace. The new plan is taken if 
 - 10 steps or more after the problem was read, at paces of other steps, the ranks have not moved
   apart again.
 - Its step is then at least a twentieth shorter than that of the present plan, at the same paces.
-- What it gains until the horizon is twice what the change costs: at most the time of four steps.
+- What it gains until the horizon is as much as a change costs at most: the time of four steps.
   The horizon is the steps that are left, but at most those since the last change, or 50: a pace
   that has lasted long will last.
 
@@ -39,9 +39,9 @@ _SHORTEST_HORIZON_STEPS = 50
 # paces that are closer than this cannot gain a twentieth
 _APART = 1.15
 _LEAST_GAIN = 0.05
-# Twice what a change costs. Rows of parameters and two moments travel as in three gathers of all
-# units, which take no more than three steps. One more step is traced anew.
-_LEAST_GAINED_STEPS = 2.0 * (3 + 1)
+# A change costs no more. Rows of parameters and two moments travel as in three gathers of all
+# units, which take no longer than three steps, and one step is traced anew.
+_COST_STEPS = 4.0
 _REMEMBERED_STEPS = 4096
 
 
@@ -141,7 +141,7 @@ class ReplanPolicy:
         new_s, old_s = (predict(problem, each).step_s for each in (plan, self._plan))
         lasted_steps = max(_SHORTEST_HORIZON_STEPS, step - self._changed_at)
         gain = 1.0 - new_s / old_s
-        if gain < _LEAST_GAIN or gain * min(steps_left, lasted_steps) < _LEAST_GAINED_STEPS:
+        if gain < _LEAST_GAIN or gain * min(steps_left, lasted_steps) < _COST_STEPS:
             return None
         factors = [new / old for new, old in zip(paces, self._paces, strict=True)]
         rank = max(range(len(factors)), key=lambda rank: abs(math.log(factors[rank])))

@@ -115,7 +115,7 @@ def _fit(plan, folder=None, problem=PROBLEM, steps=STEPS):
 def _replans(folder):
     replanning.SolverBeside = SolvesAtOnce
     losses, seen = _fit(solve(PROBLEM), folder)
-    moved, changes = _fit(solve(OFFLOADED), None, OFFLOADED, steps=SLOW[0] + 30)
+    moved, changes = _fit(solve(OFFLOADED), None, OFFLOADED, steps=SLOW[0] + 50)
     assert moved == pytest.approx(losses[: len(moved)], abs=1e-6)
     (change,) = changes
     for rank in (*change.old_plan.ranks, *change.plan.ranks):
