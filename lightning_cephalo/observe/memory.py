@@ -59,7 +59,6 @@ class RankMemory(Record):
     """
 
     kind = "memory"
-    leaves_out_defaults = True
 
     peak_bytes: Amount | None = None
     state_bytes: Amount | None = None
