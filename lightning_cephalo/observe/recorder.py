@@ -10,9 +10,8 @@ from typing import Any
 
 from lightning_cephalo.accelerator.marks import Mark, Marks
 from lightning_cephalo.execution.observer import Observer
-from lightning_cephalo.plan.memory_timeline import phases_of
+from lightning_cephalo.observe.recording import Event, Held, Recording, Stream
 from lightning_cephalo.plan.program import COMPUTE, Instruction, Operation
-from lightning_cephalo.plan.timeline import Event, Held, Recording, Stream
 
 # Waiting for work that is already done takes a microsecond or two: that is no event.
 _NO_WAITING_S = 1e-5
@@ -109,7 +108,7 @@ class Recorder(Observer):
         instruction, stream = self._here(), Stream.COPY
         if instruction.operation not in _COPIES:
             stream = Stream.TO_HOST if to_host else Stream.TO_DEVICE
-        self._step.copied.append(Event(0, stream, instruction, start_s, end_s, float(nbytes)))
+        self._step.copied.append(Event(stream, instruction, start_s, end_s, float(nbytes)))
 
     def running(self) -> Instruction:
         """Return the running instruction."""
@@ -118,7 +117,7 @@ class Recorder(Observer):
     def updated(self, by: Any, start_s: float, end_s: float) -> None:
         """Record an update by the host."""
         instruction = Instruction(Operation.HOST_UPDATE, by.unit)
-        self._step.copied.append(Event(0, Stream.HOST, instruction, start_s, end_s))
+        self._step.copied.append(Event(Stream.HOST, instruction, start_s, end_s))
 
     def _here(self) -> Instruction:
         """Return the running instruction; another thread serves an earlier one."""
@@ -146,11 +145,11 @@ class Recorder(Observer):
         self._finished, self._step = self._step, _Step()
 
     def events(
-        self, rank: int, bytes_of: Callable[[Instruction], float] = lambda instruction: 0.0
+        self, bytes_of: Callable[[Instruction], float] = lambda instruction: 0.0
     ) -> tuple[Event, ...]:
         """Return the last finished step, by start, in seconds of this host's ``perf_counter``."""
         host_s = self._marks.host_s
-        found = [replace(event, rank=rank) for event in self._finished.copied]
+        found = [*self._finished.copied]
         for span in self._finished.spans:
             if len(span.ends) < span.parts:
                 continue
@@ -158,8 +157,7 @@ class Recorder(Observer):
             is_wait = span.instruction.operation is Operation.WAIT
             if not is_wait or end_s - start_s > _NO_WAITING_S:
                 moved_bytes = bytes_of(span.instruction)
-                event = Event(rank, span.stream, span.instruction, start_s, end_s, moved_bytes)
-                found.append(event)
+                found.append(Event(span.stream, span.instruction, start_s, end_s, moved_bytes))
         timed = (event for event in found if event.end_s > event.start_s)
         return tuple(sorted(timed, key=lambda event: event.start_s))
 
@@ -170,7 +168,7 @@ class Recorder(Observer):
         looks: Sequence[Look],
         bytes_of: Callable[[Instruction], float],
     ) -> Recording:
-        """Return the last finished step with its phases, and with what the rank held."""
+        """Return the last finished step, with what the rank held."""
         step, host_s = self._finished, self._marks.host_s
         order = [(host_s(mark), instruction) for mark, instruction in step.order]
         held: tuple[Held, ...] = ()
@@ -179,8 +177,10 @@ class Recorder(Observer):
                 Held(time_s, look.sizes, look.host_bytes)
                 for (time_s, _), look in zip(order, looks, strict=True)
             )
-        phases = phases_of(order, 0.0 if step.ended is None else host_s(step.ended))
-        return Recording(rank, name, self.events(rank, bytes_of), held, phases)
+        found = Recording(rank, name, self.events(bytes_of), held)
+        if step.ended is None or not order:
+            return found
+        return replace(found, start_s=order[0][0], end_s=host_s(step.ended))
 
     @property
     def met_s(self) -> float | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
@@ -17,25 +17,16 @@ from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.common.records import Amount, FileRecord, ListOf, Record, Text, YesOrNo
 from lightning_cephalo.observe.memory import RankMemory
 from lightning_cephalo.observe.pace import MeasuredRank
+from lightning_cephalo.observe.recording import MEASURED_KINDS, Event, Held, Recording, Stream
 from lightning_cephalo.plan import Plan
-from lightning_cephalo.plan.memory_timeline import MemoryTimeline
 from lightning_cephalo.plan.program import Instruction, Operation
-from lightning_cephalo.plan.timeline import (
-    MEASURED_KINDS,
-    Event,
-    Held,
-    Phase,
-    Recording,
-    Span,
-    Stream,
-)
 
 RECORD_NAME = "cephalo-run.json"
 STEPS_IN_FULL = 2000
 _PLACES = 9  # of seconds: a nanosecond
 # fields of a RankRecord that are those of a MeasuredRank, and of a Recording
 _TIMES = ("name", "step_s", "busy_s", "waiting_s", "between_s", "predicted_busy_s")
-_STEP = ("events", "held", "phases")
+_STEP = ("events", "held", "start_s", "end_s")
 
 
 def _record(kind: type[Record], field: str, value: Any) -> Record:
@@ -60,7 +51,7 @@ def _event(row: Sequence[Any]) -> Event:
     stream, operation, unit, visit, microbatch, *numbers = row
     start_s, end_s, moved_bytes = map(float, numbers)
     instruction = Instruction(Operation(operation), int(unit), int(visit), int(microbatch))
-    return Event(0, Stream(stream), instruction, start_s, end_s, moved_bytes)
+    return Event(Stream(stream), instruction, start_s, end_s, moved_bytes)
 
 
 def _row_of(event: Event) -> list[Any]:
@@ -77,9 +68,9 @@ def _held(row: Sequence[Any]) -> Held:
     return Held(time_s, tuple(sizes), host_bytes)
 
 
-def _span(row: Sequence[Any]) -> Span:
-    phase, start_s, end_s = row
-    return Span(Phase(phase), float(start_s), float(end_s))
+def _moment(field: str, value: Any) -> float:
+    # a rank may begin before the first event of any
+    return records.real(field, value, minimum=-1e9)
 
 
 def _texts(field: str, value: Any) -> tuple[str, ...]:
@@ -91,7 +82,7 @@ def _texts(field: str, value: Any) -> tuple[str, ...]:
 class RankRecord(Record):
     """What is known of one rank at the end of a run; what was not measured is None or empty.
 
-    Its seconds are those of a ``MeasuredRank``; events, phases, and what it held are of one step.
+    Its seconds are those of a ``MeasuredRank``; events, and what it held, are of one step.
     """
 
     kind = "rank record"
@@ -107,12 +98,8 @@ class RankRecord(Record):
     measured_memory: Annotated[RankMemory, partial(_record, RankMemory)] | None = None
     events: Annotated[tuple[Event, ...], partial(_rows, Event, _event)] = ()
     held: Annotated[tuple[Held, ...], partial(_rows, Held, _held)] = ()
-    phases: Annotated[tuple[Span, ...], partial(_rows, Span, _span)] = ()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        own = tuple(replace(event, rank=self.rank) for event in self.events)
-        object.__setattr__(self, "events", own)
+    start_s: Annotated[float, _moment] = 0.0
+    end_s: Annotated[float, _moment] | None = None
 
     @classmethod
     def of(
@@ -131,21 +118,12 @@ class RankRecord(Record):
         return cls(rank, **{"name": name} | known)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain lists and numbers; an event, a phase, and what is held are a list each."""
+        """Return plain lists and numbers; an event, and what is held, are a list each."""
         rows = {
             "events": [_row_of(event) for event in self.events],
             "held": [[round(one.time_s, _PLACES), one.host_bytes, *one.sizes] for one in self.held],
-            "phases": [
-                [one.phase.value, round(one.start_s, _PLACES), round(one.end_s, _PLACES)]
-                for one in self.phases
-            ],
         }
         return super().to_dict() | {name: entries for name, entries in rows.items() if entries}
-
-    @property
-    def recording(self) -> Recording:
-        """The recorded step."""
-        return Recording(self.rank, self.name, self.events, self.held, self.phases)
 
 
 @dataclass(frozen=True)
@@ -193,10 +171,16 @@ class RunRecord(FileRecord):
         """Return the record as JSON in one line: indented, a step would have a line per number."""
         return json.dumps(self.to_dict(), separators=(",", ":"), allow_nan=False)
 
-    def timelines(self) -> tuple[MemoryTimeline, ...]:
+    def timelines(self) -> tuple[Recording, ...]:
         """Return the recorded step of every rank that has one."""
         return tuple(
-            MemoryTimeline.of_recording(one.recording, part)
+            Recording(
+                one.rank,
+                one.name,
+                **{name: getattr(one, name) for name in _STEP},
+                planned_bytes=part.memory_bytes,
+                capacity_bytes=part.capacity_bytes,
+            )
             for one, part in zip(self.ranks, self.plan.ranks, strict=True)
-            if one.phases
+            if one.end_s is not None
         )

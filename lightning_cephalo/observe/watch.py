@@ -28,13 +28,12 @@ from lightning_cephalo.observe.pace import (
     predicted_busy_s,
 )
 from lightning_cephalo.observe.recorder import Look, Recorder
+from lightning_cephalo.observe.recording import Recording
 from lightning_cephalo.observe.run_record import RECORD_NAME, STEPS_IN_FULL, RunRecord
 from lightning_cephalo.observe.timing import Timing
 from lightning_cephalo.plan import Plan
-from lightning_cephalo.plan.memory_timeline import MemoryTimeline
 from lightning_cephalo.plan.program import Instruction, Operation
 from lightning_cephalo.plan.replan import Replan
-from lightning_cephalo.plan.timeline import Recording
 from lightning_cephalo.ranks.control import ControlGroup
 
 # The first steps differ from all others: orders are found, caches fill, allocators grow.
@@ -59,8 +58,8 @@ class RunReport:
         step_s: Median seconds of a step on this rank, without the first few; None before any.
         ranks: Work and waiting times of every rank, at the end of ``fit``.
         memory: Memory of every rank, by kind; None before the end of two steps or more.
-        timeline: What every rank held and moved over one step, by phase and kind, at the end of
-            ``fit`` with ``record=``.
+        timeline: What every rank held and moved over one step, at the end of ``fit`` with
+            ``record=``.
         replans: The changes of plan, without those of the user.
     """
 
@@ -68,7 +67,7 @@ class RunReport:
     step_s: float | None = None
     ranks: tuple[MeasuredRank, ...] = ()
     memory: tuple[RankMemory, ...] | None = None
-    timeline: tuple[MemoryTimeline, ...] = ()
+    timeline: tuple[Recording, ...] = ()
     replans: tuple[Replan, ...] = ()
 
 
@@ -217,7 +216,7 @@ class Watch:
             self._report = replace(self._report, timeline=timeline)
             if control.rank == 0:
                 path = self._folder / trace.TRACE_NAME
-                _write(partial(trace.write_recording, timeline, path), "timeline")
+                _write(partial(trace.write_trace, timeline, path), "timeline")
 
     @property
     def writes_record(self) -> bool:
@@ -257,7 +256,7 @@ class Watch:
 
     def _timelines(
         self, recorder: Recorder, control: ControlGroup, name: str, looks: Sequence[Look]
-    ) -> tuple[MemoryTimeline, ...]:
+    ) -> tuple[Recording, ...]:
         # the trace holds no more ranks: thousands of others need not send their recordings
         own = Recording(control.rank, name, ())
         if control.rank < trace.RANKS_IN_FULL:
@@ -265,7 +264,10 @@ class Watch:
             own = recorder.recording(control.rank, name, looks, moved)
         sent = control.gather((socket.gethostname(), recorder.met_s, own))
         plans = () if self._report.plan is None else self._report.plan.ranks
-        return tuple(map(MemoryTimeline.of_recording, aligned(sent[: trace.RANKS_IN_FULL]), plans))
+        return tuple(
+            replace(one, planned_bytes=part.memory_bytes, capacity_bytes=part.capacity_bytes)
+            for one, part in zip(aligned(sent[: trace.RANKS_IN_FULL]), plans, strict=False)
+        )
 
 
 def _write(write: Callable[[], None], what: str) -> None:

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from lightning_cephalo.common.errors import InfeasibleError, PlanError, SolverError
 from lightning_cephalo.common.quantities import format_bytes, format_rate, format_seconds
+from lightning_cephalo.observe.recording import Stream
 from lightning_cephalo.offline.baselines import BASELINES
 from lightning_cephalo.offline.estimate.devices import find_device
 from lightning_cephalo.offline.pipeline.crossover import Crossover, find_crossover
@@ -23,8 +24,8 @@ from lightning_cephalo.offline.pipeline.search import Planned, advise
 from lightning_cephalo.offline.pipeline.text import ADVICE_ONLY, crossover_text, pipeline_name
 from lightning_cephalo.offline.prices import counted, mixes, price_of
 from lightning_cephalo.offline.scenario import Scenario
+from lightning_cephalo.offline.simulate import Simulation
 from lightning_cephalo.plan import Plan, Problem, predict, solve
-from lightning_cephalo.plan.timeline import Simulation
 
 _OURS = "cephalo"
 _HYBRID = f"{_OURS}, hybrid sharding by node (over gloo)"
@@ -245,10 +246,10 @@ def summarise(problem: Problem, plan: Plan, simulation: Simulation) -> dict[str,
     ranks = [
         {
             "name": profile.name,
-            "compute_s": timeline.compute_s,
-            "communication_s": timeline.communication_s,
-            "waiting_s": timeline.waiting_s,
-            "peak_bytes": max((held for _, held in timeline.memory), default=0.0),
+            "compute_s": timeline.busy_s(Stream.COMPUTE),
+            "communication_s": timeline.busy_s(Stream.COMMUNICATION),
+            "waiting_s": max(simulation.step_s - timeline.busy_s(Stream.COMPUTE), 0.0),
+            "peak_bytes": timeline.peak_bytes,
             "capacity_bytes": profile.capacity_bytes,
         }
         for profile, timeline in zip(problem.ranks, timelines, strict=True)

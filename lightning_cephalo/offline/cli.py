@@ -92,7 +92,6 @@ _OPTIONS: dict[tuple[str, str], tuple[tuple[str, str, Any, str], ...]] = {
     ),
     ("simulate", ""): (
         ("--plan", "FILE", None, "the plan to play (default: solve for one)"),
-        ("--steps", "N", 1, "how many steps (default: 1)"),
         ("--trace", "FILE", None, "write a trace for Perfetto or Chrome (.json)"),
         ("--figure", "FILE", None, "draw the timeline (.png or .svg)"),
         ("--memory-figure", "FILE", None, "draw every rank's memory"),
@@ -183,11 +182,11 @@ def _simulate(options: argparse.Namespace, notes: Console) -> None:
             asked = asked.in_nodes()
         problem = asked.problem
         plan.check(world_size=len(problem.ranks), global_batch_size=problem.global_batch_size)
-        played = simulate(problem, plan, steps=options.steps)
-    _write(notes, options.trace, lambda path: write_trace(played, problem, path))
-    _write(notes, options.figure, lambda path: figures.timeline_figure(played, problem, path))
-    memory = played, problem, plan
-    _write(notes, options.memory_figure, lambda path: figures.memory_figure(*memory, path))
+        played = simulate(problem, plan)
+    steps = played.timelines
+    _write(notes, options.trace, lambda path: write_trace(steps, path))
+    _write(notes, options.figure, lambda path: figures.timeline_figure(steps, path))
+    _write(notes, options.memory_figure, lambda path: figures.memory_figure(steps, path))
     summary = answers.summarise(problem, plan, played)
     if options.json:
         _print_json(summary)

@@ -1,8 +1,8 @@
 """Figures of steps and of memory, for files and for pages; needs matplotlib.
 
-Each kind of figure has one function that draws it on axes. Colours are those of Okabe and Ito (and
-a dark yellow), which colour-blind readers can distinguish. A page has its own colours in place of
-``INK``, ``PALE`` and ``PAPER``.
+Steps may be recorded or simulated. Colours are those of Okabe and Ito (and a dark yellow), which
+colour-blind readers can distinguish. A page has its own colours in place of the first
+four.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
@@ -20,35 +21,30 @@ from markupsafe import Markup
 from lightning_cephalo.common import files
 from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.common.quantities import byte_unit, format_bytes, format_seconds
-from lightning_cephalo.plan import Plan, Problem, cost
-from lightning_cephalo.plan.memory_timeline import MemoryTimeline
+from lightning_cephalo.observe.recording import MEASURED_KINDS, Event, Recording, Stream
 from lightning_cephalo.plan.program import Operation
-from lightning_cephalo.plan.timeline import (
-    MEASURED_KINDS,
-    Event,
-    Held,
-    Simulation,
-    Stream,
-    Timeline,
-)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-INK, GREY, PALE, PAPER = "#010203", "#999999", "#e8e8e8", "#fefefe"
+INK, SOFT, PALE, PAPER, GREY = "#010203", "#555657", "#e8e8e8", "#fefefe", "#999999"
 ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
 BLUE, VERMILION, PURPLE = "#0072B2", "#D55E00", "#CC79A7"
-# colours of what a recorded step tells apart, in the order of ``Held.sizes``
-MEASURED = dict(
-    zip(
-        (kind.value for kind in MEASURED_KINDS),
-        (GREY, BLUE, GREEN, PURPLE, ORANGE, VERMILION, SKY, YELLOW),
-        strict=True,
-    )
-)
+# of kinds of bytes, from the bottom of a stack: of recorded steps, and of simulated ones
+_MEASURED = (GREY, BLUE, GREEN, PURPLE, ORANGE, VERMILION, SKY, YELLOW)
+COLOURS = {
+    **dict(zip(MEASURED_KINDS, _MEASURED, strict=True)),
+    "state": BLUE,
+    "gathered buffers": ORANGE,
+    "boundaries and kept activations": SKY,
+    "peak of a microbatch": YELLOW,
+}
 MOST_ROWS = 16
 MOST_MEMORIES = 8
+
+Target = str | PathLike[str] | io.StringIO
+"""The path of a file, or where the figure of a page is written as SVG."""
 
 _SUFFIXES = (".png", ".svg")
 _STYLE: dict[Any, Any] = {
@@ -78,46 +74,16 @@ _TRACKS = (
 
 
 @contextmanager
-def drawing(
-    path: str | PathLike[str], height: float, rows: int = 1, columns: int = 1
-) -> Iterator[list[Axes]]:
+def drawing(target: Target, height: float, rows: int = 1, columns: int = 1) -> Iterator[list[Axes]]:
     """Let axes be drawn on, then write the file completely or not at all.
 
     Raises PlanError naming the file if it cannot be written.
     """
-    if Path(path).suffix.lower() not in _SUFFIXES:
+    if not isinstance(target, io.StringIO) and Path(target).suffix.lower() not in _SUFFIXES:
         raise PlanError(
-            f"{path}: expected a file name that ends in {', '.join(_SUFFIXES)}, "
-            f"but got the suffix {Path(path).suffix!r}. Rename the file."
+            f"{target}: expected a file name that ends in {', '.join(_SUFFIXES)}, "
+            f"but got the suffix {Path(target).suffix!r}. Rename the file."
         )
-    with _canvas(13.0, height, rows, columns) as (figure, axes):
-        yield axes
-        save(figure, path)
-
-
-def save(figure: Figure, path: str | PathLike[str]) -> None:
-    with files.replacing(Path(path)) as beside:
-        figure.savefig(beside, dpi=150, facecolor="white")
-
-
-def svg(title: str, height: float, draw: Callable[[list[Axes]], None], rows: int = 1) -> Markup:
-    """Return a figure as SVG inside a page, to be seen on light and dark."""
-    file = io.StringIO()
-    with _canvas(10.0, height, rows) as (figure, axes):
-        draw(axes)
-        figure.savefig(file, format="svg", transparent=True, metadata={"Title": title})
-    whole = file.getvalue()
-    inner = re.sub(r"<metadata>.*?</metadata>", "", whole[whole.index("<svg") :], flags=re.DOTALL)
-    inner = re.sub(r' xmlns(:\w+)?="[^"]*"', "", inner)
-    for colour, of_page in ((INK, "currentColor"), (PALE, "var(--pale)"), (PAPER, "var(--page)")):
-        inner = inner.replace(colour, of_page)
-    return Markup(inner)
-
-
-@contextmanager
-def _canvas(
-    width: float, height: float, rows: int, columns: int = 1
-) -> Iterator[tuple[Figure, list[Axes]]]:
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
@@ -127,13 +93,35 @@ def _canvas(
             "Install it with: pip install 'lightning-cephalo[plot]'"
         ) from error
     with rc_context(_STYLE):
-        figure = Figure(figsize=(width, height), layout="constrained")
-        yield figure, list(figure.subplots(rows, columns, squeeze=False).flatten())
+        figure = Figure(figsize=(12.0, height), layout="constrained")
+        yield list(figure.subplots(rows, columns, squeeze=False).flatten())
+        save(figure, target)
+
+
+def save(figure: Figure, target: Target) -> None:
+    if isinstance(target, io.StringIO):
+        figure.savefig(target, format="svg", transparent=True)
+        return
+    with files.replacing(Path(target)) as beside:
+        figure.savefig(beside, dpi=150, facecolor="white")
+
+
+def svg(draw: Callable[..., None], *shown: object) -> Markup:
+    """Return what a function draws as SVG inside a page, to be seen on light and dark."""
+    file = io.StringIO()
+    draw(*shown, file)
+    whole = file.getvalue()
+    inner = re.sub(r"<metadata>.*?</metadata>", "", whole[whole.index("<svg") :], flags=re.DOTALL)
+    inner = re.sub(r' xmlns(:\w+)?="[^"]*"', "", inner)
+    of_page = {SOFT: "var(--soft)", PALE: "var(--pale)", PAPER: "var(--page)", INK: "currentColor"}
+    for colour, name in of_page.items():
+        inner = inner.replace(colour, name)
+    return Markup(inner)
 
 
 def add_title(axes: Axes, title: str, below: str) -> None:
     axes.set_title(title, loc="left", fontsize=12, fontweight="bold", pad=20)
-    axes.text(0, 1, below, transform=axes.transAxes, va="bottom", color="#555555")
+    axes.text(0, 1, below, transform=axes.transAxes, va="bottom", color=SOFT)
 
 
 def add_legend(figure: Any, entries: Mapping[str, str]) -> None:
@@ -149,22 +137,15 @@ def add_legend(figure: Any, entries: Mapping[str, str]) -> None:
         legend.remove()
 
 
-def name_rows(axes: Axes, names: Sequence[str]) -> None:
-    """Name rows of height 1, whose middles are 0, 1, …, from the top."""
-    axes.set_yticks(range(len(names)), names)
-    axes.tick_params(axis="y", length=0)
-    axes.set_ylim(len(names) - 0.5, -0.5)
-
-
 def time_axis(axes: Axes, end_s: float) -> float:
     """Let the axes show a step's time; return their units per second."""
-    scale, unit = time_scale(end_s)
+    scale, unit = _time_scale(end_s)
     axes.set(xlim=(0, end_s * scale or 1), xlabel=f"time in the step ({unit})")
     return scale
 
 
-def time_scale(seconds: float) -> tuple[float, str]:
-    """Return the units of a time axis per second, and their name."""
+def _time_scale(seconds: float) -> tuple[float, str]:
+    """Return the units of an axis per second, and their name."""
     return (1.0, "s") if seconds >= 1 else (1e3, "ms")
 
 
@@ -195,120 +176,83 @@ def timeline(axes: Axes, rows: Sequence[tuple[str, Sequence[Event]]], end_s: flo
                 axes.broken_barh(found, (top, 0.9 * height), facecolors=colour, **look)
             seen |= spans.keys()
             top += height
-    name_rows(axes, [name for name, _ in rows])
+    axes.set_yticks(range(len(rows)), [name for name, _ in rows])
+    axes.tick_params(axis="y", length=0)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
     colours = {each.value: each.colour for each in Operation if each in seen}
     add_legend(axes.figure, colours)
 
 
-def memory(
-    panels: Sequence[Axes],
-    shown: Sequence[tuple[str, MemoryTimeline]],
-    colours: Mapping[str, str],
-    end_s: float,
-) -> None:
-    """Draw what ranks hold over a step, a panel each, with the plan's peak and the capacity."""
-    unit, bytes_each = byte_unit(max(one.peak_bytes or 1.0 for _, one in shown))
-    used: dict[str, str] = {}
-    for axes, (label, one) in zip(panels, shown, strict=True):
-        peak_bytes, scale = one.peak_bytes or 0.0, time_axis(axes, end_s)
-        sizes = zip(*(held.sizes for held in (*one.held, one.held[-1])), strict=True)
-        layers = {name: each for name, each in zip(colours, sizes, strict=True) if any(each)}
-        used |= {name: colours[name] for name in layers}
-        axes.stackplot(
-            [*(held.time_s * scale for held in one.held), end_s * scale],
-            *([size / bytes_each for size in each] for each in layers.values()),
-            step="post",
-            colors=[colours[name] for name in layers],
-            linewidth=0,
-        )
-        title = f"{label}: {format_bytes(peak_bytes)} at its peak"
-        if one.planned_bytes is not None:
-            title += f", {format_bytes(one.planned_bytes)} predicted"
-        is_over = one.capacity_bytes is not None and peak_bytes > one.capacity_bytes
-        axes.set_title(title, loc="left", color=VERMILION if is_over else INK)
-        # the two lines may be as high as each other
-        for text, limit, style, at, side in (
-            ("predicted peak", one.planned_bytes, "dashed", 1, "right"),
-            ("may use", one.capacity_bytes, "solid", 0.005, "left"),
-        ):
-            if limit is not None and limit < 3 * max(peak_bytes, 1.0):
-                height, place = limit / bytes_each, ("axes fraction", "data")
-                axes.axhline(height, color=INK, linewidth=1, linestyle=style)
-                said = f"{text} {format_bytes(limit)}"
-                axes.annotate(said, (at, height), xycoords=place, ha=side, va="bottom")
-        axes.set(ylim=(0, 1.1 * axes.get_ylim()[1]), ylabel=unit)
-        axes.label_outer()
-    add_legend(panels[0].figure, used)
+def timeline_figure(steps: Sequence[Recording], target: Target) -> None:
+    """Draw what the streams of ranks do in a step; of more than 16, those of the busiest."""
+    shown, left_out = _most(steps, MOST_ROWS, lambda step: step.busy_s(Stream.COMPUTE), "busiest")
+    end_s, rows = max(step.end_s or 0.0 for step in shown), []
+    for step in shown:
+        busy = f"\n{step.busy_s(Stream.COMPUTE) / end_s:.0%} busy" if end_s else ""
+        rows.append((f"{step.name}{busy}", step.events))
+    with drawing(target, 1.6 + 0.62 * len(rows)) as (axes,):
+        timeline(axes, rows, end_s)
+        below = f"upper bar: compute, below: communication and copies{left_out}"
+        add_title(axes, f"One step, {format_seconds(end_s)}", below)
 
 
-# -- files of the command line ------------------------------------------------------------------
-
-
-def timeline_figure(simulation: Simulation, problem: Problem, path: str | PathLike[str]) -> None:
-    """Draw the streams of each kind of ranks over one step; beyond 16 kinds, of the busiest."""
-    kinds, left_out = _most(simulation, problem, MOST_ROWS, lambda kind: kind.compute_s, "busiest")
-    step_s, rows = simulation.step_s, []
-    for label, kind in kinds:
-        busy = f"\n{kind.compute_s / step_s:.0%} busy" if step_s else ""
-        rows.append((f"{label}{busy}", kind.events))
-    with drawing(path, 1.6 + 0.62 * len(rows)) as (axes,):
-        timeline(axes, rows, step_s)
-        title = f"One step of {simulation.world_size} ranks, {format_seconds(step_s)}"
-        add_title(axes, title, f"upper bar: compute, below: communication and copies{left_out}")
-
-
-def memory_figure(
-    simulation: Simulation, problem: Problem, plan: Plan, path: str | PathLike[str]
-) -> None:
-    """Draw the simulated memory of each kind of ranks, and what ``plan/cost.py`` predicts."""
-    kinds, left_out = _most(simulation, problem, MOST_MEMORIES, _peak_bytes, "fullest")
-    predicted = cost.predict(problem, plan).ranks
-    shown = []
-    for label, kind in kinds:
-        rank, held = kind.ranks[0], tuple(Held(time_s, (size,)) for time_s, size in kind.memory)
-        limits = predicted[rank].memory_bytes, problem.ranks[rank].capacity_bytes
-        shown.append((label, MemoryTimeline(rank, label, (), held, (), *limits)))
-    with drawing(path, 0.8 + 1.7 * len(shown), rows=len(shown)) as panels:
-        memory(panels, shown, {"simulated": SKY}, simulation.step_s)
-        for axes, (_, one) in zip(panels, shown, strict=True):
-            title = axes.get_title(loc="left")
-            axes.set_title(f"{title}: {_parts(problem, plan, one.rank)}", loc="left")
+def memory_figure(steps: Sequence[Recording], target: Target) -> None:
+    """Draw what ranks hold over a step; of more than 8, the fullest ones."""
+    shown, left_out = _most(steps, MOST_MEMORIES, lambda step: step.peak_bytes or 0.0, "fullest")
+    unit, bytes_each = byte_unit(max(step.peak_bytes or 1.0 for step in shown))
+    end_s, order, used = max(step.end_s or 0.0 for step in shown), list(COLOURS), set()
+    with drawing(target, 0.8 + 1.7 * len(shown), rows=len(shown)) as panels:
+        for axes, step in zip(panels, shown, strict=True):
+            peak_bytes, scale = step.peak_bytes or 0.0, time_axis(axes, end_s)
+            sizes = zip(*(held.sizes for held in (*step.held, step.held[-1])), strict=True)
+            by_kind = dict(zip(step.kinds, sizes, strict=True))
+            layers = sorted((kind for kind in by_kind if any(by_kind[kind])), key=order.index)
+            used |= {*layers}
+            axes.stackplot(
+                [*(held.time_s * scale for held in step.held), end_s * scale],
+                *([size / bytes_each for size in by_kind[kind]] for kind in layers),
+                step="post",
+                colors=[COLOURS[kind] for kind in layers],
+                linewidth=0,
+            )
+            title = f"{step.name}: {format_bytes(peak_bytes)} at its peak"
+            if step.planned_bytes is not None:
+                title += f", {format_bytes(step.planned_bytes)} predicted"
+            is_over = step.capacity_bytes is not None and peak_bytes > step.capacity_bytes
+            axes.set_title(title, loc="left", color=VERMILION if is_over else INK)
+            # the two lines may be as high as each other
+            for text, limit, style, at, side in (
+                ("predicted peak", step.planned_bytes, "dashed", 1, "right"),
+                ("may use", step.capacity_bytes, "solid", 0.005, "left"),
+            ):
+                if limit is not None and limit < 3 * max(peak_bytes, 1.0):
+                    height, place = limit / bytes_each, ("axes fraction", "data")
+                    axes.axhline(height, color=INK, linewidth=1, linestyle=style)
+                    said = f"{text} {format_bytes(limit)}"
+                    axes.annotate(said, (at, height), xycoords=place, ha=side, va="bottom")
+            axes.set(ylim=(0, 1.1 * axes.get_ylim()[1]), ylabel=unit)
+            axes.label_outer()
         panels[-1].set_xlabel(f"{panels[-1].get_xlabel()}{left_out}")
+        add_legend(panels[0].figure, {kind: COLOURS[kind] for kind in order if kind in used})
+
+
+def all_steps_figure(steps_s: Sequence[float], predicted_s: float | None, target: Target) -> None:
+    """Draw the time of every step, with the plan's prediction."""
+    # a single slow step must not flatten all others
+    most_s = 1.15 * max(min(max(steps_s), 4 * median(steps_s)), predicted_s or 0.0) or 1.0
+    scale, unit = _time_scale(most_s)
+    with drawing(target, 1.8) as (axes,):
+        axes.plot(range(1, len(steps_s) + 1), [each * scale for each in steps_s], color=SKY)
+        if predicted_s:
+            height, text = predicted_s * scale, f"predicted {format_seconds(predicted_s)}"
+            axes.axhline(height, color=INK, linewidth=1, linestyle="dashed")
+            axes.text(len(steps_s), height, text, ha="right", va="bottom")
+        axes.set(ylim=(0, most_s * scale), xlabel="step", ylabel=unit)
 
 
 def _most(
-    simulation: Simulation,
-    problem: Problem,
-    most: int,
-    key: Callable[[Timeline], float],
-    which: str,
-) -> tuple[list[tuple[str, Timeline]], str]:
-    """Return kinds of equal ranks with their labels, and a note on those that are left out."""
-    kinds = sorted(simulation.timelines, key=key, reverse=True)[:most]
-    kinds.sort(key=lambda kind: kind.ranks)
-    count = len(simulation.timelines)
-    left_out = f"; the {which} {most} of {count} kinds of ranks" if count > most else ""
-    labels = [f"{len(kind.ranks)} × {problem.ranks[kind.ranks[0]].name}" for kind in kinds]
-    return list(zip(labels, kinds, strict=True)), left_out
-
-
-def _peak_bytes(kind: Timeline) -> float:
-    return max(size for _, size in kind.memory)
-
-
-def _parts(problem: Problem, plan: Plan, rank: int) -> str:
-    """Return what fills a rank at the moment of the step at which it holds the most."""
-    problem = cost.as_planned(problem, plan)
-    part, profile = plan.ranks[rank], problem.ranks[rank]
-    mode, sizes = cost.Mode.of(part), part.microbatch_sizes
-    need = max(
-        (needed(problem, profile, mode) for needed in cost.DEVICE_NEEDS),
-        key=lambda need: part.state_fraction * need.state + need.of(sizes),
-    )
-    held = need.kept(part.batch_size, len(sizes))
-    peak = need.of(sizes) - need.fixed - held
-    return (
-        f"state {format_bytes(part.state_fraction * need.state)}, gathered buffers"
-        f" {format_bytes(need.fixed)}, boundaries and kept activations {format_bytes(held)},"
-        f" peak of a microbatch {format_bytes(peak)}"
-    )
+    steps: Sequence[Recording], most: int, key: Callable[[Recording], float], which: str
+) -> tuple[list[Recording], str]:
+    """Return the steps with the most of something, and a note on those that are left out."""
+    shown = sorted(sorted(steps, key=key, reverse=True)[:most], key=lambda step: step.rank)
+    return shown, f"; the {which} {most} of {len(steps)}" if len(steps) > most else ""

@@ -5,6 +5,10 @@ instruction takes, and how much memory it holds. Every rank has streams for comp
 and copies. A collective starts when all ranks have issued it and their links are free, and ends on
 all at the same time. It checks the closed form of ``plan/cost.py``, whose ``fill_s`` it replaces.
 
+Of optimizer state in host memory, each direction of a link, and the host's processors, do one thing
+at a time, beside the device. Streamed state passes through two buffers: one is filled only when
+what it held before has left.
+
 No step is longer than the closed form. It is shorter where the slowest rank of the forward is not
 that of the backward, or an early update hides behind a gather: by less than 3 % from 24 units on,
 for problems as in ``tests/offline/simulated_cases.py``. The exchange of weights between the passes
@@ -13,11 +17,15 @@ for problems as in ``tests/offline/simulated_cases.py``. The exchange of weights
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
-from lightning_cephalo.common import records
-from lightning_cephalo.offline.state_lanes import StateLanes, homes_of
+from lightning_cephalo.common.lanes import Lane
+from lightning_cephalo.observe.recording import Event, Held, Recording, Stream, merged
 from lightning_cephalo.plan import Plan, Problem, RankPlan, RankProfile, cost
 from lightning_cephalo.plan.check import check
 from lightning_cephalo.plan.moving import moved_by
@@ -33,106 +41,268 @@ from lightning_cephalo.plan.program import (
     Visit,
     compile_step,
 )
-from lightning_cephalo.plan.state_homes import StateHome
-from lightning_cephalo.plan.timeline import (
-    Event,
-    Simulation,
-    StepFunction,
-    Stream,
-    Timeline,
-    merged,
-)
+from lightning_cephalo.plan.state_homes import STAGED_UNITS, StateHome
 
-# indices of StateBytes.totals_bytes
-_FORWARD, _REDUCING, _UPDATING = range(3)
-_LINKED = frozenset({Operation.GATHER, Operation.REDUCE})
+KINDS = ("gathered buffers", "peak of a microbatch", "boundaries and kept activations", "state")
+"""What the memory of a simulated step tells apart."""
+
 # in the order of the curves of a profile
 _COMPUTE = (Operation.FORWARD, Operation.BACKWARD, Operation.LOSS)
 
 
-def simulate(problem: Problem, plan: Plan, *, steps: int = 1) -> Simulation:
-    """Simulate training steps of a plan; equal ranks with equal plans are simulated once."""
-    steps = records.whole("steps", steps, minimum=1)
-    cost.predict(problem, plan)  # raises the PlanError for plans that do not match the problem
+@dataclass(frozen=True)
+class Timeline(Recording):
+    """One simulated step of ranks with equal profiles and equal plans, of which one was played.
+
+    Its peak is the prediction of ``predict``, or is lower by at most one unit's boundaries and
+    retained activations of the batch: where a microbatch in the middle has the highest peak, some
+    others do not hold those of the last unit. Host memory is less than ``predict`` returns by the
+    boundaries of the two units that stay on the device.
+
+    Attributes:
+        ranks: Indices of the ranks, ascending; ``rank`` is the first.
+    """
+
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Result of :func:`simulate`.
+
+    Attributes:
+        step_s: Time of one step. All steps are equal: each ends with a rendezvous of all ranks.
+        timelines: One for each group of equal ranks, ordered by first rank.
+    """
+
+    step_s: float
+    timelines: tuple[Timeline, ...]
+
+    def timeline(self, rank: int) -> Timeline:
+        """Return the timeline of this rank's group."""
+        return next(timeline for timeline in self.timelines if rank in timeline.ranks)
+
+
+class _Kind(NamedTuple):
+    """Ranks with equal profiles and equal plans."""
+
+    problem: Problem
+    profile: RankProfile
+    part: RankPlan
+    program: Program
+    ranks: tuple[int, ...]
+
+
+def simulate(problem: Problem, plan: Plan) -> Simulation:
+    """Simulate a training step of a plan; equal ranks with equal plans are simulated once."""
+    predicted = cost.predict(problem, plan)  # raises PlanError if plan and problem do not match
     problem = cost.as_planned(problem, plan)
-    kinds: dict[tuple[object, ...], list[int]] = {}
+    alike: dict[tuple[object, ...], list[int]] = {}
     for rank, (profile, part) in enumerate(zip(problem.ranks, plan.ranks, strict=True)):
         doing: tuple[object, ...] = (part.microbatch_sizes, part.recompute, part.offload)
         doing += part.state_fraction, part.resident_fraction, part.host_update_fraction
-        kinds.setdefault((profile, *doing), []).append(rank)
-    programs = programs_of(problem, plan)
-    check([programs[ranks[0]] for ranks in kinds.values()])
-    lanes = [
-        _Lane(problem, problem.ranks[own[0]], plan.ranks[own[0]], programs[own[0]], own)
-        for own in kinds.values()
-    ]
+        alike.setdefault((profile, *doing), []).append(rank)
+    kinds = []
+    for ranks in alike.values():
+        profile, part = problem.ranks[ranks[0]], plan.ranks[ranks[0]]
+        kinds.append(_Kind(problem, profile, part, program_of(problem, part), tuple(ranks)))
+    check([kind.program for kind in kinds])
+    lanes = [_Lane(kind) for kind in kinds]
     everyone = tuple(range(len(lanes)))
-    play([lane.run(everyone) for lane in lanes], _seconds_of(problem))
-    end_s = max(lane.end_s for lane in lanes)
+    seconds = _collectives_s(problem, kinds[0].program)
+    play([lane.run(everyone) for lane in lanes], lambda meeting: next(seconds))
+    end_s = max(max(lane.free_s.values()) for lane in lanes)
     step_s = end_s + problem.step_overhead_s
-    for lane in lanes:
-        lane.record(Stream.COMMUNICATION, Instruction(Operation.OVERHEAD), end_s, step_s)
-    return Simulation(step_s, steps, tuple(lane.timeline(step_s) for lane in lanes))
+    timelines = []
+    for kind, lane in zip(kinds, lanes, strict=True):
+        lane.note(Stream.COMMUNICATION, Instruction(Operation.OVERHEAD), end_s, step_s)
+        timed = [event for event in lane.events if event.end_s > event.start_s]
+        timeline = Timeline(
+            kind.ranks[0],
+            f"{len(kind.ranks)} × {kind.profile.name}",
+            tuple(sorted(timed, key=lambda event: event.start_s)),
+            _held(kind, lane.events),
+            end_s=step_s,
+            planned_bytes=predicted.ranks[kind.ranks[0]].memory_bytes,
+            capacity_bytes=kind.profile.capacity_bytes,
+            kinds=KINDS,
+            ranks=kind.ranks,
+        )
+        timelines.append(timeline)
+    return Simulation(step_s, tuple(timelines))
 
 
-def programs_of(problem: Problem, plan: Plan) -> list[Program]:
-    """Return the program of every rank, for a model that visits each unit once."""
-    problem = cost.as_planned(problem, plan)
+def program_of(problem: Problem, part: RankPlan) -> Program:
+    """Return the program of a rank, for a model that visits each unit once."""
     heads = [problem.units + 1] * problem.has_last_layers
     visits = [Visit(unit) for unit in (*range(1, problem.units + 1), *heads)]
-    programs = []
-    for part in plan.ranks:
-        homes = homes_of(problem, part)
-        program = compile_step(
-            visits,
-            len(part.microbatch_sizes),
-            [True] * (len(visits) + 1),
-            reshard_after_forward=bool(problem.reshard_after_forward),
-            offload_boundaries=part.offload,
-            updates_early=problem.early_update,
-            homes=(*homes, *homes[: len(heads)]),  # the root unit's state has that of heads
-            ends=Ends(heads=frozenset(heads)),
-        )
-        programs.append(program)
-    return programs
+    homes = [home for home, _ in _state_of(problem, part)]
+    return compile_step(
+        visits,
+        len(part.microbatch_sizes),
+        [True] * (len(visits) + 1),
+        reshard_after_forward=bool(problem.reshard_after_forward),
+        offload_boundaries=part.offload,
+        updates_early=problem.early_update,
+        homes=(*homes, *homes[: len(heads)]),  # the root unit's state has that of heads
+        ends=Ends(heads=frozenset(heads)),
+    )
 
 
-def _seconds_of(problem: Problem) -> Callable[[Meeting], float]:
-    """Return a function of the collectives of a step, one after another."""
-    head, before, links = problem.units + 1, Instruction(Operation.OVERHEAD), problem.links
-    others = {
-        (Operation.GATHER, ROOT): problem.root_links.gather_s,
-        (Operation.GATHER, head): problem.last_links.gather_s,
-        (Operation.REDUCE, ROOT): problem.root_links.reduce_s,
-        (Operation.REDUCE, head): problem.last_links.reduce_s,
-    }
-    of_units = {Operation.GATHER: links.gather_s, Operation.REDUCE: links.reduce_s}
+def _state_of(problem: Problem, part: RankPlan) -> list[tuple[StateHome, float]]:
+    """Return where each unit's state lives, and the parameters of this rank; empty: on the device.
 
-    def seconds_of(meeting: Meeting) -> float:
-        nonlocal before
-        behind, before = before, meeting.what
-        operation, unit = before.operation, before.unit
-        is_behind_reduce = behind.operation is Operation.REDUCE and ROOT < behind.unit < head
-        if operation is Operation.GATHER and is_behind_reduce:  # it runs beside the reduce
-            return max(0.0, links.both_s - links.reduce_s)
-        return others.get((operation, unit), of_units[operation])
-
-    return seconds_of
+    A simulated unit stands for one of the model's, or for several. The root unit comes first.
+    """
+    if not part.moves_state:
+        return []
+    moved, share = moved_by(problem, part), part.state_fraction
+    own = len(moved.sizes) - 1
+    found = [(moved.homes[ROOT], share * moved.sizes[ROOT])]
+    for at in (1 + unit * own // problem.units for unit in range(problem.units)):
+        found.append((moved.homes[at], share * moved.sizes[at] * (own / problem.units)))
+    return found
 
 
-class _Microbatch(NamedTuple):
-    size: int
-    seconds: dict[Operation, float]
-    copy_s: float
-    peak_bytes: float
-    reducing_peak_bytes: float
+def _collectives_s(problem: Problem, program: Program) -> Iterator[float]:
+    """Yield the seconds of the collectives of a step, one after another."""
+    links, head, is_behind_reduce = problem.links, problem.units + 1, False
+    apart = {ROOT: problem.root_links, head: problem.last_links}
+    for instruction in (*program.forward, *program.backward):
+        own = apart.get(instruction.unit, links)
+        if instruction.operation is Operation.GATHER:
+            beside_s = max(0.0, links.both_s - links.reduce_s)  # it runs beside the reduce
+            yield beside_s if is_behind_reduce else own.gather_s
+            is_behind_reduce = False
+        elif instruction.operation is Operation.REDUCE:
+            yield own.reduce_s
+            is_behind_reduce = ROOT < instruction.unit < head
+
+
+# -- time -------------------------------------------------------------------------------------
+
+
+def _updates_of(kind: _Kind) -> dict[int, float]:
+    """Return what updates take: of units inside the backward, and of the rest at the end."""
+    problem, profile, part, program, _ = kind
+    seconds_of = part.state_fraction / profile.updated_parameters_per_s
+    on_host = sum(moved_by(problem, part).sizes_of(StateHome.HOST))
+    rows_s = seconds_of * (problem.parameters - on_host)
+    unit_rows_s = seconds_of * problem.parameters * problem.unit_part
+    early = program.updated_in_backward - program.ends.heads
+    rest_s = max(0.0, problem.update_overhead_s - len(early) * problem.unit_update_s)
+    rest_s += max(0.0, rows_s - len(early) * unit_rows_s)
+    return {**dict.fromkeys(early, problem.unit_update_s + unit_rows_s), NONE: rest_s}
+
+
+class _Lane:
+    """When the instructions of a rank begin and end."""
+
+    def __init__(self, kind: _Kind) -> None:
+        problem, profile, part, _, _ = self._kind = kind
+        mode, sizes = cost.Mode.of(part), part.microbatch_sizes
+        copies_s = [cost.copy_time(problem, profile, size, mode) for size in sizes]
+        self._seconds = {Operation.OFFLOAD: copies_s, Operation.FETCH: copies_s}
+        for operation, curve in zip(_COMPUTE, cost.time_curves(profile, mode), strict=True):
+            self._seconds[operation] = [curve[size - 1] for size in sizes]
+        self._update_s = _updates_of(kind)
+        self._state = _state_of(problem, part)
+        # in the order of the program, with those that take no time
+        self.events: list[Event] = []
+        self.free_s: dict[Stream, float] = defaultdict(float)
+        self._links = {each: Lane() for each in (Stream.TO_DEVICE, Stream.TO_HOST, Stream.HOST)}
+        # by operation, unit and microbatch
+        self._done_s: dict[tuple[Operation, int, int], float] = defaultdict(float)
+        self._staged = [NONE] * STAGED_UNITS  # units that have been fetched
+
+    def run(self, everyone: tuple[int, ...]) -> Player:
+        """Play the step, collective by collective."""
+        program, free_s = self._kind.program, self.free_s
+        for instruction in (*program.forward, *program.backward):
+            if instruction.operation in (Operation.GATHER, Operation.REDUCE):
+                what = Instruction(instruction.operation, instruction.unit)
+                times_s = yield Meeting(everyone, what, free_s[Stream.COMPUTE])
+                self.note(Stream.COMMUNICATION, instruction, *times_s)
+            else:
+                self._do(instruction)
+        free_s[Stream.COMPUTE] = max(free_s[Stream.COMPUTE], free_s[Stream.COMMUNICATION])
+        for instruction in program.update:
+            self._do(instruction)
+
+    def note(self, stream: Stream, instruction: Instruction, start_s: float, end_s: float) -> None:
+        self.events.append(Event(stream, instruction, start_s, end_s))
+        self.free_s[stream] = max(self.free_s[stream], end_s)
+        key = instruction.operation, instruction.unit, instruction.microbatch
+        self._done_s[key] = end_s
+
+    def _do(self, instruction: Instruction) -> None:
+        """Compute, copy, update, or move optimizer state; all else takes no time."""
+        operation, unit, at = instruction.operation, instruction.unit, instruction.microbatch
+        now_s, done_s = self.free_s[Stream.COMPUTE], self._done_s
+        is_root = instruction.visit == NONE  # its forward counts in the tail
+        match operation:
+            case Operation.FORWARD | Operation.LOSS | Operation.BACKWARD if not is_root:
+                copied_s = done_s[Operation.FETCH, unit, at]
+                if operation is Operation.FORWARD:
+                    # the boundary reuses the memory of the boundary from two visits before
+                    copied_s = done_s[Operation.OFFLOAD, unit - UNITS_THAT_STAY, at]
+                ready_s = max(done_s[Operation.GATHER, unit, NONE], copied_s)
+                self._work(Stream.COMPUTE, instruction, ready_s, self._seconds[operation][at])
+            case Operation.OFFLOAD | Operation.FETCH:
+                # as soon as the preceding compute is done
+                self._work(Stream.COPY, instruction, now_s, self._seconds[operation][at])
+            case _ if unit in self._kind.program.ends.heads:
+                pass  # the time of its update is the root unit's
+            case Operation.UPDATE:
+                needs = (Operation.REDUCE, Operation.FETCH_STATE)
+                ready_s = max(done_s[need, unit, NONE] for need in needs)
+                self._work(Stream.COMPUTE, instruction, ready_s, self._update_s.get(unit, 0.0))
+            case Operation.FETCH_STATE:
+                left_s = done_s[Operation.STORE_STATE, self._staged[-STAGED_UNITS], NONE]
+                self._staged.append(unit)
+                self._copy(Stream.TO_DEVICE, instruction, max(now_s, left_s))
+            case Operation.STORE_STATE if self._state[unit][0] is StateHome.STREAMED:
+                self._copy(Stream.TO_HOST, instruction, now_s)
+            case Operation.HOST_UPDATE:
+                ready_s = max(now_s, done_s[Operation.REDUCE, unit, NONE])
+                arrived_s = self._copy(Stream.TO_HOST, instruction, ready_s)
+                rate = self._kind.profile.host_updated_parameters_per_s
+                seconds = self._state[unit][1] / rate
+                updated_s = self._work(Stream.HOST, instruction, arrived_s, seconds)
+                back = Instruction(Operation.STORE_STATE, unit)
+                self._copy(Stream.TO_DEVICE, back, updated_s)
+
+    def _copy(self, stream: Stream, instruction: Instruction, ready_s: float) -> float:
+        """Copy the optimizer state of a unit, or what the host updates of it."""
+        (home, parameters), profile = self._state[instruction.unit], self._kind.profile
+        is_streamed, to_device = home is StateHome.STREAMED, stream is Stream.TO_DEVICE
+        problem = self._kind.problem
+        each = problem.moment_bytes if is_streamed else problem.element_bytes
+        rate = profile.to_device_bytes_per_s if to_device else profile.to_host_bytes_per_s
+        return self._work(stream, instruction, ready_s, each * parameters / rate)
+
+    def _work(
+        self, stream: Stream, instruction: Instruction, ready_s: float, seconds: float
+    ) -> float:
+        """Return when it is done; what moves or updates on the host fills gaps that others left."""
+        if stream in self._links:
+            end_s = self._links[stream].place(ready_s, seconds)
+            start_s = end_s - seconds
+        else:
+            start_s = max(self.free_s[stream], ready_s)
+            end_s = start_s + seconds
+        self.note(stream, instruction, start_s, end_s)
+        return end_s
+
+
+# -- memory -----------------------------------------------------------------------------------
 
 
 class _Change(NamedTuple):
     """A change of a rank's memory.
 
-    Boundaries and activations are counted in unit-samples: integers cancel exactly.
-    ``moment`` is the index of ``StateBytes.totals_bytes`` from then on; None: as before.
+    Boundaries and activations are counted in unit-samples: integers cancel exactly. ``moment`` is
+    a change of the index of ``StateBytes.totals_bytes``: before reduces, from then on, in updates.
     """
 
     time_s: float
@@ -140,190 +310,68 @@ class _Change(NamedTuple):
     kept: int = 0
     host: int = 0
     peak_bytes: float = 0.0
-    moment: int | None = None
+    moment: int = 0
 
 
-class _Lane:
-    """Equal ranks, of which one is played."""
+def _changes(kind: _Kind, events: Iterable[Event]) -> Iterator[_Change]:
+    """Yield what the instructions of a step change, in the order of the program."""
+    problem, profile, part, program, _ = kind
+    mode, sizes, heads = cost.Mode.of(part), part.microbatch_sizes, program.ends.heads
+    needs = (cost.device_need, cost.reducing_need)
+    peaks = [need(problem, profile, mode).peaks for need in needs]
+    has_reduced, free_s, gathered_s = False, 0.0, 0.0
+    for event in events:
+        start_s, end_s, unit = event.start_s, event.end_s, event.unit
+        size = 0 if event.microbatch == NONE else sizes[event.microbatch]
+        match event.operation:
+            case Operation.GATHER:
+                gathered_s = end_s
+            case Operation.REDUCE if not has_reduced and unit not in heads:
+                has_reduced = True
+                # no later than the next unit's backward, which waits for its gather
+                yield _Change(max(free_s, gathered_s), moment=1)
+            case Operation.FORWARD | Operation.LOSS | Operation.BACKWARD:
+                # it holds boundaries from its start, or frees them at its end
+                held = size * (event.operation is Operation.FORWARD)
+                freed = size * (event.operation is Operation.BACKWARD)
+                peak_bytes = peaks[has_reduced][size - 1]
+                keeps = not mode.recompute
+                yield _Change(start_s, held, held * keeps, peak_bytes=peak_bytes)
+                yield _Change(end_s, -freed, -freed * keeps, peak_bytes=-peak_bytes)
+            case Operation.OFFLOAD:
+                yield _Change(start_s, host=size)
+                yield _Change(end_s, boundaries=-size)
+            case Operation.FETCH:
+                yield _Change(start_s, boundaries=size)
+                yield _Change(end_s, host=-size)
+            case Operation.UPDATE if unit != NONE:
+                yield _Change(start_s, moment=1)
+                yield _Change(end_s, moment=-1)
+        if event.stream is Stream.COMPUTE:
+            free_s = end_s
+    yield _Change(free_s, moment=-1)
 
-    def __init__(
-        self,
-        problem: Problem,
-        profile: RankProfile,
-        part: RankPlan,
-        program: Program,
-        ranks: Sequence[int],
-    ) -> None:
-        self._problem, self._program, self._ranks = problem, program, tuple(ranks)
-        mode = cost.Mode.of(part)
-        needs = (cost.device_need, cost.reducing_need)
-        peaks = [need(problem, profile, mode).peaks for need in needs]
-        curves = dict(zip(_COMPUTE, cost.time_curves(profile, mode), strict=True))
-        self._microbatches = [
-            _Microbatch(
-                size,
-                {operation: curve[size - 1] for operation, curve in curves.items()},
-                cost.copy_time(problem, profile, size, mode),
-                *(curve[size - 1] for curve in peaks),
-            )
-            for size in part.microbatch_sizes
-        ]
-        self._keeps, self._heads = not mode.recompute, program.ends.heads
-        resting = problem.fixed_bytes + problem.microbatch_bytes * len(part.microbatch_sizes)
-        if part.offload and problem.units > UNITS_THAT_STAY:
-            resting += problem.boundary_bytes * part.batch_size  # gradients between units
-        self._resting_bytes = resting
-        moved = moved_by(problem, part)
-        share = part.state_fraction
-        more_bytes = moved.device_bytes(problem)
-        self._states_bytes = [share * (size + more_bytes) for size in problem.state.totals_bytes]
-        self._state_host_bytes = share * moved.host_bytes(problem)
-        self._state = StateLanes(problem, profile, part, self.record)
-        seconds_of = share / profile.updated_parameters_per_s
-        self._rows_s = seconds_of * (problem.parameters - sum(moved.sizes_of(StateHome.HOST)))
-        self._unit_rows_s = seconds_of * problem.parameters * problem.unit_part
-        self._updates = 0
-        self._events: list[Event] = []
-        self._changes: list[_Change] = []
-        # per unit, when it was gathered and reduced last; per passage, when it was copied
-        self._gathered_s: dict[int, float] = {}
-        self._reduced_s: dict[int, float] = {}
-        self._copied_s: dict[tuple[int, int], float] = {}
-        self._is_reducing = False
-        self._free_s = self._copy_free_s = self.end_s = 0.0
 
-    # -- execution ----------------------------------------------------------------------------
+def _held(kind: _Kind, events: Iterable[Event]) -> tuple[Held, ...]:
+    """Return what a rank holds over a step, by :data:`KINDS`."""
+    problem, part = kind.problem, kind.part
+    moved, share = moved_by(problem, part), part.state_fraction
+    more_bytes, host_bytes = moved.device_bytes(problem), share * moved.host_bytes(problem)
+    states_bytes = [share * (size + more_bytes) for size in problem.state.totals_bytes]
+    fixed_bytes = problem.fixed_bytes + problem.microbatch_bytes * len(part.microbatch_sizes)
+    if part.offload and problem.units > UNITS_THAT_STAY:
+        fixed_bytes += problem.boundary_bytes * part.batch_size  # gradients between units
+    # The sort is stable: of changes at the same time, a cause stays before its effect.
+    ordered = sorted(_changes(kind, events), key=lambda change: change.time_s)
+    points = []
+    for at in accumulate(ordered, _then, initial=_Change(0.0)):
+        held_bytes = at.boundaries * problem.boundary_bytes + at.kept * problem.kept_bytes
+        sizes = fixed_bytes, at.peak_bytes, held_bytes, states_bytes[at.moment]
+        on_host = at.host * problem.boundary_bytes + host_bytes
+        points.append((at.time_s, (sizes, on_host)))
+    return tuple(Held(time_s, *held) for time_s, held in merged(points))
 
-    def run(self, everyone: tuple[int, ...]) -> Player:
-        """Play the step, collective by collective."""
-        end_s = 0.0
-        for instruction in (*self._program.forward, *self._program.backward):
-            operation, unit = instruction.operation, instruction.unit
-            if operation in _LINKED:
-                if operation is Operation.REDUCE and unit not in self._heads:
-                    self._begin_to_reduce()
-                start_s, end_s = yield Meeting(everyone, Instruction(operation, unit), self._free_s)
-                self.record(Stream.COMMUNICATION, instruction, start_s, end_s)
-                done_s = self._gathered_s if operation is Operation.GATHER else self._reduced_s
-                done_s[unit] = end_s
-            elif instruction.microbatch != NONE:
-                self._pass(instruction)
-            elif operation is Operation.UPDATE and unit not in self._heads:
-                seconds = self._problem.unit_update_s + self._unit_rows_s
-                self._update(instruction, self._reduced_s[unit], seconds)
-            else:
-                self._move(instruction)
-        rest_s = self._problem.update_overhead_s - self._updates * self._problem.unit_update_s
-        rest_s = max(0.0, rest_s) + max(0.0, self._rows_s - self._updates * self._unit_rows_s)
-        self._free_s = max(self._free_s, end_s)
-        for instruction in self._program.update:
-            is_last = instruction.unit == NONE  # it takes all of the time
-            if instruction.operation is not Operation.UPDATE:
-                self._move(instruction)
-            elif instruction.unit not in self._heads:
-                self._update(instruction, end_s, rest_s * is_last)
-        self._changes.append(_Change(self._free_s, moment=_FORWARD))
-        self.end_s = max(self._free_s, self._state.done_s)
 
-    def _begin_to_reduce(self) -> None:
-        if not self._is_reducing:
-            self._is_reducing = True
-            # no later than the next unit's backward, which waits for its gather
-            begun_s = max(self._free_s, *self._gathered_s.values())
-            self._changes.append(_Change(begun_s, moment=_REDUCING))
-
-    def _pass(self, instruction: Instruction) -> None:
-        """Compute or copy a microbatch."""
-        operation, at = instruction.operation, (instruction.visit, instruction.microbatch)
-        if instruction.visit == NONE:
-            return  # the root unit's forward counts in the tail
-        microbatch = self._microbatches[instruction.microbatch]
-        size = microbatch.size
-        if operation not in _COMPUTE:
-            # as soon as the preceding compute is done
-            start_s = max(self._free_s, self._copy_free_s)
-            self._copied_s[at] = self._copy_free_s = end_s = start_s + microbatch.copy_s
-            self.record(Stream.COPY, instruction, start_s, end_s)
-            away = size * (operation is Operation.OFFLOAD)
-            self._changes += [
-                _Change(start_s, size - away, host=away),
-                _Change(end_s, -away, host=away - size),
-            ]
-            return
-        if operation is Operation.FORWARD:
-            # the boundary reuses the memory of the boundary from two visits before
-            at = (instruction.visit - UNITS_THAT_STAY, instruction.microbatch)
-        ready_s = max(self._gathered_s[instruction.unit], self._copied_s.pop(at, 0.0))
-        start_s = max(self._free_s, ready_s)
-        self._free_s = start_s + microbatch.seconds[operation]
-        self.record(Stream.COMPUTE, instruction, start_s, self._free_s)
-        peak_bytes = microbatch.reducing_peak_bytes if self._is_reducing else microbatch.peak_bytes
-        # it holds boundaries from its start, or frees them at its end
-        held = size * (operation is Operation.FORWARD)
-        freed = size * (operation is Operation.BACKWARD)
-        self._changes += [
-            _Change(start_s, held, held * self._keeps, peak_bytes=peak_bytes),
-            _Change(self._free_s, -freed, -freed * self._keeps, peak_bytes=-peak_bytes),
-        ]
-
-    def _move(self, instruction: Instruction) -> None:
-        if instruction.unit in self._heads:
-            return  # the time of its update is the root unit's
-        needs_gradient = instruction.operation is Operation.HOST_UPDATE
-        ready_s = self._reduced_s[instruction.unit] if needs_gradient else 0.0
-        self._state.run(instruction, max(self._free_s, ready_s))
-
-    def _update(self, instruction: Instruction, ready_s: float, seconds: float) -> None:
-        start_s = max(self._free_s, ready_s, self._state.arrival_s(instruction.unit))
-        self._free_s = start_s + seconds
-        if instruction.unit != NONE:
-            self._updates += seconds > 0
-            self._changes.append(_Change(start_s, moment=_UPDATING))
-            self._changes.append(_Change(self._free_s, moment=_REDUCING))
-        self.record(Stream.COMPUTE, instruction, start_s, self._free_s)
-
-    def record(
-        self, stream: Stream, instruction: Instruction, start_s: float, end_s: float
-    ) -> None:
-        if end_s > start_s:
-            self._events.append(Event(self._ranks[0], stream, instruction, start_s, end_s))
-
-    # -- results ------------------------------------------------------------------------------
-
-    def timeline(self, step_s: float) -> Timeline:
-        busy_s = dict.fromkeys(Stream, 0.0)
-        for event in self._events:
-            busy_s[event.stream] += event.end_s - event.start_s
-        memory, host_memory = self._memory()
-        return Timeline(
-            ranks=self._ranks,
-            events=tuple(sorted(self._events, key=lambda event: event.start_s)),
-            memory=memory,
-            host_memory=host_memory,
-            compute_s=busy_s[Stream.COMPUTE],
-            communication_s=busy_s[Stream.COMMUNICATION],
-            copy_s=busy_s[Stream.COPY],
-            waiting_s=max(step_s - busy_s[Stream.COMPUTE], 0.0),
-        )
-
-    def _memory(self) -> tuple[StepFunction, StepFunction]:
-        problem = self._problem
-        state_bytes, gathered_bytes = self._states_bytes[_FORWARD], self._resting_bytes
-        device = [(0.0, state_bytes + gathered_bytes)]
-        host = [(0.0, self._state_host_bytes)]
-        boundaries = kept = on_host = 0
-        peak_bytes = 0.0
-        # The sort is stable: of changes at the same time, a cause stays before its effect.
-        for change in sorted(self._changes, key=lambda change: change.time_s):
-            boundaries += change.boundaries
-            kept += change.kept
-            on_host += change.host
-            peak_bytes += change.peak_bytes
-            if change.moment is not None:
-                state_bytes = self._states_bytes[change.moment]
-            held_bytes = boundaries * problem.boundary_bytes + kept * problem.kept_bytes
-            used_bytes = state_bytes + (gathered_bytes + peak_bytes + held_bytes)
-            device.append((change.time_s, used_bytes))
-            host_bytes = on_host * problem.boundary_bytes + self._state_host_bytes
-            host.append((change.time_s, host_bytes))
-        return merged(device), merged(host)
+def _then(before: _Change, change: _Change) -> _Change:
+    """Return all changes up to this one, of which the last gives the time."""
+    return _Change(change.time_s, *map(operator.add, before[1:], change[1:]))

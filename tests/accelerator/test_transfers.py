@@ -13,8 +13,8 @@ from lightning_cephalo.accelerator.emulated.accelerator import Emulated
 from lightning_cephalo.accelerator.transfers import Told, ToldWorker
 from lightning_cephalo.emulation import EmulatedDevice
 from lightning_cephalo.observe.recorder import Recorder
+from lightning_cephalo.observe.recording import Event, Stream
 from lightning_cephalo.plan.program import Instruction, Operation
-from lightning_cephalo.plan.timeline import Event, Stream
 
 ELEMENTS = 1000
 COPY_S, UPDATE_S, COMPUTE_S = 4 * ELEMENTS / 1e4, ELEMENTS / 2e3, 0.25
@@ -101,13 +101,13 @@ def test_a_recorder_takes_copies_with_their_instruction_and_way():
     recorder.updated(recorder.running(), 5.0, 6.0)
     recorder.finish()
     offload = Instruction(Operation.OFFLOAD, 1, 0, 2)
-    assert recorder.events(4) == (
-        Event(4, Stream.COPY, offload, 0.0, 1.0, 10.0),
-        Event(4, Stream.COPY, offload, 1.0, 3.0, 20.0),
-        Event(4, Stream.TO_DEVICE, Instruction(Operation.FETCH_STATE, 2), 3.0, 4.0, 5.0),
-        Event(4, Stream.TO_HOST, STATE, 4.0, 5.0, 6.0),
-        Event(4, Stream.HOST, STATE, 5.0, 6.0),
-        Event(4, Stream.TO_DEVICE, STATE, 6.0, 7.0, 7.0),
+    assert recorder.events() == (
+        Event(Stream.COPY, offload, 0.0, 1.0, 10.0),
+        Event(Stream.COPY, offload, 1.0, 3.0, 20.0),
+        Event(Stream.TO_DEVICE, Instruction(Operation.FETCH_STATE, 2), 3.0, 4.0, 5.0),
+        Event(Stream.TO_HOST, STATE, 4.0, 5.0, 6.0),
+        Event(Stream.HOST, STATE, 5.0, 6.0),
+        Event(Stream.TO_DEVICE, STATE, 6.0, 7.0, 7.0),
     )
 
 

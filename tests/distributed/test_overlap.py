@@ -20,9 +20,9 @@ from lightning_cephalo.accelerator.marks import HostMarks, Mark
 from lightning_cephalo.execution.executor import Executor
 from lightning_cephalo.execution.step import MicrobatchCall
 from lightning_cephalo.observe.recorder import Recorder
+from lightning_cephalo.observe.recording import Event, Stream
 from lightning_cephalo.observe.timing import Share, Timing
 from lightning_cephalo.plan.program import NONE, Operation
-from lightning_cephalo.plan.timeline import Event, Stream
 
 UNITS, WIDTH = 4, 128
 # for what must happen sooner or later, on any machine
@@ -151,7 +151,7 @@ def recorded(
         for flat in unit.flats
     }
     (names,) = groups
-    return recorder.events(rank), names[0] != names[1]
+    return recorder.events(), names[0] != names[1]
 
 
 def passes(events: tuple[Event, ...], name: Operation) -> list[tuple[float, float]]:

@@ -7,11 +7,11 @@ import json
 import pytest
 
 from lightning_cephalo.observe.memory import RankMemory
+from lightning_cephalo.observe.recording import MEASURED_KINDS, Event, Held, Stream
 from lightning_cephalo.observe.run_record import RECORD_NAME, RankRecord, RunRecord
 from lightning_cephalo.observe.watch import Watch
 from lightning_cephalo.plan import Plan, PlanError, RankPlan
 from lightning_cephalo.plan.program import Instruction, Operation
-from lightning_cephalo.plan.timeline import MEASURED_KINDS, Event, Held, Phase, Span, Stream
 
 PLAN = Plan((RankPlan((2, 1), 0.75, memory_bytes=100.0), RankPlan((1,), 0.25)), step_s=1.0)
 
@@ -27,9 +27,10 @@ def record() -> RunRecord:
         between_s=0.125,
         predicted_memory=RankMemory(peak_bytes=100.0),
         measured_memory=RankMemory(peak_bytes=90.0, step=2, parameters=7),
-        events=(Event(0, Stream.COMPUTE, instruction, 0.0, 0.5, 3.0),),
+        events=(Event(Stream.COMPUTE, instruction, 0.0, 0.5, 3.0),),
         held=(Held(0.0, tuple(map(float, range(len(MEASURED_KINDS)))), 5.0),),
-        phases=(Span(Phase.FORWARD, -0.25, 0.5),),
+        start_s=-0.25,
+        end_s=0.5,
     )
     return RunRecord(PLAN, (first, RankRecord(1)), is_finished=True, notes=("why",), steps_s=(1, 2))
 
@@ -52,7 +53,7 @@ def test_what_is_written_is_what_is_read(tmp_path):
         (("ranks", 0, "events", 0, 5), "soon", "events\\[0\\]: .*could not convert string"),
         (("ranks", 0, "held", 0, 1), None, "held\\[0\\]: expected a row of Held"),
         (("ranks", 0, "held", 0), [0.0, 1.0, 2.0], "expected 8 sizes, but got 1"),
-        (("ranks", 0, "phases", 0, 0), "back", "'back' is not a valid Phase"),
+        (("ranks", 0, "end_s"), "late", "end_s: expected a finite number"),
         (("ranks", 0, "measured_memory"), {"peaks": 1}, "unknown key 'peaks'"),
         (("ranks", 1, "rank"), 5, "expected ranks 0 to 1"),
         (("plan", "ranks"), [], "expected at least one RankPlan"),

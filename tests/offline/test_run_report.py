@@ -13,6 +13,13 @@ from pathlib import Path
 import pytest
 
 from lightning_cephalo.observe.memory import RankMemory
+from lightning_cephalo.observe.recording import (
+    MEASURED_KINDS,
+    Event,
+    Held,
+    Recording,
+    Stream,
+)
 from lightning_cephalo.observe.run_record import RECORD_NAME, RankRecord, RunRecord
 from lightning_cephalo.offline import figures
 from lightning_cephalo.offline.cli import BAD_INPUT, DONE, main
@@ -22,47 +29,33 @@ from lightning_cephalo.offline.run_report.lost_time import LostTime, lost_time
 from lightning_cephalo.offline.run_report.page import page_of
 from lightning_cephalo.plan import Plan, RankPlan
 from lightning_cephalo.plan.program import NONE, Instruction, Operation
-from lightning_cephalo.plan.timeline import (
-    MEASURED_KINDS,
-    Event,
-    Held,
-    Phase,
-    Recording,
-    Span,
-    Stream,
-)
 
 EVIL = "<script>alert('a')</script> & \"b\""
-PHASES = (
-    Span(Phase.FORWARD, 0.0, 4.0),
-    Span(Phase.BACKWARD, 4.0, 9.0),
-    Span(Phase.UPDATE, 9.0, 10.0),
-)
 STREAMS = {Operation.GATHER: Stream.COMMUNICATION, Operation.REDUCE: Stream.REDUCTION}
 
 
-def event(rank: int, operation: Operation, unit: int, start_s: float, end_s: float) -> Event:
+def event(operation: Operation, unit: int, start_s: float, end_s: float) -> Event:
     stream = STREAMS.get(operation, Stream.COMPUTE)
-    return Event(rank, stream, Instruction(operation, unit), start_s, end_s)
+    return Event(stream, Instruction(operation, unit), start_s, end_s)
 
 
 def quick_and_slow() -> list[Recording]:
     """Rank 1 is late with the reduce of unit 1, and for the exchange behind it."""
     quick = (
-        event(0, Operation.FORWARD, 1, 0.0, 2.0),
-        event(0, Operation.REDUCE, 1, 2.0, 7.0),
-        event(0, Operation.WAIT, 3, 2.0, 7.0),  # names the instruction that runs meanwhile
-        event(0, Operation.WAIT, NONE, 7.5, 9.0),
-        event(0, Operation.UPDATE, NONE, 9.0, 10.0),
+        event(Operation.FORWARD, 1, 0.0, 2.0),
+        event(Operation.REDUCE, 1, 2.0, 7.0),
+        event(Operation.WAIT, 3, 2.0, 7.0),  # names the instruction that runs meanwhile
+        event(Operation.WAIT, NONE, 7.5, 9.0),
+        event(Operation.UPDATE, NONE, 9.0, 10.0),
     )
     slow = (
-        event(1, Operation.FORWARD, 1, 0.0, 5.5),
-        event(1, Operation.REDUCE, 1, 5.5, 7.0),
-        event(1, Operation.WAIT, 3, 6.0, 7.0),
-        event(1, Operation.BACKWARD, 1, 7.0, 9.0),
-        event(1, Operation.UPDATE, NONE, 9.0, 10.0),
+        event(Operation.FORWARD, 1, 0.0, 5.5),
+        event(Operation.REDUCE, 1, 5.5, 7.0),
+        event(Operation.WAIT, 3, 6.0, 7.0),
+        event(Operation.BACKWARD, 1, 7.0, 9.0),
+        event(Operation.UPDATE, NONE, 9.0, 10.0),
     )
-    return [Recording(0, "quick", quick, (), PHASES), Recording(1, "slow", slow, (), PHASES)]
+    return [Recording(0, "quick", quick, (), 0.0, 10.0), Recording(1, "slow", slow, (), 0.0, 10.0)]
 
 
 def test_waiting_is_for_others_until_the_last_has_come_and_for_the_network_from_then_on():
@@ -105,7 +98,7 @@ def record(name: str = "T4") -> RunRecord:
             ),
             events=one.events,
             held=(Held(0.0, sizes), Held(5.0, sizes, 7.0)),
-            phases=one.phases,
+            end_s=one.end_s,
         )
         for one in quick_and_slow()
     )
@@ -123,7 +116,7 @@ def record(name: str = "T4") -> RunRecord:
 
 def test_findings_say_the_largest_loss_first_and_what_helps():
     run = record()
-    found = findings(run, lost_time([rank.recording for rank in run.ranks]))
+    found = findings(run, lost_time(run.timelines()))
     shares = [finding.share for finding in found]
     assert shares == sorted(shares, reverse=True)
     said = [finding.text for finding in found]
@@ -202,7 +195,7 @@ def test_a_full_record_gives_a_page_with_all_parts_that_loads_nothing_and_escape
     text = "".join(found.texts)
     assert f"why {EVIL}" in text and f"units: {EVIL}" in text
     assert str(folder) in text
-    assert "12.0 B, 14.0 B within a step" in text
+    assert "Memory in B: predicted / measured" in text and "360.0 /" in text
     names = {name for name, _ in found.attributes}
     assert not names & {"src", "srcset", "data", "action"}
     links = {value for name, value in found.attributes if name in ("href", "xlink:href")}
@@ -216,7 +209,7 @@ def test_a_full_record_gives_a_page_with_all_parts_that_loads_nothing_and_escape
     # drawings have the colours of the page, which is light or dark
     drawn = "".join(re.findall("<svg.*?</svg>", content, re.DOTALL))
     assert "prefers-color-scheme: dark" in content and "currentColor" in drawn
-    for colour in (figures.INK, figures.PALE, figures.PAPER, "#000000"):
+    for colour in (figures.INK, figures.SOFT, figures.PALE, figures.PAPER, "#000000"):
         assert colour not in drawn
 
 
@@ -229,22 +222,20 @@ def test_what_a_folder_lacks_is_said_with_the_option_that_gives_it(tmp_path):
     assert "the run has not ended" in said
 
     whole = record()
-    without = [replace(rank, held=(), phases=(), events=(), busy_s=None) for rank in whole.ranks]
+    without = [replace(rank, held=(), end_s=None, events=(), busy_s=None) for rank in whole.ranks]
     replace(whole, ranks=tuple(without), plan=replace(plan, step_s=None)).save(
         tmp_path / RECORD_NAME
     )
     said = page(tmp_path)
     for sentence in (
-        "no step was measured",
-        "ran other instructions",
-        "none has come to its end",
+        "Not measured: times, a recorded step, memory over it. Train for more steps",
         "the given plan has none",
     ):
         assert sentence in said
     assert "Where the time went" not in said
     forgetful = [replace(rank, measured_memory=None) for rank in whole.ranks]
     replace(whole, ranks=tuple(forgetful)).save(tmp_path / RECORD_NAME)
-    assert "Train for two steps or more" in page(tmp_path)
+    assert "Not measured: memory. Train" in page(tmp_path)
 
 
 def test_a_folder_of_no_run_is_wrong_input(tmp_path, capsys):
@@ -263,7 +254,8 @@ def test_many_ranks_are_shown_in_part_and_the_page_says_so():
     ranks = tuple(replace(whole.ranks[0], rank=rank) for rank in range(80))
     many = replace(whole, plan=replace(whole.plan, ranks=(part,) * 80), ranks=ranks)
     said = page_of("many", many)
-    assert "The first 64 of 80 ranks" in said and "The 8 fullest of 80 recorded ranks" in said
+    assert "of 80 ranks the 24 that waited least" in said and "the fullest 24 of 80" in said
+    assert "the busiest 16 of 80" in said and "the fullest 8 of 80" in said
     assert len(said) < 300_000
 
 

@@ -20,9 +20,8 @@ def pipeline_figure(advice: Advice, crossover: Crossover, path: str | PathLike[s
     rows = []
     for at, planned in enumerate(advice.best.stages):
         names = [advice.problem.blocks[block].name for block in planned.stage.blocks]
-        own = [event for event in events if event.rank == at]
-        rows.append((f"{planned.stage.units} units on\n" + "\n".join(names), own))
-    end_s = max(event.end_s for event in events)
+        rows.append((f"{planned.stage.units} units on\n" + "\n".join(names), events[at]))
+    end_s = max(event.end_s for own in events for event in own)
     height = max(3.6, 1.6 + 0.62 * len(rows))
     with drawing(path, height, columns=2) as (stages, curves):
         timeline(stages, rows, end_s)

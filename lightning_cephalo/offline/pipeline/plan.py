@@ -6,12 +6,12 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_cephalo.observe.recording import Event
 from lightning_cephalo.offline.pipeline.problem import PipelineProblem
 from lightning_cephalo.offline.pipeline.simulate import simulate_pipeline
 from lightning_cephalo.offline.pipeline.stages import Stage
 from lightning_cephalo.offline.pipeline.times import Crossing, StageTimes, pipeline_s
 from lightning_cephalo.plan import Plan
-from lightning_cephalo.plan.timeline import Event
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Pipeline:
         """Predicted seconds of a step."""
         return pipeline_s(self.times, self.crossings, self.waves)
 
-    def simulate(self) -> tuple[Event, ...]:
-        """Play a step; the number of a stage is the rank of its events."""
+    def simulate(self) -> tuple[tuple[Event, ...], ...]:
+        """Play a step of each stage."""
         return simulate_pipeline(self.times, self.crossings, self.waves)
 
     def to_dict(self, problem: PipelineProblem) -> dict[str, Any]:

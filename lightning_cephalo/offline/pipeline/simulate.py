@@ -9,19 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 
+from lightning_cephalo.observe.recording import Event, Stream
 from lightning_cephalo.offline.pipeline.times import Crossing, StageTimes
 from lightning_cephalo.plan.play import Meeting, Player, play
 from lightning_cephalo.plan.program import NONE, Instruction, Operation
-from lightning_cephalo.plan.timeline import Event, Stream
 
 
 def simulate_pipeline(
     stages: Sequence[StageTimes], crossings: Sequence[Crossing], waves: int
-) -> tuple[Event, ...]:
-    """Return waves and updates of stages, whose number is the rank: all forwards come first."""
+) -> tuple[tuple[Event, ...], ...]:
+    """Return the waves and updates of each stage: all forwards come first."""
     lanes = [_Lane(at, stage, crossings, waves) for at, stage in enumerate(stages)]
     play([lane.run() for lane in lanes], lambda meeting: meeting.what)
-    return tuple(event for lane in lanes for event in lane.events)
+    return tuple(tuple(lane.events) for lane in lanes)
 
 
 _Ends = Generator[Meeting, tuple[float, float], float]
@@ -84,7 +84,7 @@ class _Lane:
 
     def _note(self, operation: Operation, wave: int, start_s: float, end_s: float) -> None:
         instruction = Instruction(operation, microbatch=wave)
-        self.events.append(Event(self._at, Stream.COMPUTE, instruction, start_s, end_s))
+        self.events.append(Event(Stream.COMPUTE, instruction, start_s, end_s))
 
     def _compute(self, seconds: float, ready_s: float = 0.0) -> float:
         """Compute a unit and return when that has begun."""

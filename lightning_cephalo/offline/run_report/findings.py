@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from statistics import fmean, median
+from typing import NamedTuple
 
 from lightning_cephalo.common.quantities import format_bytes, format_seconds
 from lightning_cephalo.observe.run_record import RunRecord
@@ -18,8 +17,7 @@ _NEARLY_FULL = 0.97
 _CLEARLY_LESS = 0.5
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """A sentence, and how much of the time it is about."""
 
     share: float
@@ -40,17 +38,16 @@ def missing_in(record: RunRecord) -> Iterator[str]:
             " fit() ends without one."
         )
         return
-    if any(rank.busy_s is None for rank in record.ranks):
-        yield "Times: no step was measured. Train for more steps."
-    if any(rank.measured_memory is None for rank in record.ranks):
-        yield "Memory: it is measured in the second step. Train for two steps or more."
-    elif not any(rank.held for rank in record.ranks):
-        yield (
-            "Memory over the step: the step whose memory was read ran other instructions than the"
-            " one that was timed, as the plan has changed between them. Train for longer."
-        )
-    if not any(rank.phases for rank in record.ranks):
-        yield "A recorded step: none has come to its end. Train for more steps."
+    ranks = record.ranks
+    has = {
+        "times": all(rank.busy_s is not None for rank in ranks),
+        "memory": all(rank.measured_memory is not None for rank in ranks),
+        "a recorded step": any(rank.end_s is not None for rank in ranks),
+        "memory over it": any(rank.held for rank in ranks),
+    }
+    if not all(has.values()):
+        lacks = ", ".join(name for name in has if not has[name])
+        yield f"Not measured: {lacks}. Train for more steps, and without a change of the plan."
     if record.plan.step_s is None:
         yield (
             "Predictions: the given plan has none. A plan that is made (plan=None), or one of"
@@ -63,7 +60,7 @@ def _of_steps(record: RunRecord) -> Iterator[Finding]:
     steps = [rank.step_s for rank in record.ranks if rank.step_s is not None]
     if not steps:
         return
-    between_s, predicted_s = median(between or [0.0]), record.plan.step_s
+    between_s, step_s, predicted_s = median(between or [0.0]), max(steps), record.plan.step_s
     share = between_s / (between_s + median(steps)) if between_s else 0.0
     if share >= _SHARE:
         yield Finding(
@@ -72,22 +69,21 @@ def _of_steps(record: RunRecord) -> Iterator[Finding]:
             " loading, hooks and logging, which no plan shortens. More workers of the data loader,"
             " or less work in hooks, would.",
         )
-    excess = max(steps) / predicted_s - 1 if predicted_s else 0.0
-    if excess >= _UNLIKE:
+    if predicted_s and step_s >= (1 + _UNLIKE) * predicted_s:
         yield Finding(
-            excess / (1 + excess),
-            f"A step takes {format_seconds(max(steps))}, {excess:.0%} longer than the"
+            1 - predicted_s / step_s,
+            f"A step takes {format_seconds(step_s)}, {step_s / predicted_s - 1:.0%} longer than the"
             f" {format_seconds(predicted_s)} that the plan predicts.",
         )
 
 
 def _of_memory(record: RunRecord) -> Iterator[Finding]:
     for rank, part in zip(record.ranks, record.plan.ranks, strict=True):
-        peak = None if rank.measured_memory is None else rank.measured_memory.peak_bytes
-        holds = f"{_named(rank.rank, rank.name)} holds {format_bytes(peak)}"
-        if peak is None:
+        peak = rank.measured_memory and rank.measured_memory.peak_bytes
+        if not peak:
             continue
-        if peak > _NEARLY_FULL * (part.capacity_bytes or math.inf):
+        holds = f"{_named(rank.rank, rank.name)} holds {format_bytes(peak)}"
+        if part.capacity_bytes and peak > _NEARLY_FULL * part.capacity_bytes:
             may = f"the {format_bytes(part.capacity_bytes)} that it may use"
             yield Finding(0.0, f"{holds} of {may}: a little more ends the run.")
         elif part.memory_bytes and peak > (1 + _UNLIKE) * part.memory_bytes:
@@ -99,18 +95,19 @@ def _of_recorded(record: RunRecord, lost: Sequence[LostTime]) -> Iterator[Findin
     fields = ("others_s", "network_s", "update_s", "rest_s")
     others, network, update, rest = (fmean(one.share(field) for one in lost) for field in fields)
     if others >= _SHARE:
-        text = (
+        yield Finding(
+            others,
             f"In the recorded step ranks wait {others:.0%} of the time for ranks that come later."
+            f" {_who_is_late(record, lost, others)}",
         )
-        yield Finding(others, f"{text} {_who_is_late(record, lost, others)}")
     if network >= _SHARE:
-        text = (
+        stays = record.plan.reshard_after_forward is False
+        yield Finding(
+            network,
             f"In the recorded step ranks wait {network:.0%} of the time for transfers that no"
             " compute hides. A larger global batch hides more of them"
+            + ("." if stays else ", and units that stay gathered need a third less, for memory."),
         )
-        if record.plan.reshard_after_forward is not False:
-            text += ", and units that stay gathered need a third less, where memory allows it"
-        yield Finding(network, f"{text}.")
     if update >= _UNLIKE:
         yield Finding(
             update,
@@ -121,33 +118,30 @@ def _of_recorded(record: RunRecord, lost: Sequence[LostTime]) -> Iterator[Findin
         yield Finding(
             rest,
             f"{rest:.0%} of the recorded step is neither work of a device nor waiting for ranks:"
-            " code of the host between instructions (hooks, clipping, Python), copies, or a machine"
-            " that does something else. Smaller units and microbatches make it more, larger ones"
-            " less.",
+            " hooks, clipping and Python between instructions, copies, or another program. Larger"
+            " units and microbatches make it less.",
         )
 
 
 def _who_is_late(record: RunRecord, lost: Sequence[LostTime], share: float) -> str:
-    """Say which rank the others wait for, and what would help."""
     awaited = min(lost, key=lambda one: one.share("others_s"))
+    rank = record.ranks[awaited.rank]
     if awaited.share("others_s") >= _CLEARLY_LESS * share:
         return "They wait for each other in turn: no single rank is the slowest all the time."
-    text = f"{_named(awaited.rank, awaited.name)} waits least of all: it is waited for."
-    rank = record.ranks[awaited.rank]
+    text = f"{_named(awaited.rank, awaited.name)} waits least of all: it is waited for. Its"
     if rank.busy_s is None or not rank.predicted_busy_s:
-        return f"{text} Its share of the work is too large for its speed."
+        return f"{text} share of the work is too large for its speed."
     factor = rank.busy_s / rank.predicted_busy_s
     if factor < 1 + _UNLIKE:
         return (
-            f"{text} Its work takes as long as predicted: the batch divides no better, or steps"
-            " differ."
+            f"{text} work takes as long as predicted: the batch divides no better, or steps differ."
         )
     way_out = (
         "Leave plan= out, to measure and plan anew."
         if record.is_given
         else "Start again, to measure and plan anew; replan=True changes the plan while training."
     )
-    return f"{text} Its work takes {factor:.2f} times what the plan predicts. {way_out}"
+    return f"{text} work takes {factor:.2f} times what the plan predicts. {way_out}"
 
 
 def _named(rank: int, name: str) -> str:

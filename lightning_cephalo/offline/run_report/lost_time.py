@@ -7,14 +7,16 @@ exchange of a few bytes only waits for others.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from lightning_cephalo.observe.recording import Event, Recording, Stream
 from lightning_cephalo.plan.program import NONE, Operation
-from lightning_cephalo.plan.timeline import Event, Recording, Stream
 
 # Collectives report their end in another thread, which may be late by as much.
 _LATE_S = 1e-3
+_Name = tuple[Operation, int, int]
+"""What a gather or a reduce is called on all ranks: operation, unit, and how often before."""
 _Begun = Sequence[tuple[Event, float]]
 
 
@@ -38,56 +40,54 @@ class LostTime:
 
 def lost_time(recordings: Sequence[Recording]) -> tuple[LostTime, ...]:
     """Return how each rank spent its recorded step; ranks without one are left out."""
-    # gathers and reduces have the same name on all ranks: operation, unit, and how often before
-    named: list[dict[tuple[Operation, int, int], Event]] = []
-    begun_s: dict[tuple[Operation, int, int], float] = {}
+    begun_s: dict[_Name, float] = {}
     for recording in recordings:
-        seen: Counter[tuple[Operation, int]] = Counter()
-        named.append({})
-        for event in sorted(recording.events, key=lambda event: event.start_s):
-            if event.operation in (Operation.GATHER, Operation.REDUCE):
-                key = event.operation, event.unit
-                name = (*key, seen[key])
-                seen[key] += 1
-                named[-1][name] = event
-                begun_s[name] = max(begun_s.get(name, event.start_s), event.start_s)
+        for name, event in _collectives(recording):
+            begun_s[name] = max(begun_s.get(name, event.start_s), event.start_s)
     return tuple(
-        _of_rank(recording, [(event, begun_s[name]) for name, event in own.items()])
-        for recording, own in zip(recordings, named, strict=True)
-        if recording.phases
+        _of_rank(one, [(event, begun_s[name]) for name, event in _collectives(one)])
+        for one in recordings
+        if one.end_s is not None
     )
 
 
+def _collectives(recording: Recording) -> Iterator[tuple[_Name, Event]]:
+    seen: Counter[tuple[Operation, int]] = Counter()
+    for event in recording.events:
+        if event.operation in (Operation.GATHER, Operation.REDUCE):
+            seen[event.operation, event.unit] += 1
+            yield (event.operation, event.unit, seen[event.operation, event.unit]), event
+
+
 def _of_rank(recording: Recording, collectives: _Begun) -> LostTime:
-    step_s = recording.phases[-1].end_s - recording.phases[0].start_s
-    compute_s = update_s = others_s = network_s = 0.0
+    step_s = (recording.end_s or 0.0) - recording.start_s
+    spent_s = dict.fromkeys(("compute_s", "update_s", "others_s", "network_s"), 0.0)
     for event in recording.events:
         seconds = event.end_s - event.start_s
         if event.operation is Operation.WAIT:
-            waited_s = _for_others_s(event, collectives)
-            others_s += waited_s
-            network_s += seconds - waited_s
+            for_others_s = _for_others_s(event, collectives)
+            spent_s["others_s"] += for_others_s
+            spent_s["network_s"] += seconds - for_others_s
         elif event.operation is Operation.UPDATE:
-            update_s += seconds
+            spent_s["update_s"] += seconds
         elif event.stream is Stream.COMPUTE:
-            compute_s += seconds
-    rest_s = max(step_s - (compute_s + update_s + others_s + network_s), 0.0)
-    known_s = (compute_s, update_s, others_s, network_s)
-    return LostTime(recording.rank, recording.name, step_s, *known_s, rest_s)
+            spent_s["compute_s"] += seconds
+    rest_s = max(step_s - sum(spent_s.values()), 0.0)
+    return LostTime(recording.rank, recording.name, step_s, **spent_s, rest_s=rest_s)
 
 
 def _for_others_s(wait: Event, collectives: _Begun) -> float:
     """Return the seconds of a wait in which not all ranks had come."""
+    seconds = wait.end_s - wait.start_s
     near = [
-        (abs(event.end_s - wait.end_s), event.end_s, begun_s)
+        (event.end_s, begun_s)
         for event, begun_s in collectives
         if event.start_s < wait.end_s
         and wait.start_s - _LATE_S < event.end_s < wait.end_s + _LATE_S
     ]
-    seconds = wait.end_s - wait.start_s
     if not near:
         return seconds
-    _, end_s, begun_s = min(near, key=lambda one: one[0])
+    end_s, begun_s = min(near, key=lambda one: abs(one[0] - wait.end_s))
     for_others_s = min(max(begun_s - wait.start_s, 0.0), seconds)
     if wait.unit == NONE:  # an exchange, behind the collective
         for_others_s += max(wait.end_s - max(end_s, wait.start_s + for_others_s), 0.0)

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from rich.table import Table
 
 from lightning_cephalo.common.errors import PlanError
-from lightning_cephalo.common.quantities import ABSENT, format_bytes, format_rate, format_seconds
+from lightning_cephalo.common.quantities import format_bytes, format_rate, format_seconds
 from lightning_cephalo.common.texts import printable
 from lightning_cephalo.observe.memory import RankMemory
-from lightning_cephalo.observe.report import format_microbatches
+from lightning_cephalo.observe.pace import MeasuredRank, busy_table
+from lightning_cephalo.observe.recording import Recording
+from lightning_cephalo.observe.report import memory_table, plan_table
 from lightning_cephalo.observe.run_record import RECORD_NAME, RunRecord
 from lightning_cephalo.offline import figures
-from lightning_cephalo.offline.run_report import drawing
 from lightning_cephalo.offline.run_report.findings import findings, missing_in
 from lightning_cephalo.offline.run_report.lost_time import LostTime, lost_time
-from lightning_cephalo.plan import RankPlan
 
-_RANKS_IN_FULL = 64
 _PARTS = (
     ("compute", "compute_s", figures.BLUE),
     ("update", "update_s", figures.GREEN),
@@ -28,7 +29,6 @@ _PARTS = (
     ("network", "network_s", figures.ORANGE),
     ("rest", "rest_s", figures.GREY),
 )
-_MEMORY = ("peak", "state", "gathered", "gradients", "boundaries", "inside", "other", "host")
 
 
 def page(folder: Path) -> str:
@@ -45,8 +45,7 @@ def page(folder: Path) -> str:
 def page_of(name: str, record: RunRecord) -> str:
     timelines = record.timelines()
     lost = lost_time(timelines)
-    ranks = record.ranks[:_RANKS_IN_FULL]
-    measured = [rank.measured_memory for rank in ranks if rank.measured_memory is not None]
+    steps = [replace(one, name=_name(one)) for one in timelines]
     environment = Environment(
         loader=PackageLoader(__package__, "."),
         autoescape=True,
@@ -55,33 +54,57 @@ def page_of(name: str, record: RunRecord) -> str:
         trim_blocks=True,
         undefined=StrictUndefined,
     )
-    environment.filters |= {
-        "bytes": format_bytes,
-        "seconds": format_seconds,
-        "microbatches": format_microbatches,
-        "activations": _activations,
-        "per_parameter": _per_parameter,
-        "difference": _difference,
-    }
+    environment.filters |= {"seconds": format_seconds, "rows": _rows}
     return environment.get_template("page.html").render(
         name=name,
         record=record,
         missing=list(missing_in(record)),
-        drawing=drawing,
-        figures=list(_figures(record, lost)),
+        draw=figures,
+        totals=list(_totals(record, lost)),
         stands_out=_what_stands_out(record, lost),
         lost=lost,
         longest_s=max((one.step_s for one in lost), default=0.0) or 1.0,
         parts=_PARTS,
-        timelines=timelines,
-        held=[timeline for timeline in timelines if timeline.held],
-        ranks=list(zip(ranks, record.plan.ranks, strict=False)),
-        are_timed=any(rank.busy_s is not None for rank in ranks),
-        memory=[name for name in _MEMORY if any(getattr(m, f"{name}_bytes") for m in measured)],
+        steps=steps,
+        held=[step for step in steps if step.held],
+        plan=plan_table(record.plan, details=False),
+        measured=list(_measured(record)),
     )
 
 
-def _figures(record: RunRecord, lost: Sequence[LostTime]) -> Iterator[tuple[str, str]]:
+def _name(one: Recording) -> str:
+    """Return the rank and its device, in as many letters as figures have room for."""
+    whole = printable(f"rank {one.rank} {one.name}".strip())
+    return whole if len(whole) <= 22 else f"{whole[:21]}…"
+
+
+def _measured(record: RunRecord) -> Iterator[Table]:
+    """Yield tables of predictions beside measurements, as they are printed after training."""
+    timed = [
+        MeasuredRank(
+            one.rank,
+            one.name,
+            steps=0,
+            step_s=one.step_s,
+            busy_s=one.busy_s,
+            waiting_s=one.waiting_s or 0.0,
+            predicted_busy_s=one.predicted_busy_s,
+        )
+        for one in record.ranks
+        if one.busy_s is not None and one.step_s is not None
+    ]
+    if timed:
+        yield busy_table(timed)
+    measured = [one.measured_memory or RankMemory() for one in record.ranks]
+    if any(one.peak_bytes is not None for one in measured):
+        yield memory_table([one.predicted_memory or RankMemory() for one in record.ranks], measured)
+
+
+def _rows(table: Table) -> list[tuple[object, ...]]:
+    return list(zip(*(column.cells for column in table.columns), strict=True))
+
+
+def _totals(record: RunRecord, lost: Sequence[LostTime]) -> Iterator[tuple[str, str]]:
     """Yield the large figures at the top, each with what it is."""
     plan = record.plan
     steps = [rank.step_s for rank in record.ranks if rank.step_s is not None]
@@ -111,17 +134,3 @@ def _what_stands_out(record: RunRecord, lost: Sequence[LostTime]) -> list[str]:
         return sentences
     known = any(rank.step_s is not None for rank in record.ranks)
     return ["Nothing: no loss is above a twentieth of a step." if known else "Not measured."]
-
-
-def _activations(part: RankPlan) -> str:
-    kept = {True: "recomputed", False: "kept", None: ""}[part.recompute]
-    return ", ".join(filter(None, (kept, "offloaded" if part.offload else ""))) or ABSENT
-
-
-def _per_parameter(memory: RankMemory) -> str:
-    found = memory.bytes_per_parameter
-    return ABSENT if found is None else f"{found[0]:.1f} B, {found[1]:.1f} B within a step"
-
-
-def _difference(measured: float | None, predicted: float | None) -> str:
-    return ABSENT if not predicted or measured is None else f"{measured / predicted - 1:+.1%}"

@@ -16,7 +16,7 @@ def test_it_equals_the_simulation_of_every_unit_on_random_pipelines():
     dice = random.Random(1)
     for _ in range(200):
         stages, crossings, waves = random_pipeline(dice)
-        simulated_s = max(each.end_s for each in simulate_pipeline(stages, crossings, waves))
+        simulated_s = max(own[-1].end_s for own in simulate_pipeline(stages, crossings, waves))
         assert pipeline_s(stages, crossings, waves) == pytest.approx(simulated_s, rel=1e-9)
 
 
@@ -69,13 +69,15 @@ def test_a_stage_that_waits_for_its_first_wave_has_gathered_in_the_meantime():
 
 def test_the_simulation_says_what_each_stage_does_when():
     events = simulate_pipeline([_stage(1, 2), _stage(1, 2, update_s=3)], [Crossing(0.5)], 2)
-    work = [(each.microbatch, each.operation, each.start_s, each.end_s) for each in events]
-    assert work[:5] == [
+    first, second = (
+        [(each.microbatch, each.operation, each.start_s, each.end_s) for each in own]
+        for own in events
+    )
+    assert first == [
         (0, Operation.FORWARD, 0, 1),
         (1, Operation.FORWARD, 1, 2),
         (0, Operation.BACKWARD, 6, 8),
         (1, Operation.BACKWARD, 8, 10),
         (-1, Operation.UPDATE, 10, 10),
     ]
-    assert [each.rank for each in events] == [0] * 5 + [1] * 5
-    assert events[-1].end_s == 13
+    assert len(second) == 5 and second[-1][-1] == 13
