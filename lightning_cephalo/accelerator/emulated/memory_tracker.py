@@ -80,6 +80,8 @@ class MemoryTracker(TorchDispatchMode):
 
     # Without this torch rejects every higher-order operator (for example control flow) in the mode.
     supports_higher_order_operators = True
+    counts_fake = False
+    """Whether meta and fake tensors count; for subclasses that count a model without memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,11 +184,13 @@ class MemoryTracker(TorchDispatchMode):
         kwargs = kwargs or {}
         # A DataLoader worker forked inside the block inherits the mode: its tensors are host memory
         # of another process. Fake tensors (DTensor uses them for planning) have no memory.
-        if self._is_paused or os.getpid() != self._process or FakeTensor in types:
+        is_fake = FakeTensor in types
+        is_ignored = is_fake and not self.counts_fake
+        if self._is_paused or os.getpid() != self._process or is_ignored:
             result = func(*args, **kwargs)
             count_foreach_writes(func, args)
             return result
-        if types and any(_dispatches_itself(kind) for kind in types):
+        if not is_fake and any(_dispatches_itself(kind) for kind in types):
             return NotImplemented  # DTensor and the like: the local operators inside come back here
         operator = self._operators.get(func)
         if operator is None:
@@ -249,7 +253,8 @@ class MemoryTracker(TorchDispatchMode):
                 self._add(storage)
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        if storage.device.type == "meta" or id(storage) in self._left_out:
+        is_ignored = storage.device.type == "meta" and not self.counts_fake
+        if is_ignored or id(storage) in self._left_out:
             return
         key = id(storage)
 

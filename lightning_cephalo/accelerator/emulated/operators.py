@@ -41,7 +41,7 @@ def describe(function: Any) -> Operator:
     and the operators inside it are not seen.
     """
     packet = getattr(function, "_overloadpacket", function)
-    flops = {**flop_registry, **_cpu_attention()}.get(packet)
+    flops = {**flop_registry, **_unregistered()}.get(packet)
     if not isinstance(function, torch._ops.OpOverload):
         return Operator(True, False, True, False, False, False, flops)
     returns = function._schema.returns
@@ -123,14 +123,24 @@ def _signature(value: Any) -> Any:
     return value
 
 
-def _cpu_attention() -> dict[Any, Callable[..., int]]:
-    # torch's registry has the CUDA attention operators but not the CPU ones. This is a separate
-    # table because register_flop_formula would change every other counter in the process.
+def _unregistered() -> dict[Any, Callable[..., int]]:
+    # torch's registry has the CUDA attention operators but not the CPU ones, and lacks the experts'
+    # products. This is a separate table because register_flop_formula would change every other
+    # counter in the process.
     aten = torch.ops.aten
     return {
+        aten._grouped_mm: _grouped_flops,
         aten._scaled_dot_product_flash_attention_for_cpu: _attention_forward_flops,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
     }
+
+
+def _grouped_flops(left: Tensor, right: Tensor, *_: Any, out_val: Tensor, **__: Any) -> int:
+    # Rows are divided among groups, so every row of `left` multiplies one matrix. In the gradient
+    # of the matrices, columns are divided.
+    if left.ndim == 2 and right.ndim == 2:
+        return 2 * left.shape[0] * left.shape[1] * right.shape[-1]
+    return 2 * out_val.numel() * left.shape[-1]
 
 
 def _attention_forward_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
