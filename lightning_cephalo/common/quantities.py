@@ -17,6 +17,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,13 +41,15 @@ class Dimension:
 
     Attributes:
         units: each unit and its size in the base unit; :meth:`text` uses the first that fits.
+        zero: whether a number may be 0.
     """
 
     name: str
     example: str
     units: tuple[tuple[str, float], ...]
+    zero: bool = False
 
-    def parse(self, field: str, value: Any, *, zero: bool = False) -> float:
+    def parse(self, field: str, value: Any) -> float:
         """Return the number in the base unit, or raise PlanError naming ``field``."""
         match = _NUMBER.fullmatch(value) if isinstance(value, str) else None
         size = dict(self.units).get(match[2]) if match else None
@@ -58,8 +61,8 @@ class Dimension:
             )
         # division gives exactly 5e-6 for 5 us; multiplication does not
         number = float(match[1]) * size if size >= 1 else float(match[1]) / round(1 / size)
-        if number < 0 or (number == 0 and not zero) or math.isinf(number):
-            least = "at least 0" if zero else "greater than 0"
+        if number < 0 or (number == 0 and not self.zero) or math.isinf(number):
+            least = "at least 0" if self.zero else "greater than 0"
             least = "that is finite" if math.isinf(number) else least
             raise PlanError(f"{field}: expected {self.name} {least}, but got {value!r}.")
         return number
@@ -106,7 +109,24 @@ FLOPS_PER_S = Dimension(
     "30 TFLOP/s",
     _scaled("FLOP/s", "T", "G", "P", "M", "") + _scaled("FLOPS", "T", "G", "P"),
 )
-SECONDS = Dimension("a time", "10 us", _scaled("s", "u", "m", "", "n", "µ"))
+SECONDS = Dimension("a time", "10 us", _scaled("s", "u", "m", "", "n", "µ"), zero=True)
+
+
+def parse_each(
+    where: str, values: Mapping[str, Any], keys: Mapping[str, tuple[str, Dimension]]
+) -> dict[str, float]:
+    """Parse the values of some keys; return them by the name that goes with each key.
+
+    ::
+
+        parse_each("link", {"latency": "5 us"}, {"latency": ("latency_s", SECONDS)})
+        # {"latency_s": 5e-06}
+    """
+    return {
+        name: dimension.parse(f"{where}: {key}", values[key])
+        for key, (name, dimension) in keys.items()
+        if key in values
+    }
 
 
 def format_bytes(size: float | None) -> str:

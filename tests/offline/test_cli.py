@@ -298,9 +298,7 @@ MODEL_OPTIONS = {
     "num_hidden_layers=abc": "gpt2 with n_layer=4, n_embd=64, n_head=2, num_hidden_layers='abc'",
     "num_attention_heads=7": "must be divisible by num_heads",
     "hidden_sise=8": "Did you mean hidden_size",
-    "n_layer=0": "expected n_layer of at least 1, but got 0",
-    "num_hidden_layers=-1": "expected n_layer of at least 1, but got -1",
-    "vocab_size=-1": "expected vocab_size of at least 1, but got -1",
+    "vocab_size=-1": "negative dimension -1",
 }
 
 

@@ -35,7 +35,13 @@ from typing import Any
 
 from lightning_cephalo.common import files, records
 from lightning_cephalo.common.errors import PlanError
-from lightning_cephalo.common.quantities import BYTES, BYTES_PER_S, SECONDS, USABLE_SHARE
+from lightning_cephalo.common.quantities import (
+    BYTES,
+    BYTES_PER_S,
+    SECONDS,
+    USABLE_SHARE,
+    parse_each,
+)
 from lightning_cephalo.offline.estimate.devices import Device, described, find_device, lookup
 from lightning_cephalo.offline.estimate.network import (
     NETWORK_LATENCY_S,
@@ -50,6 +56,12 @@ from lightning_cephalo.offline.estimate.network import (
 # Of a node's memory: what updates by hosts of A100s reached in published logs, four ranks a node.
 # Hosts of H100s reached three times as much.
 HOST_BYTES_PER_S = 100e9
+# key in YAML -> field of Node or Link, dimension
+_HOST = {
+    "host_memory": ("host_memory_bytes", BYTES),
+    "host_bandwidth": ("host_bytes_per_s", BYTES_PER_S),
+}
+_LINK = {"bandwidth": ("bandwidth_bytes_per_s", BYTES_PER_S), "latency": ("latency_s", SECONDS)}
 
 
 @dataclass(frozen=True)
@@ -94,9 +106,8 @@ class Cluster:
     @classmethod
     def from_yaml(cls, content: str, *, source: str | None = None) -> Cluster:
         """Return the cluster that a text describes, or raise PlanError naming ``source``."""
-        data = files.parse_yaml(content, what="a cluster", source=source)
         try:
-            return _cluster(data)
+            return _cluster(files.parse_yaml(content, what="a cluster"))
         except PlanError as error:
             raise PlanError(f"{files.in_source(source)}{error}") from None
 
@@ -156,7 +167,7 @@ def _cluster(data: Any) -> Cluster:
     values = records.mapping("cluster", data, known=known, required=("nodes",))
     own = tuple(
         described(name, entry, where=f"devices: {name}", base=lookup(name))
-        for name, entry in _named(values.get("devices", {}), "devices", "devices by name").items()
+        for name, entry in _named("devices", values.get("devices", {})).items()
     )
     nodes: list[Node] = []
     for index, entry in enumerate(records.items("nodes", values["nodes"], of="nodes")):
@@ -171,9 +182,9 @@ def _cluster(data: Any) -> Cluster:
 
 def _nodes(where: str, data: Any, own: tuple[Device, ...]) -> list[Node]:
     """Return a node once for each of its ``count``."""
-    known = ("count", "devices", "link", "host_memory", "host_bandwidth")
+    known = ("count", "devices", "link", *_HOST)
     values = records.mapping(where, data, known=known, required=("devices",))
-    counts = _named(values["devices"], f"{where}: devices", "devices and their counts")
+    counts = _named(f"{where}: devices", values["devices"])
     if not counts:
         raise PlanError(f"{where}: devices: expected at least one device, but got none.")
     devices = tuple(
@@ -183,17 +194,9 @@ def _nodes(where: str, data: Any, own: tuple[Device, ...]) -> list[Node]:
         )
         for name, count in counts.items()
     )
-    host: dict[str, float] = {
-        field: unit.parse(f"{where}: {key}", values[key])
-        for key, field, unit in (
-            ("host_memory", "host_memory_bytes", BYTES),
-            ("host_bandwidth", "host_bytes_per_s", BYTES_PER_S),
-        )
-        if key in values
-    }
     link = _link(f"{where}: link", values["link"], NODE_LATENCY_S) if "link" in values else None
-    count = records.whole(f"{where}: count", values.get("count", 1), minimum=1)
-    return [Node(devices, link, **host)] * count
+    node = Node(devices, link, **parse_each(where, values, _HOST))
+    return [node] * records.whole(f"{where}: count", values.get("count", 1), minimum=1)
 
 
 def _between(data: Any, nodes: int) -> LinkMatrix:
@@ -213,21 +216,15 @@ def _between(data: Any, nodes: int) -> LinkMatrix:
             f"between_nodes: expected a square matrix, {nodes} rows of {nodes} links, but got rows "
             f"of {[len(row) for row in rows]}. Write one row per node, also for each of 'count'."
         )
-    try:
-        matrix = tuple(
-            tuple(
-                None
-                if link is None and one == other
-                else _link(f"between_nodes[{one}][{other}]", link, NETWORK_LATENCY_S)
-                for other, link in enumerate(row)
-            )
-            for one, row in enumerate(rows)
+    matrix = tuple(
+        tuple(
+            None
+            if link is None and one == other
+            else _link(f"between_nodes[{one}][{other}]", link, NETWORK_LATENCY_S)
+            for other, link in enumerate(row)
         )
-    except PlanError as error:
-        raise PlanError(
-            f"{error} Between nodes that are connected through others, write the slowest link on "
-            f"the way."
-        ) from None
+        for one, row in enumerate(rows)
+    )
     for one, other in itertools.combinations_with_replacement(range(nodes), 2):
         if matrix[one][other] != (None if one == other else matrix[other][one]):
             raise PlanError(
@@ -240,18 +237,13 @@ def _between(data: Any, nodes: int) -> LinkMatrix:
 
 
 def _link(where: str, data: Any, latency_s: float) -> Link:
-    if not isinstance(data, Mapping):
-        return Link(BYTES_PER_S.parse(where, data), latency_s)
-    known = ("bandwidth", "latency")
-    values = records.mapping(where, data, known=known, required=("bandwidth",))
-    if "latency" in values:
-        latency_s = SECONDS.parse(f"{where}: latency", values["latency"], zero=True)
-    return Link(BYTES_PER_S.parse(f"{where}: bandwidth", values["bandwidth"]), latency_s)
+    given = data if isinstance(data, Mapping) else {"bandwidth": data}
+    values = records.mapping(where, given, known=tuple(_LINK), required=("bandwidth",))
+    return Link(**{"latency_s": latency_s, **parse_each(where, values, _LINK)})
 
 
-def _named(data: Any, where: str, what: str) -> dict[str, Any]:
+def _named(where: str, data: Any) -> dict[str, Any]:
     if not isinstance(data, Mapping):
-        raise PlanError(
-            f"{where}: expected a mapping of {what}, but got {records.shortened(data)}."
-        )
+        shown = records.shortened(data)
+        raise PlanError(f"{where}: expected a mapping by device, but got {shown}.")
     return {str(name): value for name, value in data.items()}

@@ -11,14 +11,16 @@ from typing import Any
 
 from lightning_cephalo.common import files, records
 from lightning_cephalo.common.errors import PlanError
-from lightning_cephalo.common.quantities import BYTES, BYTES_PER_S, FLOPS_PER_S, Dimension
+from lightning_cephalo.common.quantities import BYTES, BYTES_PER_S, FLOPS_PER_S, parse_each
 
-DTYPES = ("fp32", "tf32", "fp16", "bf16")
 _MAKERS = re.compile(r"nvidia|geforce|tesla|quadro|generation|graphics|[^a-z0-9]")
 # key in YAML -> field of Device, dimension
-_KEYS: dict[str, tuple[str, Dimension]] = {
+_KEYS = {
     "memory": ("memory_bytes", BYTES),
-    **{dtype: (f"{dtype}_flops_per_s", FLOPS_PER_S) for dtype in DTYPES},
+    "fp32": ("fp32_flops_per_s", FLOPS_PER_S),
+    "tf32": ("tf32_flops_per_s", FLOPS_PER_S),
+    "fp16": ("fp16_flops_per_s", FLOPS_PER_S),
+    "bf16": ("bf16_flops_per_s", FLOPS_PER_S),
     "bandwidth": ("bandwidth_bytes_per_s", BYTES_PER_S),
     "pcie": ("pcie_bytes_per_s", BYTES_PER_S),
 }
@@ -59,8 +61,6 @@ class Device:
 
     def peak_flops_per_s(self, dtype: str) -> float:
         """Return the datasheet's rate of matrix products in ``dtype``, or raise PlanError."""
-        if dtype not in DTYPES:
-            raise PlanError(f"dtype: expected one of {', '.join(DTYPES)}, but got {dtype!r}.")
         rate: float | None = getattr(self, f"{dtype}_flops_per_s")
         if rate is None:
             raise PlanError(
@@ -86,14 +86,13 @@ def lookup(name: str, own: Iterable[Device] = ()) -> Device | None:
 def find_device(name: str, own: Iterable[Device] = (), *, where: str = "device") -> Device:
     """Return the same as :func:`lookup`, or raise PlanError with similar names."""
     known = _by_key(own)
-    found = known.get(_key(name))
-    if found is not None:
-        return found
+    if _key(name) in known:
+        return known[_key(name)]
     close = difflib.get_close_matches(_key(name), known, n=3)
     hint = ", ".join(dict.fromkeys(known[key].name for key in close))
+    names = ", ".join(dict.fromkeys(device.name for device in known.values()))
     raise PlanError(
-        f"{where}: expected a known device "
-        f"({', '.join(dict.fromkeys(device.name for device in known.values()))}), but got {name!r}."
+        f"{where}: expected a known device ({names}), but got {name!r}."
         f"{f' Did you mean {hint}?' if hint else ''} "
         f"Describe another one under devices: in cluster.yaml."
     )
@@ -116,18 +115,14 @@ def described(name: str, data: Any, *, where: str, base: Device | None = None) -
     """Return a device as YAML describes it, or ``base`` with what it says otherwise."""
     required = () if base else ("memory", "fp32", "bandwidth")
     values = records.mapping(where, data, known=[*_KEYS, "price"], required=required)
-    price = values.pop("price", None)
-    given: dict[str, Any] = {
-        _KEYS[key][0]: _KEYS[key][1].parse(f"{where}: {key}", value)
-        for key, value in values.items()
-    }
-    given["source"] = "cluster.yaml" if given or base is None else base.source
-    if price is not None:
-        given["price_per_hour"] = records.real(f"{where}: price", price)
+    given: dict[str, Any] = parse_each(where, values, _KEYS)
+    if given:
+        given["source"] = "cluster.yaml"
+    if "price" in values:
+        given["price_per_hour"] = records.real(f"{where}: price", values["price"])
     if base is not None:
         return replace(base, **given)
-    given.setdefault("fp16_flops_per_s", given["fp32_flops_per_s"])
-    return Device(name, **given)
+    return Device(name, **{"fp16_flops_per_s": given["fp32_flops_per_s"], **given})
 
 
 def read_data(name: str) -> Any:
@@ -136,11 +131,12 @@ def read_data(name: str) -> Any:
     return files.parse_yaml(content, what="a catalogue", source=name)
 
 
-def _of_catalogue(name: str, row: dict[str, Any]) -> Device:
-    texts = {key: row.pop(key, "") for key in ("source", "aliases", "like")}
-    aliases = tuple(filter(None, texts["aliases"].split(", ")))
-    device = described(name, row, where=f"devices.yaml: {name}")
-    return replace(device, source=texts["source"], aliases=aliases, like=texts["like"])
+def _of_catalogue(
+    name: str, *, source: str, aliases: str = "", like: str = "", **figures: Any
+) -> Device:
+    device = described(name, figures, where=f"devices.yaml: {name}")
+    names = tuple(filter(None, aliases.split(", ")))
+    return replace(device, source=source, aliases=names, like=like)
 
 
-CATALOGUE = tuple(_of_catalogue(*entry) for entry in read_data("devices.yaml").items())
+CATALOGUE = tuple(_of_catalogue(name, **row) for name, row in read_data("devices.yaml").items())

@@ -5,11 +5,11 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,9 @@ from torch.utils import _pytree as pytree
 
 from lightning_cephalo.common import files, records
 from lightning_cephalo.common.errors import PlanError
-from lightning_cephalo.offline.estimate.work import TORCH_DTYPES, ModelWork, count_work
+from lightning_cephalo.offline.estimate.work import TORCH_DTYPES, ModelWork, count_work, reason_of
 
-# Values below 1 are mistakes here, but transformers accepts them.
-_AT_LEAST_ONE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+_DEFAULT_LENGTH = 512
 # Arguments of every config that the config stores under another name.
 _OF_EVERY_CONFIG = ("attn_implementation", "num_labels")
 _AUTO_CLASSES = {
@@ -28,10 +27,11 @@ _AUTO_CLASSES = {
     "MODEL_FOR_MASKED_LM_MAPPING": "AutoModelForMaskedLM",
     "MODEL_FOR_CAUSAL_LM_MAPPING": "AutoModelForCausalLM",
 }
+_ENCODER_DECODERS = {"MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING": "AutoModelForSeq2SeqLM"}
 
 
 def work_of(
-    model: Any,
+    model: str | PathLike[str],
     *,
     sequence_length: int | None = None,
     dtype: str = "fp32",
@@ -40,17 +40,63 @@ def work_of(
 ) -> ModelWork:
     """Count the work and memory that a model needs.
 
-    ``model`` is a transformers config, the path of one or its type, or ``package.module:Class``.
+    ``model`` is the path of a transformers config or its type, or ``package.module:Class``.
     ``arguments`` change the config, or are those of the class.
     """
     if sequence_length is not None:
         sequence_length = records.whole("sequence_length", sequence_length, minimum=1)
     if names_class(model):
-        length, own = sequence_length or 512, model.partition(":")[2]
-        of_class = _class(model, length, dtype, arguments)
-        return count_work(*of_class, model=name or own, dtype=dtype, sequence_length=length)
-    label, config = _config(model, arguments)
-    length = sequence_length or getattr(config, "max_position_embeddings", None) or 512
+        length = sequence_length or _DEFAULT_LENGTH
+        return _work_of_class(str(model), length, dtype, name, arguments)
+    with _transformers() as transformers:
+        config = _config(transformers, model, arguments)
+        return _work_of_config(transformers, config, sequence_length, dtype, name)
+
+
+def names_class(model: str | PathLike[str]) -> bool:
+    """Whether :func:`work_of` reads this as the import path of a class."""
+    return isinstance(model, str) and ":" in model and not Path(model).exists()
+
+
+def _work_of_class(
+    path: str, length: int, dtype: str, name: str | None, arguments: dict[str, Any]
+) -> ModelWork:
+    module_name, _, attribute = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise PlanError(
+            f"model: expected 'package.module:Class', but got {path!r}, which cannot be imported: "
+            f"{error}."
+        ) from error
+
+    def build() -> nn.Module:
+        module: Any = found(**arguments)
+        if hasattr(module, "configure_model"):  # Lightning modules make large layers there
+            module.configure_model()
+        return cast(nn.Module, module)
+
+    def run(module: nn.Module, samples: int) -> Tensor:
+        def of_samples(example: Tensor) -> Tensor:
+            kind = TORCH_DTYPES[dtype] if example.is_floating_point() else example.dtype
+            return torch.zeros((samples, *example.shape[1:]), dtype=kind)
+
+        example = getattr(module, "example_input_array", None)
+        if example is None:
+            return _loss_of(module(torch.zeros(samples, length, dtype=torch.long)))
+        batch = pytree.tree_map_only(Tensor, of_samples, example)
+        if isinstance(batch, dict):
+            return _loss_of(module(**batch))
+        return _loss_of(module(*batch) if isinstance(batch, (tuple, list)) else module(batch))
+
+    return count_work(build, run, model=name or attribute, dtype=dtype, sequence_length=length)
+
+
+def _work_of_config(
+    transformers: Any, config: Any, length: int | None, dtype: str, name: str | None
+) -> ModelWork:
+    auto_class = _auto_class(transformers, config)
+    length = length or getattr(config, "max_position_embeddings", None) or _DEFAULT_LENGTH
     size = getattr(config, "image_size", None)
     if size is not None:
         sides = tuple(size) if isinstance(size, (list, tuple)) else (size, size)
@@ -62,41 +108,25 @@ def work_of(
             shape = (samples, config.num_channels, *sides)
             images = torch.empty(shape, dtype=TORCH_DTYPES[dtype])
             labels = torch.zeros(samples, dtype=torch.long)
-            return loss_of(module(pixel_values=images, labels=labels))
+            return _loss_of(module(pixel_values=images, labels=labels))
         tokens = torch.zeros(samples, length, dtype=torch.long)
-        given = {"use_cache": False, "labels": tokens}
         accepted = inspect.signature(module.forward).parameters
-        return loss_of(
-            module(input_ids=tokens, **{key: given[key] for key in given.keys() & accepted.keys()})
-        )
+        given = {"use_cache": False, "labels": tokens}
+        given = {key: value for key, value in given.items() if key in accepted}
+        return _loss_of(module(input_ids=tokens, **given))
 
-    def build() -> nn.Module:
-        try:
-            return _auto_class(config).from_config(config)
-        except (PlanError, RuntimeError):  # RuntimeError: fake tensors; count_work reports it
-            raise
-        except Exception as error:
-            raise _refused(label, error) from error
-
-    with _quiet():
-        return count_work(
-            build, run, model=name or config.model_type, dtype=dtype, sequence_length=length
-        )
+    return count_work(
+        lambda: auto_class.from_config(config),
+        run,
+        model=name or config.model_type,
+        dtype=dtype,
+        sequence_length=length,
+    )
 
 
-def names_class(model: Any) -> bool:
-    """Whether :func:`work_of` reads this as the import path of a class."""
-    return isinstance(model, str) and ":" in model and not Path(model).exists()
-
-
-def loss_of(output: Any) -> Tensor:
-    """Return the loss from the output of a model or a training step.
-
-    Without a loss, return the first tensor, or its sum if it is not a scalar.
-    """
-    loss = getattr(output, "loss", None)
-    if loss is None and isinstance(output, dict):
-        loss = output.get("loss")
+def _loss_of(output: Any) -> Tensor:
+    """Return the loss in an output, else its first tensor, or that one's sum."""
+    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
     if isinstance(loss, Tensor):
         return loss
     tensors = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
@@ -105,148 +135,84 @@ def loss_of(output: Any) -> Tensor:
     return tensors[0] if tensors[0].ndim == 0 else tensors[0].sum()
 
 
-def _transformers() -> Any:
+@contextmanager
+def _transformers() -> Iterator[Any]:
+    """Yield the package; it does not warn of a config that was cut down for counting."""
     try:
         import transformers
     except ImportError as error:
         raise PlanError(
-            "expected the package transformers to read a Hugging Face config, but it is not "
-            "installed. Install it (pip install transformers), or name a class as "
-            "'package.module:Class'."
+            "model: a Hugging Face config needs the package transformers, which is not installed. "
+            "Install it (pip install transformers), or name a class as 'package.module:Class'."
         ) from error
-    return transformers
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    try:
+        yield transformers
+    finally:
+        transformers.logging.set_verbosity(before)
 
 
-def _config(model: Any, overrides: dict[str, Any]) -> tuple[str, Any]:
-    """Return a label for messages, and the config of a path, a type or a config, as changed."""
-    transformers = _transformers()
-    if isinstance(model, transformers.PretrainedConfig):
-        label, base, data = model.model_type, model, model.to_dict()
-    elif isinstance(model, (str, PathLike)):
-        label, kind, data = _read(Path(model))
-        if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
-            raise PlanError(
-                f"{label}: model_type: expected the path of a config.json, a model type that "
-                f"transformers {transformers.__version__} knows (such as 'gpt2', 'llama'), or "
-                f"'package.module:Class', but got {kind!r}."
-            )
-        base = _made(transformers.CONFIG_MAPPING[kind], label, data)
-    else:
+def _config(transformers: Any, model: str | PathLike[str], overrides: dict[str, Any]) -> Any:
+    """Return the config of a path or a type, as changed."""
+    if not isinstance(model, (str, PathLike)):
         raise PlanError(
-            f"model: expected a transformers config, a path or a name, but got {model!r}."
+            f"model: expected a path or a name, but got {records.shortened(model)}. Save a config "
+            f"with its save_pretrained(FOLDER), and give the folder."
         )
-    if overrides:
-        known = sorted({*base.to_dict(), *base.attribute_map, *_OF_EVERY_CONFIG})
-        for key in overrides.keys() - set(known):
-            close = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
-            hint = f"Did you mean {', '.join(close)}?" if close else "See its config.json."
-            raise PlanError(
-                f"{label}: expected an option of the config {type(base).__name__}, but got "
-                f"{key!r}, which it does not have. {hint}"
-            )
-        label += " with " + ", ".join(f"{key}={value!r}" for key, value in overrides.items())
-        base = _made(type(base), label, data, overrides)
-    for common in _AT_LEAST_ONE:
-        key = base.attribute_map.get(common, common)
-        value = getattr(base, key, None)
-        if isinstance(value, int) and value < 1:
-            raise PlanError(f"{label}: expected {key} of at least 1, but got {value}. Change it.")
-    if base.is_encoder_decoder and getattr(base, "decoder_start_token_id", None) is None:
-        base = type(base)(**(base.to_dict() | {"decoder_start_token_id": 0}))
-    return label, base
-
-
-def _read(path: Path) -> tuple[str, Any, dict[str, Any]]:
-    """Return a label, the model type and the settings of a config.json, or of a type alone."""
+    path = Path(model)
     path = path / "config.json" if path.is_dir() else path
+    kind, data = _read(path)
+    if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
+        raise PlanError(
+            f"{path}: model_type: expected the path of a config.json, a model type that "
+            f"transformers {transformers.__version__} knows (such as 'gpt2', 'llama'), or "
+            f"'package.module:Class', but got {kind!r}."
+        )
+    make = transformers.CONFIG_MAPPING[kind]
+    default = make()
+    known = sorted({*default.to_dict(), *data, *make.attribute_map, *_OF_EVERY_CONFIG})
+    for key in overrides.keys() - set(known):
+        close = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
+        hint = f"Did you mean {', '.join(close)}?" if close else "See its config.json."
+        raise PlanError(
+            f"{path}: expected an option of the config {make.__name__}, but got {key!r}, which it "
+            f"does not have. {hint}"
+        )
+    # by the config's own names: transformers checks only these, and they override aliases
+    own = {"decoder_start_token_id": 0} if default.is_encoder_decoder else {}
+    for settings in (data, overrides):
+        own |= {make.attribute_map.get(key, key): value for key, value in settings.items()}
+    try:
+        return make(**own)
+    except Exception as error:  # transformers has no class of its own for this
+        changed = ", ".join(f"{key}={value!r}" for key, value in overrides.items())
+        raise PlanError(
+            f"{path}{f' with {changed}' if changed else ''}: expected a config that transformers "
+            f"takes, but got {reason_of(error)}. Change that value."
+        ) from error
+
+
+def _read(path: Path) -> tuple[Any, dict[str, Any]]:
+    """Return the model type and the settings of a config.json, or a type alone."""
     if not path.exists():
-        return str(path), str(path), {}
+        return str(path), {}
     content = files.read_text(path, what="a config")
     data = files.parse_json(content, what="a config", source=str(path))
     if not isinstance(data, dict):
         raise PlanError(f"{path}: expected a mapping in JSON, but got {type(data).__name__}.")
-    return str(path), data.pop("model_type", None), data
+    return data.pop("model_type", None), data
 
 
-def _made(kind: Any, label: str, *settings: dict[str, Any]) -> Any:
-    """Make a config of this kind; later settings override earlier ones."""
-    # by the config's own names: transformers checks only these, and they override aliases
-    own = {kind.attribute_map.get(key, key): given[key] for given in settings for key in given}
-    try:
-        with _quiet():
-            return kind(**own)
-    except Exception as error:  # transformers has no class of its own for this
-        raise _refused(label, error) from error
-
-
-def _refused(label: str, error: Exception) -> PlanError:
-    reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return PlanError(
-        f"{label}: expected a config that transformers can build a model of, but got "
-        f"{reason.rstrip('.')}. Change that value."
-    )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the warnings of transformers about a config that was cut down for counting."""
-    logging = _transformers().logging
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
-
-
-def _auto_class(config: Any) -> Any:
-    transformers = _transformers()
-    kind = type(config)
+def _auto_class(transformers: Any, config: Any) -> Any:
+    """Return the class that trains a config."""
+    classes = _ENCODER_DECODERS if config.is_encoder_decoder else _AUTO_CLASSES
+    for mapping, found in classes.items():
+        if type(config) in getattr(transformers, mapping):
+            return getattr(transformers, found)
     if config.is_encoder_decoder:
-        if kind in transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
-            return transformers.AutoModelForSeq2SeqLM
         raise PlanError(
             f"model: expected tokens or images as input, but {config.model_type!r} takes others. "
             f"Name a class with an example_input_array as 'package.module:Class'."
         )
-    for mapping, found in _AUTO_CLASSES.items():
-        if kind in getattr(transformers, mapping):
-            return getattr(transformers, found)
     return transformers.AutoModel
-
-
-def _class(
-    path: str, length: int, dtype: str, arguments: dict[str, Any]
-) -> tuple[Callable[[], nn.Module], Callable[[nn.Module, int], Tensor]]:
-    """Return what builds and what runs the class of an import path."""
-    module_name, _, attribute = path.partition(":")
-    if not all(part.isidentifier() for part in (*module_name.split("."), attribute)):
-        raise PlanError(f"model: expected 'package.module:Class', but got {path!r}.")
-    try:
-        found = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
-        raise PlanError(
-            f"model: expected 'package.module:Class' that can be imported, but got {path!r}: "
-            f"{error}."
-        ) from error
-
-    def build() -> nn.Module:
-        module = found(**arguments)
-        if hasattr(module, "configure_model"):  # Lightning modules make large layers there
-            module.configure_model()
-        return module
-
-    def run(module: nn.Module, samples: int) -> Tensor:
-        def of_samples(example: Tensor) -> Tensor:
-            kind = TORCH_DTYPES[dtype] if example.is_floating_point() else example.dtype
-            return torch.zeros((samples, *example.shape[1:]), dtype=kind)
-
-        example = getattr(module, "example_input_array", None)
-        if example is None:
-            return loss_of(module(torch.zeros(samples, length, dtype=torch.long)))
-        batch = pytree.tree_map_only(Tensor, of_samples, example)
-        if isinstance(batch, dict):
-            return loss_of(module(**batch))
-        return loss_of(module(*batch) if isinstance(batch, (tuple, list)) else module(batch))
-
-    return build, run

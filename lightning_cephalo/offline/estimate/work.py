@@ -111,11 +111,12 @@ def count_work(
                 parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
             blocks = [unit.module for unit in units[1:]]
             one, two = (_count(module, blocks, run, samples) for samples in (1, 2))
-        except (RuntimeError, TypeError, IndexError, AttributeError) as error:
+        except PlanError:
+            raise
+        except Exception as error:  # of the model's own code
             raise PlanError(
-                f"{model}: expected a model that runs without values (on fake tensors), "
-                f"but got {type(error).__name__}: {(str(error) or 'no reason').splitlines()[0]}. "
-                f"Measure it on a device instead, or give a table."
+                f"{model}: expected a model that runs without values (on fake tensors), but got "
+                f"{reason_of(error)}. Change its options, measure it on a device, or give a table."
             ) from error
         sizes = [sum(p.numel() for p, _ in unit.parameters) for unit in units]
         first, last = (
@@ -143,6 +144,11 @@ def count_work(
         first_parameters=first,
         last_parameters=last,
     )  # fmt: skip
+
+
+def reason_of(error: Exception) -> str:
+    """Return the kind of an error and what it says, in one line without its full stop."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(".")
 
 
 @dataclass
