@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.table import Table
 
 from lightning_cephalo.common import files, records
 from lightning_cephalo.common.errors import InfeasibleError, PlanError, SolverError
@@ -52,43 +53,34 @@ _OPTIONS: dict[tuple[str, str], tuple[tuple[str, str, Any, str], ...]] = {
     (_JOB, "the job"): (
         ("--cluster", "FILE", None, "cluster.yaml"),
         ("--devices", "LIST", None, 'one node in place of a file: "2x RTX 4090, RTX 3090"'),
-        ("--model", "MODEL", None, "config.json of Hugging Face or a folder with one, a type such"
-            " as gpt2, or package.module:Class of a LightningModule"),
-        ("--model-option", "NAME=VALUE", [], "change the config, or an argument of the class; may"
-            " be repeated"),
+        ("--model", "MODEL", None, "a Hugging Face config.json or its folder, a type such as gpt2,"
+            " or package.module:Class of a LightningModule"),
+        ("--model-option", "NAME=VALUE", [], "of the config or the class; repeatable"),
         ("--batch-size", "N", None, "samples of a step, all ranks"),
         ("--sequence-length", "N", None, "tokens of a sample (default: the model's maximum)"),
-        ("--dtype", "fp32|tf32|fp16|bf16", None, "what is computed in; weights stay fp32 (default:"
-            " fp32)"),
+        ("--dtype", "fp32|tf32|fp16|bf16", None, "of compute (default: fp32); weights stay fp32"),
         ("--recompute", "on|off|choose", None, "activations inside units: again in the backward,"
             " kept, or as the plan chooses for each rank (default: on)"),
-        ("--offload", "", False, "let the plan move boundary activations to the host_memory of a"
-            " cluster file"),
-        ("--optimizer-offload", "auto|on|off", None, "optimizer state in the host_memory of a"
-            " cluster file: what has no room on devices, all of it, or none (default: off)"),
+        ("--offload", "", False, "boundary activations may move to the host_memory of a cluster"),
+        ("--optimizer-offload", "auto|on|off", None, "optimizer state in host_memory: what has no"
+            " room on devices, all of it, or none (default: off)"),
         ("--early-update", "", False, "update units inside the backward, as training does unless it"
-            " clips by norm or the like: less memory, and moves of optimizer state hide"),
-        ("--table", "FILE", [], "measured curves of devices (.yaml or .json), before any estimate;"
-            " may be repeated"),
+            " clips by norm or the like"),
+        ("--table", "FILE", [], "measured curves (.yaml or .json), before estimates; repeatable"),
     ),
-    (_JOB, "in place of the job"): (
-        ("--problem", "FILE", None, "a saved problem"),
-    ),
+    (_JOB, "in place of the job"): (("--problem", "FILE", None, "a saved problem"),),
     (_JOB, ""): (
         ("--save-problem", "FILE", None, "write the problem (.yaml or .json)"),
-        ("--time-limit", "SECONDS", 60.0, "after this long the best plan so far is taken, with its"
-            " gap (default: 60)"),
+        ("--time-limit", "SECONDS", 60.0, "then the best plan so far is taken (default: 60)"),
         ("--json", "", False, "print JSON"),
     ),
     ("plan", ""): (
-        ("-o --output", "FILE", None, "write the plan (.yaml or .json): CephaloStrategy(plan=FILE)"
-            " trains with it"),
-        ("--pipeline", "", False, "also say whether a pipeline of node groups would be faster, and"
+        ("-o --output", "FILE", None, "write the plan, for CephaloStrategy(plan=FILE)"),
+        ("--pipeline", "", False, "also whether a pipeline of node groups would be faster, and"
             " below which bandwidth between nodes; advice only: training does not run pipelines"),
         ("--hybrid-sharding", "", False, "hold the whole state on each node of --cluster; training"
             " does so over gloo (compare has the step of both ways)"),
-        ("--figure", "FILE", None, "with --pipeline: draw its stages, and the step over the"
-            " bandwidth (.png or .svg)"),
+        ("--figure", "FILE", None, "with --pipeline: draw its stages, and the step over bandwidth"),
     ),
     ("simulate", ""): (
         ("--plan", "FILE", None, "the plan to play (default: solve for one)"),
@@ -97,17 +89,14 @@ _OPTIONS: dict[tuple[str, str], tuple[tuple[str, str, Any, str], ...]] = {
         ("--memory-figure", "FILE", None, "draw every rank's memory"),
     ),
     ("compare", ""): (
-        ("--add", "DEVICE", [], "also with one more of this device, in the first node; may be"
-            " repeated"),
-        ("--price", "LIST", None, 'prices of devices per hour, before those of a cluster file:'
-            ' "A6000=0.8,L4=0.7"'),
+        ("--add", "DEVICE", [], "also with one more of it, in the first node; repeatable"),
+        ("--price", "LIST", None, 'per hour, before those of the cluster: "A6000=0.8,L4=0.7"'),
         ("--deadline", "HOURS", None, "with --samples and prices: also the cheapest mix of these"
             " devices that is done in time; all mixes are planned, at most 64"),
         ("--samples", "N", None, "samples of the whole training, for --deadline"),
     ),
     ("report", ""): (
-        ("run_folder", "RUN_FOLDER", None, "the folder of a run with"
-            " CephaloStrategy(record=RUN_FOLDER)"),
+        ("run_folder", "RUN_FOLDER", None, "of CephaloStrategy(record=RUN_FOLDER)"),
         ("-o --output", "FILE", None, "where to write it (default: RUN_FOLDER/report.html)"),
     ),
 }  # fmt: skip
@@ -139,6 +128,7 @@ def _failed(notes: Console, kind: str, error: Exception, code: int) -> int:
 
 
 def _plan(options: argparse.Namespace, notes: Console) -> None:
+    """Who does what, proven to be the fastest."""
     if options.figure is not None and not options.pipeline:
         raise PlanError("--figure draws pipelines: give --pipeline too, or leave it out.")
     if options.hybrid_sharding and options.optimizer_offload in ("auto", "on"):
@@ -149,29 +139,25 @@ def _plan(options: argparse.Namespace, notes: Console) -> None:
     asked = _scenario(options, notes)
     if options.hybrid_sharding:
         asked = asked.in_nodes()
-    found = None
     with notes.status("solving"):
         plan = solve(asked.problem, time_limit_s=options.time_limit)
+    data: dict[str, Any] = {**plan.to_dict(), "sources": asked.sources}
+    shown: list[Any] = [report.plan_table(plan, units=asked.problem.units)]
     if options.pipeline:
         with notes.status("searching pipelines"):
             found = answers.pipelines(asked, plan, time_limit_s=options.time_limit)
+        advice, crossover = found.advice, found.crossover
+        data["pipeline"] = found.to_dict()
+        if advice.best is not None:
+            shown.append(pipeline_table(advice, advice.best))
+        shown += advice_lines(advice, crossover)
+        _write(notes, options.figure, lambda path: pipeline_figure(advice, crossover, path))
     _write(notes, options.output, plan.save)
-    if found is not None:
-        draw = found.advice, found.crossover
-        _write(notes, options.figure, lambda path: pipeline_figure(*draw, path))
-    if options.json:
-        more = {} if found is None else {"pipeline": found.to_dict()}
-        _print_json({**plan.to_dict(), "sources": asked.sources, **more})
-        return
-    print(*asked.lines(), sep="\n")
-    report.show(report.plan_table(plan, units=asked.problem.units))
-    if found is not None:
-        if found.advice.best is not None:
-            report.show(pipeline_table(found.advice, found.advice.best))
-        print(*advice_lines(found.advice, found.crossover), sep="\n")
+    _answer(options, asked, data, *shown)
 
 
 def _simulate(options: argparse.Namespace, notes: Console) -> None:
+    """Play one step of a plan, event by event."""
     asked = _scenario(options, notes)
     with notes.status("simulating"):
         if options.plan is None:
@@ -188,20 +174,18 @@ def _simulate(options: argparse.Namespace, notes: Console) -> None:
     _write(notes, options.figure, lambda path: figures.timeline_figure(steps, path))
     _write(notes, options.memory_figure, lambda path: figures.memory_figure(steps, path))
     summary = answers.summarise(problem, plan, played)
-    if options.json:
-        _print_json(summary)
-        return
-    print(*asked.lines(), sep="\n")
-    report.show(answers.simulation_table(summary))
+    _answer(options, asked, summary, answers.simulation_table(summary))
 
 
 def _report(options: argparse.Namespace, notes: Console) -> None:
+    """Where a run's time and memory went: one HTML file, without outside resources."""
     content = page(options.run_folder)
     path = options.output or options.run_folder / "report.html"
     _write(notes, path, lambda path: files.write_text(path, content))
 
 
 def _compare(options: argparse.Namespace, notes: Console) -> None:
+    """This plan against what people do without a planner."""
     asked = _scenario(options, notes)
     deadline = _deadline(options)
     with notes.status("comparing") as status:
@@ -213,22 +197,26 @@ def _compare(options: argparse.Namespace, notes: Console) -> None:
             time_limit_s=options.time_limit,
             say=status.update,
         )
+    _answer(options, asked, rows, answers.comparison_table(rows))
+
+
+def _answer(options: argparse.Namespace, asked: Scenario, data: Any, *shown: Any) -> None:
+    """Print the data as JSON, or else the subject, and tables and lines to show."""
     if options.json:
-        _print_json(rows)
+        print(json.dumps(answers.plain(data), indent=2, allow_nan=False))
         return
-    print(*asked.lines(), sep="\n")
-    report.show(answers.comparison_table(rows))
+    for part in (*asked.lines(), *shown):
+        report.show(part) if isinstance(part, Table) else print(part)
 
 
 def _deadline(options: argparse.Namespace) -> answers.Deadline | None:
-    if options.deadline is None and options.samples is None:
+    given = options.deadline, options.samples
+    if given == (None, None):
         return None
-    if options.deadline is None or options.samples is None:
+    if None in given:
         raise PlanError("--deadline HOURS needs --samples N, and --samples needs --deadline.")
-    return answers.Deadline(
-        records.real("--deadline", options.deadline, above_minimum=True),
-        records.whole("--samples", options.samples, minimum=1),
-    )
+    hours = records.real("--deadline", options.deadline, above_minimum=True)
+    return answers.Deadline(hours, records.whole("--samples", options.samples, minimum=1))
 
 
 def _scenario(options: argparse.Namespace, notes: Console) -> Scenario:
@@ -259,10 +247,6 @@ def _write(notes: Console, path: Path | None, write: Callable[[Path], Any]) -> N
         notes.print(f"Wrote {path}.")
 
 
-def _print_json(data: Any) -> None:
-    print(json.dumps(answers.plain(data), indent=2, allow_nan=False))
-
-
 def _parser() -> argparse.ArgumentParser:
     layout: dict[str, Any] = {
         "epilog": _EPILOG,
@@ -274,9 +258,9 @@ def _parser() -> argparse.ArgumentParser:
         **layout,
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for name, (run, summary) in _COMMANDS.items():
-        description = f"{summary[0].upper()}{summary[1:]}."
-        command = commands.add_parser(name, help=summary, description=description, **layout)
+    for run in (_plan, _simulate, _report, _compare):
+        name, summary = run.__name__.strip("_"), run.__doc__ or ""
+        command = commands.add_parser(name, help=summary, description=summary, **layout)
         command.set_defaults(run=run)
         for (users, title), options in _OPTIONS.items():
             if name in users.split():
@@ -297,17 +281,6 @@ def _add(group: Any, names: str, value: str, default: Any, summary: str) -> None
     if names.startswith("-"):
         settings["default"] = default
     group.add_argument(*names.split(), help=summary, **settings)
-
-
-_COMMANDS = {
-    "plan": (_plan, "who does what, proven to be the fastest"),
-    "simulate": (_simulate, "play one step of a plan, event by event"),
-    "report": (
-        _report,
-        "where a run's time and memory went: one HTML file, without outside resources",
-    ),
-    "compare": (_compare, "this plan against what people do without a planner"),
-}
 
 
 if __name__ == "__main__":

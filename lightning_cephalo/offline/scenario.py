@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from lightning_cephalo.offline.estimate.work import ModelWork
 
 _MOVES: dict[str | None, bool | Literal["auto"]] = {"auto": "auto", "on": True}
-# Arguments of work_of() itself, which --model-option cannot set, and the option to use instead.
+# Arguments of work_of() itself, and the option to use instead of --model-option.
 _NOT_MODEL_OPTIONS = {
     "dtype": "--dtype",
     "sequence_length": "--sequence-length",
@@ -78,8 +79,7 @@ class Scenario:
     def lines(self) -> list[str]:
         """Return the subject, and one line per kind of device with the source of its times."""
         lines = [self.subject]
-        for source in dict.fromkeys(self.sources):
-            count = self.sources.count(source)
+        for source, count in Counter(self.sources).items():
             detail = f": {source.detail}" if source.detail else ""
             lines.append(f"{count} × {source.device}: times by {source.source}{detail}")
         return lines
@@ -102,7 +102,13 @@ def read(options: Namespace) -> Scenario:
         dtype=options.dtype or "fp32",
         **dict(map(_model_option, options.model_option)),
     )
-    tables = [_table(CurveTable.load(path), work) for path in options.table]
+    tables = [CurveTable.load(path) for path in options.table]
+    for table in tables:
+        if not table.matches(work.model, work.dtype, work.sequence_length, work.parameters):
+            raise PlanError(
+                f"--table: expected curves of {work.model!r}, {_size(work)}, but got those of "
+                f"{table.model!r}, {_size(table)}. Leave it out, or measure this model."
+            )
     choices = Choices(
         recompute=options.recompute in (None, "on"),
         choose_recompute=options.recompute == "choose",
@@ -130,16 +136,16 @@ def read(options: Namespace) -> Scenario:
             choose_recompute=choices.choose_recompute,
         )
 
-    found = estimate(cluster)
+    found, is_class = estimate(cluster), names_class(options.model)
     return Scenario(
         found.problem,
-        _subject(options, work),
+        _subject(options, work, is_class),
         found.sources,
         (*found.broken_files, *_near_misses(work)),
         cluster,
         lambda where, hybrid: estimate(where, hybrid).problem,
         pipeline_of,
-        None if names_class(options.model) else work.sequence_length,
+        None if is_class else work.sequence_length,
     )
 
 
@@ -149,19 +155,14 @@ def _check(options: Namespace, cluster: Cluster) -> None:
         raise PlanError("Expected --model (or --problem), but got neither. See --help.")
     if options.batch_size is None:
         raise PlanError("Expected --batch-size, the samples of a step over all ranks.")
-    if options.sequence_length is not None:
-        records.whole("--sequence-length", options.sequence_length, minimum=1)
-    moves = {
-        "--offload": options.offload,
-        "--optimizer-offload": options.optimizer_offload in _MOVES,
-    }
-    for option, is_given in moves.items():
-        if is_given and not any(node.host_memory_bytes for node in cluster.nodes):
-            raise PlanError(
-                f"{option}: expected nodes with host memory, but {options.cluster or '--devices'} "
-                f"gives none. Use --cluster with a file that has a line such as "
-                f"'host_memory: 256 GiB' in its nodes."
-            )
+    moves_state = options.optimizer_offload in _MOVES
+    has_host = any(node.host_memory_bytes for node in cluster.nodes)
+    if (options.offload or moves_state) and not has_host:
+        raise PlanError(
+            f"{'--offload' if options.offload else '--optimizer-offload'}: expected nodes with "
+            f"host memory, but {options.cluster or '--devices'} gives none. Use --cluster with a "
+            f"file that has a line such as 'host_memory: 256 GiB' in its nodes."
+        )
     if options.offload and options.recompute == "off":
         raise PlanError(
             "--offload: expected --recompute on or choose, but got off. Activations that are kept "
@@ -169,16 +170,14 @@ def _check(options: Namespace, cluster: Cluster) -> None:
         )
 
 
-def _subject(options: Namespace, work: ModelWork) -> str:
+def _subject(options: Namespace, work: ModelWork, is_class: bool) -> str:
     """Describe the job, such as ``gpt2, fp32, 1024 tokens (default), global batch 48``."""
-    from lightning_cephalo.offline.estimate.models import names_class
-
     tokens = f"{work.sequence_length} tokens"
     if options.sequence_length is None:
         tokens += " (default)"
     elif work.sequence_length != options.sequence_length:
         tokens += f" (its own, not {options.sequence_length})"
-    if names_class(options.model):
+    if is_class:
         tokens += " unless its example_input_array has others"
     return f"{work.model}, {work.dtype}, {tokens}, global batch {options.batch_size}"
 
@@ -186,28 +185,16 @@ def _subject(options: Namespace, work: ModelWork) -> str:
 def _near_misses(work: ModelWork) -> list[str]:
     """List the measured tables of a model of this name with another size, dtype or length."""
     return [
-        f"times of {table.model!r} that were measured at {table.dtype}, length "
-        f"{table.sequence_length}{_size(table)}: this is {work.dtype}, length "
-        f"{work.sequence_length}, {work.parameters:,.0f} parameters."
+        f"times of {table.model!r} that were measured at {_size(table)}: this is {_size(work)}."
         for table in cached_tables().tables
         if table.model.casefold() == work.model.casefold()
         and not table.matches(work.model, work.dtype, work.sequence_length, work.parameters)
     ]
 
 
-def _size(table: CurveTable) -> str:
-    return "" if table.parameters is None else f", {table.parameters:,} parameters"
-
-
-def _table(table: CurveTable, work: ModelWork) -> CurveTable:
-    if not table.matches(work.model, work.dtype, work.sequence_length, work.parameters):
-        raise PlanError(
-            f"--table: expected curves of {work.model!r}, {work.dtype}, sequence length "
-            f"{work.sequence_length}, {work.parameters:,.0f} parameters, but got those of "
-            f"{table.model!r}, {table.dtype}, {table.sequence_length}{_size(table)}. Leave it "
-            f"out, or measure this model."
-        )
-    return table
+def _size(of: CurveTable | ModelWork) -> str:
+    size = "" if of.parameters is None else f", {of.parameters:,.0f} parameters"
+    return f"{of.dtype}, length {of.sequence_length}{size}"
 
 
 def cluster_of(options: Namespace) -> Cluster:
@@ -253,8 +240,7 @@ def _model_option(option: str) -> tuple[str, Any]:
         ) from error
     if name in _NOT_MODEL_OPTIONS:
         raise PlanError(
-            f"--model-option: expected another name than {', '.join(_NOT_MODEL_OPTIONS)}, but got "
-            f"{option!r}. Use {_NOT_MODEL_OPTIONS[name]}. Where a class has such an argument, name "
-            f"a subclass that sets it."
+            f"--model-option: expected an option of the model, but got {option!r}. Use "
+            f"{_NOT_MODEL_OPTIONS[name]}."
         )
     return name, parsed

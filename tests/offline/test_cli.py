@@ -99,10 +99,10 @@ def test_a_cluster_file_and_a_table_of_measured_curves(capsys, tmp_path):
     said = capsys.readouterr().out
     assert "2 × T4: times by table" in said and "1 × RTX 3090: times by estimate" in said
     assert main(["plan", *options, "--sequence-length", "32"]) == BAD_INPUT
-    assert "expected curves of 'gpt2', fp32, sequence length 32" in capsys.readouterr().err
+    assert "expected curves of 'gpt2', fp32, length 32" in capsys.readouterr().err
     table.write_text(yaml.safe_dump(yaml.safe_load(table.read_text()) | {"parameters": 1000}))
     assert main(["plan", *options]) == BAD_INPUT
-    assert "those of 'gpt2', fp32, 64, 1,000 parameters" in capsys.readouterr().err
+    assert "those of 'gpt2', fp32, length 64, 1,000 parameters" in capsys.readouterr().err
 
 
 def test_a_saved_problem_gives_the_same_plan(capsys, tmp_path):
@@ -264,7 +264,7 @@ WRONG = {
     "option": (["plan", *MINE, *ASKED, "--model-option", "x"], "NAME=VALUE with a value in YAML"),
     "batch 0": (["plan", *MINE, *ASKED[:-1], "0"], "global_batch_size"),
     "no file": (["plan", "--problem", "nowhere.yaml"], "no such file"),
-    "length 0": (["plan", *MINE, *ASKED, "--sequence-length", "0"], "--sequence-length: expected"),
+    "length 0": (["plan", *MINE, *ASKED, "--sequence-length", "0"], "sequence_length: expected"),
     "length -1": (["plan", *MINE, *ASKED, "--sequence-length", "-1"], "but got -1"),
     "no device": (["plan", "--devices", "0x T4", *ASKED], "count of 'T4': expected a whole"),
     "no such name": (["plan", "--devices", "3091", *ASKED], "but got '3091'. Did you mean"),
@@ -294,7 +294,7 @@ MODEL_OPTIONS = {
     "dtype=fp16": "Use --dtype",
     "sequence_length=5": "Use --sequence-length",
     "model=x": "Use --model",
-    "name=foo": "name a subclass that sets it",
+    "name=foo": "Use --model, which names it",
     "num_hidden_layers=abc": "gpt2 with n_layer=4, n_embd=64, n_head=2, num_hidden_layers='abc'",
     "num_attention_heads=7": "must be divisible by num_heads",
     "hidden_sise=8": "Did you mean hidden_size",

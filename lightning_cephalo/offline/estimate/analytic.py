@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.offline.estimate.devices import Device, read_data, same_name
 from lightning_cephalo.plan.curves import Curves, CurveTable
 
@@ -60,19 +59,9 @@ def find_efficiency(
     device: Device, dtype: str, efficiencies: Sequence[Efficiency] | None = None
 ) -> Efficiency:
     """Return the efficiency of the device, else of one with its chip, else of the pool."""
-    kind = kind_of(device, dtype)
-    known = {
-        entry.device: entry
-        for entry in (fitted() if efficiencies is None else efficiencies)
-        if entry.kind == kind
-    }
-    for name in (device.name, device.like, ""):
-        if name in known:
-            return known[name]
-    raise PlanError(
-        f"efficiencies: expected one of kind {kind!r} for all devices, but got none. "
-        f"Fit to measured curves of that kind too."
-    )
+    known = fitted() if efficiencies is None else efficiencies
+    by_device = {entry.device: entry for entry in known if entry.kind == kind_of(device, dtype)}
+    return by_device.get(device.name) or by_device.get(device.like) or by_device[""]
 
 
 def kind_of(device: Device, dtype: str) -> str:
