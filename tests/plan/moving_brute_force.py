@@ -68,7 +68,7 @@ def least_moving_step(problem: Problem) -> float | None:
     """The shortest step of all plans that may move state: every batch, mode and home is tried."""
     shares = [(problem, 1.0)]
     even = problem.with_even_shares()
-    if even.links.gather_s < problem.links.gather_s:
+    if even.links != problem.links:
         shares.append((even, 1 / len(problem.ranks)))
     steps = [_least(one, most) for one, most in shares]
     return min((step for step in steps if step is not None), default=None)
