@@ -75,12 +75,13 @@ def _in_backward(problem: Problem, window: _Window) -> _Window:
 
 def _seconds(problem: Problem, window: _Window) -> tuple[float, float]:
     """Return the seconds of a window's gathers, and of all its collectives."""
-    gather_s = problem.links.gather_s if "gather" in window else 0.0
-    both_s = gather_s + problem.links.reduce_s if "reduce" in window else gather_s
+    links, of_head = problem.links, problem.last_links
+    gather_s = links.gather_s * ("gather" in window)
+    both_s = gather_s + links.reduce_s * ("reduce" in window)
     if {"gather", "reduce"} <= window:
-        both_s = problem.links.both_s
-    head_s = problem.last_links.gather_s * ("gather head" in window)
-    head_s += problem.last_links.reduce_s * ("reduce head" in window)
+        both_s = links.both_s
+    head_s = of_head.gather_s * ("gather head" in window)
+    head_s += of_head.reduce_s * ("reduce head" in window)
     return gather_s + head_s, both_s + head_s
 
 
