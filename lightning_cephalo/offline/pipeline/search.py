@@ -44,6 +44,8 @@ from lightning_cephalo.plan.solver.solve import solve_if_possible
 GAP = 1e-2
 # Seconds for one more plan, even if time is up.
 _LEAST_S = 1.0
+# Nodes that are kept when time is up, until there is any pipeline.
+_LATE = 16
 
 
 class Planned:
@@ -152,7 +154,7 @@ class _Search:
                 self._open_s = min(self._open_s, bound_s)
                 if self._best is not None:
                     break
-                heap.clear()  # follow only the best choices from here, to find any pipeline
+                heap = heapq.nsmallest(_LATE, heap)
             nodes = refine(bound_s)
         best = None if self._best is None else _pipeline(*self._best)
         return best, min(self._open_s, self._below_s)

@@ -20,7 +20,7 @@ FAST, SLOW = rank(2.0, 3000), rank(1.0, 3000)
 
 
 def test_no_pipeline_of_brute_force_is_faster():
-    for seed in range(10):
+    for seed in (*range(10), 19, 93):  # the last two have three stages
         problem = random_problem(random.Random(seed))
         advice = advise(problem, math.inf, gap=0.0, planned=Planned(quick_plan))
         best_s = fastest_s(problem)
@@ -74,6 +74,16 @@ def test_memory_decides_how_often_a_stage_gathers():
 
     assert True in ways(850)
     assert ways(5000) == {False}
+
+
+def test_a_pipeline_is_found_even_if_time_is_up():
+    for seed in range(5):
+        problem = random_problem(random.Random(seed))
+        planned = Planned(quick_plan)
+        at_once = advise(problem, math.inf, planned=planned, time_limit_s=1e-9)
+        best_s = advise(problem, math.inf, planned=planned, gap=0.0).best.step_s
+        assert at_once.bound_s <= best_s * (1 + 1e-9)
+        assert at_once.best.step_s < 2 * best_s
 
 
 def test_what_fits_no_pipeline_is_said():
