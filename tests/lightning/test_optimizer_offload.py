@@ -114,7 +114,7 @@ def test_a_model_that_fits_nowhere_trains_as_on_one_device():
     for rank, (refused, found) in enumerate(in_ranks(2, _offloaded)):
         without, capped, none = refused
         assert "Memory binds" in without and "optimizer_offload='auto'" in without
-        assert "may live in host memory" in capped and "More host memory would do" in capped
+        assert "more host memory" in capped
         assert "optimizer_offload=True, but optimizer state has to stay" in none
         for own, values in zip(found, wanted, strict=True):
             _check(own, values, has_notes=rank == 0)

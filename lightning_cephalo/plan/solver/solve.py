@@ -7,7 +7,6 @@ the time of their updates and moves allows, which may take half of a thousandth 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import time
 from collections.abc import Sequence
@@ -33,8 +32,6 @@ from lightning_cephalo.plan.solver.search import EQUAL
 from lightning_cephalo.plan.solver.state import Room, filled_up, needed_by, share_state, to_the_byte
 from lightning_cephalo.plan.state_groups import even_shares
 
-# Seconds in which to find out whether state in host memory would do.
-_REASON_S = 3.0
 _ROUNDING = 1e-9
 
 
@@ -81,14 +78,12 @@ def solve(
             " planned, or raise the ranks' capacity_bytes."
         )
     if plan is None:
-        deadline = time.perf_counter() + _REASON_S
-        problem = dataclasses.replace(problem, no_idle_ranks=False)  # which needs less memory
-        refuse(problem, group_types(problem), functools.partial(_moving_fits, deadline=deadline))
+        refuse(dataclasses.replace(problem, no_idle_ranks=False), _fits)  # which needs less memory
     return plan
 
 
-def _moving_fits(problem: Problem, deadline: float) -> bool:
-    """Return whether there is a plan with state in host memory; False if that is not known."""
+def _fits(problem: Problem, deadline: float) -> bool:
+    """Return whether there is a plan; False if that is not known."""
     try:
         return fastest(problem, deadline)[0] is not None
     except SolverError:
