@@ -67,85 +67,65 @@ def compare(
     there are several nodes, our plan with the whole state on each node comes before it, and the
     fastest pipeline of node groups. With a deadline, so does the cheapest mix that holds it.
     """
-    cluster, problem_of = asked.cluster, asked.problem_of
-    larger: list[Problem] = []
+    larger: dict[str, Problem] = {}
     parts: list[Problem] = []
     if additions or deadline:
+        cluster, problem_of = asked.cluster, asked.problem_of
         if cluster is None or problem_of is None:
             option = "--add" if additions else "--deadline"
             raise PlanError(f"{option} needs --cluster or --devices: a saved problem has neither.")
         if deadline and not prices:
             raise PlanError("--deadline needs prices: give --price, or prices in the cluster file.")
-        devices = [find_device(name, cluster.own_devices, where="--add") for name in additions]
-        larger = [problem_of(cluster.with_device(device), False) for device in devices]
+        for name in additions:
+            device = find_device(name, cluster.own_devices, where="--add")
+            larger[name] = problem_of(cluster.with_device(device), False)
         parts = [problem_of(mix, False) for mix in mixes(cluster)] if deadline else []
 
-    def row(name: str, problem: Problem, make: Callable[..., Plan] = solve) -> ComparisonRow:
+    def row(name: str, problem: Problem, make: Callable[..., Plan]) -> ComparisonRow:
         say(f"comparing: {name}")
         try:
             plan = make(problem, time_limit_s=time_limit_s)
         except (InfeasibleError, SolverError) as error:
             return ComparisonRow(name, reason=str(error))
-        return _row(name, problem, plan.step_s, [plan], price_of(problem, prices), asked.tokens)
+        return priced(name, problem, plan.step_s, plan)
+
+    def priced(name: str, problem: Problem, step_s: float | None, *plans: Plan) -> ComparisonRow:
+        assert step_s is not None
+        ranks = [rank for plan in plans for rank in plan.ranks]
+        memory = tuple((rank.memory_bytes or 0.0, rank.capacity_bytes or 0.0) for rank in ranks)
+        rate = problem.global_batch_size / step_s if step_s else math.inf
+        price = price_of(problem, prices)
+        if price is None:
+            return ComparisonRow(name, step_s, rate, memory)
+        cost = price * 1e6 / (3600 * rate)
+        of_tokens = cost / asked.tokens if asked.tokens else None
+        return ComparisonRow(name, step_s, rate, memory, "", price, cost, of_tokens)
 
     rows = [row(name, asked.problem, baseline) for name, baseline in BASELINES.items()]
-    larger_rows = [
-        row(f"{_OURS} and one more {name}", problem)
-        for name, problem in zip(additions, larger, strict=True)
-    ]
-    rows += larger_rows
+    rows += [row(f"{_OURS} and one more {name}", own, solve) for name, own in larger.items()]
     say(f"comparing: {_OURS}")
     try:
         plan = solve(asked.problem, time_limit_s=time_limit_s)
     except (InfeasibleError, SolverError) as error:
-        if all(row.step_s is None for row in larger_rows):
+        if all(row.step_s is None for row in rows[len(BASELINES) :]):
             raise
         return [*rows, ComparisonRow(_OURS, reason=str(error))]
-    price = price_of(asked.problem, prices)
     if asked.hybrid is not None:
-        rows.append(row(_HYBRID, asked.hybrid))
+        rows.append(row(_HYBRID, asked.hybrid, solve))
     if asked.has_nodes and asked.pipeline_of is not None:
         say("comparing: pipelines")
         found = pipelines(asked, plan, time_limit_s=time_limit_s)
-        rows.append(_pipeline_row(found, asked.problem, price, asked.tokens))
+        best = found.advice.best
+        if best is None:
+            rows.append(ComparisonRow("pipeline", reason="no pipeline of node groups fits"))
+        else:
+            name = f"{pipeline_name(best)} (advice only: {crossover_text(found.crossover)})"
+            stages = [stage.plan for stage in best.stages]
+            rows.append(priced(name, asked.problem, best.step_s, *stages))
     if deadline is not None:
-        tried = [row(counted(part), part) for part in parts]
+        tried = [row(counted(part), part, solve) for part in parts]
         rows.append(_cheapest(tried, asked.problem.global_batch_size, deadline))
-    return [*rows, _row(_OURS, asked.problem, plan.step_s, [plan], price, asked.tokens)]
-
-
-def _row(
-    name: str,
-    problem: Problem,
-    step_s: float | None,
-    plans: Sequence[Plan],
-    price_per_hour: float | None,
-    tokens: int | None,
-) -> ComparisonRow:
-    assert step_s is not None
-    rate = problem.global_batch_size / step_s if step_s else math.inf
-    cost = None if price_per_hour is None else price_per_hour * 1e6 / (3600 * rate)
-    ranks = [rank for plan in plans for rank in plan.ranks]
-    return ComparisonRow(
-        name,
-        step_s,
-        rate,
-        tuple((rank.memory_bytes or 0.0, rank.capacity_bytes or 0.0) for rank in ranks),
-        price_per_hour=price_per_hour,
-        cost_per_million_samples=cost,
-        cost_per_million_tokens=cost / tokens if cost is not None and tokens else None,
-    )
-
-
-def _pipeline_row(
-    found: Pipelines, problem: Problem, price_per_hour: float | None, tokens: int | None
-) -> ComparisonRow:
-    best = found.advice.best
-    if best is None:
-        return ComparisonRow("pipeline", reason="no pipeline of node groups fits")
-    name = f"{pipeline_name(best)} (advice only: {crossover_text(found.crossover)})"
-    plans = [stage.plan for stage in best.stages]
-    return _row(name, problem, best.step_s, plans, price_per_hour, tokens)
+    return [*rows, priced(_OURS, asked.problem, plan.step_s, plan)]
 
 
 def _cheapest(rows: Sequence[ComparisonRow], batch: int, deadline: Deadline) -> ComparisonRow:

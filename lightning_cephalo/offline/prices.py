@@ -11,7 +11,7 @@ from dataclasses import replace
 from lightning_cephalo.common import records
 from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.offline.estimate.cluster import Cluster, Node
-from lightning_cephalo.offline.estimate.devices import Device, same_name
+from lightning_cephalo.offline.estimate.devices import same_name
 from lightning_cephalo.plan import Problem
 
 MOST_MIXES = 64
@@ -58,21 +58,23 @@ def counted(problem: Problem) -> str:
 
 
 def mixes(cluster: Cluster) -> Iterator[Cluster]:
-    """Yield each cluster that some devices of this one make.
+    """Yield each cluster that some devices of this one make, without nodes that have none.
 
-    Nodes without devices are left out, and which of equal nodes are taken makes no difference where
-    all links between nodes are equal. PlanError: there are more than MOST_MIXES.
+    PlanError: there are more than MOST_MIXES.
     """
     # equal nodes can be exchanged for each other where all links between nodes are equal
     alike: dict[object, list[int]] = {}
     for index, node in enumerate(cluster.nodes):
         alike.setdefault(node if cluster.network.is_uniform else index, []).append(index)
-    groups = [(members, _counts(cluster.nodes[members[0]])) for members in alike.values()]
-    count = -1  # the mix without any device
-    count += math.prod(
-        math.comb(math.prod(n + 1 for n in devices.values()) + len(members) - 1, len(members))
-        for members, devices in groups
+    groups = [
+        (members, Counter(rank.device for rank in cluster.ranks if rank.node == members[0]))
+        for members in alike.values()
+    ]
+    count = math.prod(
+        math.comb(math.prod(n + 1 for n in own.values()) + len(members) - 1, len(members))
+        for members, own in groups
     )
+    count -= 1  # the mix without any device
     if count > MOST_MIXES:
         raise PlanError(
             f"--deadline: expected at most {MOST_MIXES} mixes of the cluster's devices, as each is "
@@ -80,25 +82,18 @@ def mixes(cluster: Cluster) -> Iterator[Cluster]:
         )
     choices = [
         itertools.combinations_with_replacement(
-            list(itertools.product(*(range(n + 1) for n in devices.values()))), len(members)
+            itertools.product(*(range(n + 1) for n in own.values())), len(members)
         )
-        for members, devices in groups
+        for members, own in groups
     ]
     for chosen in itertools.product(*choices):
         nodes: dict[int, Node] = {}
-        for (members, devices), parts in zip(groups, chosen, strict=True):
+        for (members, own), parts in zip(groups, chosen, strict=True):
             for index, counts in zip(members, parts, strict=True):
-                kept = tuple((d, n) for d, n in zip(devices, counts, strict=True) if n)
-                if kept:
+                if any(counts):
+                    kept = tuple((d, n) for d, n in zip(own, counts, strict=True) if n)
                     nodes[index] = replace(cluster.nodes[index], devices=kept)
         if nodes:
             order = sorted(nodes)
             between = tuple(tuple(cluster.between[one][other] for other in order) for one in order)
             yield replace(cluster, nodes=tuple(nodes[index] for index in order), between=between)
-
-
-def _counts(node: Node) -> dict[Device, int]:
-    counts: Counter[Device] = Counter()
-    for device, count in node.devices:
-        counts[device] += count
-    return counts

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_cephalo.adapters.repeated_step import RepeatedStep
 from lightning_cephalo.observe.watch import Watch
-from lightning_cephalo.plan.reasons import left_out, reasons, surprises
+from lightning_cephalo.plan.reasons import reasons
 from lightning_cephalo.preparation.loss_check import compare_losses
 from lightning_cephalo.preparation.plan_change import PlanChanges
 from lightning_cephalo.preparation.prepare import make_plan, measure_or_load
@@ -56,8 +56,7 @@ class Training(NotCopied):
             problem = measured()
             plan = make_plan(session.job, problem, session.control)
             if session.control.rank == 0:
-                shorter = left_out(problem, plan)
-                self.notes = (*reasons(problem, plan), *shorter, *surprises(problem, plan))
+                self.notes = tuple(reasons(problem, plan))
         # some hold rows from the beginning, such as Adagrad
         session.hold([own for own in optimizers if any(isinstance(p, DTensor) for p in own.state)])
         session.adopt(session.accept(plan))

@@ -123,7 +123,7 @@ def test_a_model_that_fits_nowhere_trains_as_on_one_device():
 def _check(found: Any, wanted: dict[str, Tensor], has_notes: bool) -> None:
     plan, measured, predicted, notes, values = found
     assert plan.moves_state
-    is_told = any("units in host memory" in note for note in notes)
+    is_told = any("optimizer state in host memory" in note for note in notes)
     assert is_told == has_notes
     for name, value in wanted.items():
         torch.testing.assert_close(values[name], value, rtol=0, atol=1e-6)

@@ -18,7 +18,7 @@ from lightning_cephalo.plan import (
     solve,
 )
 from lightning_cephalo.plan.even import even_batches, even_state_plan
-from lightning_cephalo.plan.reasons import left_out, reasons, surprises
+from lightning_cephalo.plan.reasons import reasons
 
 LARGEST = 16
 
@@ -75,19 +75,10 @@ def test_a_full_memory_is_the_reason_for_few_samples_and_for_no_even_split() -> 
     asked = problem(fast, profile("slow", 3e-3), batch=15, boundary_bytes=2.0)
     gain, why = told(asked)
     assert gain == "Even batches and even state, as under FSDP, do not fit every rank."
-    assert why == "Rank 0 could compute more, but its memory is full."
+    assert why == "Rank 0: memory is full, though more samples would be faster."
     tiny = replace(asked, ranks=(replace(fast, capacity_bytes=90.0), asked.ranks[1]))
-    assert told(tiny)[1].startswith("Rank 0 has no room for a sample, and ")
-    assert not surprises(tiny, solve(tiny))
-
-
-def test_a_rank_that_only_holds_state_is_named_with_its_share() -> None:
-    asked = problem(profile("fast", 1e-3), profile("slow", 1.0))
-    plan = solve(asked)
-    share = plan.ranks[1].state_fraction
-    holds = f"holds {share:.0%} of the state" if share else "takes no part in computing"
-    assert f"Rank 1 would slow the others down, and {holds}." in reasons(asked, plan)
-    assert not surprises(asked, plan)  # a thousand times slower is no surprise
+    share = solve(tiny).ranks[0].state_fraction
+    assert told(tiny)[1] == f"Rank 0: no room for samples; {share:.0%} of the state is here."
 
 
 def test_what_leaving_a_rank_without_samples_would_gain_is_told() -> None:
@@ -96,14 +87,14 @@ def test_what_leaving_a_rank_without_samples_would_gain_is_told() -> None:
     assert [rank.batch_size for rank in plan.ranks] == [15, 1]
     without = solve(replace(asked, no_idle_ranks=False))
     assert plan.step_s is not None and without.step_s is not None
-    (said,) = left_out(asked, plan)
+    (said,) = (one for one in reasons(asked, plan) if "shorter" in one)
     assert said.startswith(
         f"Without samples on rank 1 a step would be {1 - without.step_s / plan.step_s:.0%} shorter"
         " (batches [16, 0])."
     )
     near = problem(profile("fast", 1e-3), profile("slow", 2e-3), no_idle_ranks=True)
-    assert left_out(near, solve(near)) == []
-    assert left_out(asked, without) == []  # it already is
+    assert not any("shorter" in one for one in told(near))
+    assert not any("shorter" in one for one in reasons(asked, without))  # it already is
 
 
 def test_a_rank_without_room_for_a_sample_holds_state_only_in_measured_plans_too() -> None:
@@ -125,10 +116,10 @@ def test_ranks_whose_operations_take_as_long_to_start_as_to_compute_are_named() 
     flat = replace(profile("fast", 1e-3), forward_s=(1e-3,) * LARGEST, backward_s=(2e-3,) * LARGEST)
     asked = problem(flat, profile("slow", 3e-3))
     said = [one for one in told(asked) if "starting operations" in one]
-    assert said and said[0].startswith("Rank 0 takes as long for half of a microbatch")
+    assert said and said[0].startswith("Rank 0: half of a microbatch takes as long")
     assert said[0].endswith("Steps may be shorter than predicted.")
     alone = [one for one in told(problem(flat)) if "starting operations" in one]
-    assert alone and alone[0].endswith("not of computing them.")
+    assert alone and alone[0].endswith("than computing them.")
     one = Plan((RankPlan((1,) * 8, 0.5), RankPlan((8,), 0.5)))
     assert not any("starting operations" in text for text in reasons(asked, one))
 
@@ -138,17 +129,7 @@ def test_ranks_whose_operations_take_as_long_to_start_as_to_compute_are_named() 
 
 def test_devices_of_one_name_and_two_speeds_look_wrong() -> None:
     asked = problem(profile("L4", 1e-3), profile("A6000", 5e-3), profile("L4", 1.8e-3))
-    (said,) = surprises(asked, solve(asked))
+    (said,) = (one for one in told(asked) if "remeasure" in one)
     assert said.startswith("Ranks 0 and 2 are both 'L4', but rank 2 took 1.8 times as long")
-    assert "remeasure=True" in said
     near = replace(asked, ranks=(*asked.ranks[:2], profile("L4", 1.1e-3)))
-    assert not surprises(near, solve(near))
-
-
-def test_a_rank_without_samples_that_is_not_much_slower_looks_wrong() -> None:
-    asked = problem(profile("fast", 1e-3), profile("slow", 2e-3))
-    idle = Plan((RankPlan((16,), 0.5), RankPlan((), 0.5)))
-    (said,) = surprises(asked, idle)
-    assert said.startswith("Rank 1 ('slow') gets no samples although it took only 2.0 times")
-    # with one sample for each rank and less there is nothing to divide
-    assert not surprises(replace(asked, global_batch_size=3), idle)
+    assert not any("remeasure" in one for one in told(near))
