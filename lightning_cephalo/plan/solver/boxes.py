@@ -140,7 +140,8 @@ class _Box:
     @property
     def room(self) -> Room:
         """The most room that any plan in the box has."""
-        most_share = (1 + _ROUNDING) / len(self.problem.ranks) if self.even else 1.0
+        smallest = min(map(len, self.problem.members))
+        most_share = (1 + _ROUNDING) / smallest if self.even else 1.0
         return Room(self.problem, self.exposed_s[1], self.backward_s, most_share)
 
     def priced(self, found: Found) -> Choice | None:
