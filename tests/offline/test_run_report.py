@@ -62,6 +62,7 @@ def test_waiting_is_for_others_until_the_last_has_come_and_for_the_network_from_
     quick, slow = lost_time(quick_and_slow())
     assert quick == LostTime(0, "quick", 10.0, 2.0, 1.0, 3.5 + 1.5, 1.5, 0.5)
     assert slow == LostTime(1, "slow", 10.0, 7.5, 1.0, 0.0, 1.0, 0.5)
+    assert lost_time(quick_and_slow()[::-1]) == (slow, quick)
 
 
 def test_a_rank_without_a_recorded_step_is_left_out():

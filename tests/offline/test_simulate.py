@@ -699,3 +699,17 @@ def test_the_ways_of_state_by_hand():
     assert spans(late, 0, Stream.TO_DEVICE) == [("fetch state", 2, 9, 10)]
     assert spans(late, 0, Stream.TO_HOST) == [("store state", 2, 10, 12)]
     assert late.step_s == 12 + case.step_overhead_s
+
+
+def test_streamed_state_waits_for_a_buffer_that_has_left_by_hand():
+    one = dataclasses.replace(FAST, to_device_bytes_per_s=8, to_host_bytes_per_s=1)
+    case = problem(0, 0, ranks=[one], units=3, global_batch_size=1, root_links=Links(0, 0))
+    case = dataclasses.replace(case, unit_parameters=(0, 1, 1, 1), moment_bytes=8.0)
+    simulation = simulate(case, Plan([RankPlan((1,), 1.0, resident_fraction=0.0)]))
+    # the backward ends at 3 + 1 + 9; the state of unit 3 has left a buffer 8 s after its update
+    assert spans(simulation, 0, Stream.TO_HOST)[0] == ("store state", 3, 14, 22)
+    assert spans(simulation, 0, Stream.TO_DEVICE) == [
+        ("fetch state", 3, 13, 14),
+        ("fetch state", 2, 14, 15),
+        ("fetch state", 1, 22, 23),
+    ]

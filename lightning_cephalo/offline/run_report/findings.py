@@ -15,6 +15,30 @@ _SHARE = 0.05
 _UNLIKE = 0.1
 _NEARLY_FULL = 0.97
 _CLEARLY_LESS = 0.5
+# by field of LostTime, the share from which on it is said, and what is said
+_LOSSES = {
+    "others_s": (
+        _SHARE,
+        "In the recorded step ranks wait {share} of the time for ranks that come later. {who}",
+    ),
+    "network_s": (
+        _SHARE,
+        "In the recorded step ranks wait {share} of the time for transfers that no compute hides. A"
+        " larger global batch hides more of them. Units that stay gathered need a third less, where"
+        " memory allows it.",
+    ),
+    "update_s": (
+        _UNLIKE,
+        "The optimizer takes {share} of the recorded step. A larger batch has fewer updates;"
+        " fused=True is faster where the optimizer has it.",
+    ),
+    "rest_s": (
+        _UNLIKE,
+        "{share} of the recorded step is neither work of a device nor waiting for ranks: hooks,"
+        " clipping and Python between instructions, copies, or another program. Larger units and"
+        " microbatches make it less.",
+    ),
+}
 
 
 class Finding(NamedTuple):
@@ -92,35 +116,11 @@ def _of_memory(record: RunRecord) -> Iterator[Finding]:
 
 
 def _of_recorded(record: RunRecord, lost: Sequence[LostTime]) -> Iterator[Finding]:
-    fields = ("others_s", "network_s", "update_s", "rest_s")
-    others, network, update, rest = (fmean(one.share(field) for one in lost) for field in fields)
-    if others >= _SHARE:
-        yield Finding(
-            others,
-            f"In the recorded step ranks wait {others:.0%} of the time for ranks that come later."
-            f" {_who_is_late(record, lost, others)}",
-        )
-    if network >= _SHARE:
-        stays = record.plan.reshard_after_forward is False
-        yield Finding(
-            network,
-            f"In the recorded step ranks wait {network:.0%} of the time for transfers that no"
-            " compute hides. A larger global batch hides more of them"
-            + ("." if stays else ", and units that stay gathered need a third less, for memory."),
-        )
-    if update >= _UNLIKE:
-        yield Finding(
-            update,
-            f"The optimizer takes {update:.0%} of the recorded step. A larger batch has fewer"
-            " updates; fused=True is faster where the optimizer has it.",
-        )
-    if rest >= _UNLIKE:
-        yield Finding(
-            rest,
-            f"{rest:.0%} of the recorded step is neither work of a device nor waiting for ranks:"
-            " hooks, clipping and Python between instructions, copies, or another program. Larger"
-            " units and microbatches make it less.",
-        )
+    for field, (least, text) in _LOSSES.items():
+        share = fmean(one.share(field) for one in lost)
+        if share >= least:
+            who = _who_is_late(record, lost, share) if field == "others_s" else ""
+            yield Finding(share, text.format(share=f"{share:.0%}", who=who))
 
 
 def _who_is_late(record: RunRecord, lost: Sequence[LostTime], share: float) -> str:

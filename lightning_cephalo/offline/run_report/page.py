@@ -107,22 +107,16 @@ def _rows(table: Table) -> list[tuple[object, ...]]:
 def _totals(record: RunRecord, lost: Sequence[LostTime]) -> Iterator[tuple[str, str]]:
     """Yield the large figures at the top, each with what it is."""
     plan = record.plan
-    steps = [rank.step_s for rank in record.ranks if rank.step_s is not None]
-    if steps:
-        beside = f" (predicted {format_seconds(plan.step_s)})" if plan.step_s else ""
-        yield format_seconds(max(steps)), f"a step{beside}"
-        yield format_rate(plan.global_batch_size / max(steps)), "samples per second"
-    elif plan.step_s:
-        yield format_seconds(plan.step_s), "a step, predicted"
+    step_s = max(rank.step_s or 0.0 for rank in record.ranks) or None
+    yield format_seconds(step_s), f"a step (predicted {format_seconds(plan.step_s)})"
+    if step_s is not None:
+        yield format_rate(plan.global_batch_size / step_s), "samples per second"
     if lost:
-        yield (
-            f"{fmean(one.share('compute_s') for one in lost):.0%}",
-            "of the recorded step computes",
-        )
-    memories = [rank.measured_memory for rank in record.ranks if rank.measured_memory]
-    peaks = [memory.peak_bytes for memory in memories if memory.peak_bytes is not None]
-    if peaks:
-        yield format_bytes(max(peaks)), "at most on a device"
+        share = fmean(one.share("compute_s") for one in lost)
+        yield f"{share:.0%}", "of the recorded step computes"
+    peaks = [rank.measured_memory.peak_bytes for rank in record.ranks if rank.measured_memory]
+    if any(peaks):
+        yield format_bytes(max(peak or 0.0 for peak in peaks)), "at most on a device"
 
 
 def _what_stands_out(record: RunRecord, lost: Sequence[LostTime]) -> list[str]:
