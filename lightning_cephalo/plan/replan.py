@@ -78,10 +78,10 @@ class ReplanPolicy:
     ::
 
         policy = ReplanPolicy(problem, plan)
-        policy.observe(step, busy_s_of_ranks)              # every step
-        trial = policy.look(step)                          # from policy.next_look on
-        change = policy.judge(later, steps_left, solved)   # from the new policy.next_look on
-        policy.follow(step, change)                        # if there is one, as it takes effect
+        policy.observe(step, busy_s_of_ranks)               # every step
+        problem = policy.look(step)                         # from policy.next_look on
+        change = policy.judge(later, steps_left, solution)  # if any; from the new next_look on
+        policy.follow(latest, change)                       # if any, as it takes effect
 
     ``problem`` is the measured one, to which the present plan is a solution.
 
@@ -162,7 +162,7 @@ class ReplanPolicy:
         return self._seen[change_point(is_new)][0]
 
     def follow(self, step: int, change: Replan) -> None:
-        """Follow the plan of a change from a step on, chosen for the paces of its trial."""
+        """Follow the plan of a change from a step on, chosen for the paces of the last look."""
         taken_back = self._before is not None and _work_of(change.plan) == _work_of(self._before)
         self._before, self._paces = self._plan, self._tried
         self._begin(change.plan, step)
