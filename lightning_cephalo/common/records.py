@@ -298,13 +298,13 @@ class Record(Checked):
         kind: Name of this kind of record in messages about a wrong mapping.
         renamed: Fields that mappings of earlier versions have, with those of today. A dot leads
             into a record in a field: ``{"gather_s": "links.gather_s"}``.
-        removed: Fields that mappings of earlier versions have, with the value that asks for
-            nothing, and what to do about any other. Without the latter any value asks for nothing.
+        removed: Fields that mappings of earlier versions have, with what to do where they are
+            neither None, False, 0 nor empty. Without a remedy they are ignored.
     """
 
     kind: ClassVar[str]
     renamed: ClassVar[Mapping[str, str]] = {}
-    removed: ClassVar[Mapping[str, tuple[Any, str]]] = {}
+    removed: ClassVar[Mapping[str, str]] = {}
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain lists and numbers, for YAML and JSON; infinities become ``"inf"``.
@@ -357,12 +357,11 @@ class Record(Checked):
         """Return the mapping of an earlier version with the fields of today."""
         if not isinstance(data, Mapping):
             return data
-        for name, (nothing, remedy) in cls.removed.items():
-            value = data.get(name, nothing)
-            if remedy and value is not None and value != nothing:
+        for name, remedy in cls.removed.items():
+            if remedy and data.get(name):
                 raise PlanError(
-                    f"{what}: {name}: {shortened(value)} asks for what only earlier versions did."
-                    f" {remedy}"
+                    f"{what}: {name}: {shortened(data[name])} asks for what only earlier versions"
+                    f" did. {remedy}"
                 )
         earlier = cls.removed.keys() | cls.renamed.keys()
         found = {name: value for name, value in data.items() if name not in earlier}

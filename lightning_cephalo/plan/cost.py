@@ -131,6 +131,8 @@ def as_planned(problem: Problem, plan: Plan) -> Problem:
     Raises:
         PlanError: the problem was measured for other groups that hold the whole state.
     """
+    if plan.has_stages:
+        raise PlanError("The plan says units, but stages have no prices yet. Leave units out.")
     own = problem.groups
     if members_of(plan.groups, plan.world_size) != members_of(own, len(problem.ranks)):
         raise PlanError(

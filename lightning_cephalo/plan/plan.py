@@ -26,13 +26,13 @@ from lightning_cephalo.plan.state_groups import check_groups, fractions_are_even
 _FRACTION_TOLERANCE = 1e-6
 _PLAN_AGAIN = "Make the plan again: embedding and head are gathered whole now."
 _REMOVED = {
-    "vocabulary_sharding": (False, _PLAN_AGAIN),
-    "by_node": (False, "Leave it out: slices go straight from rank to rank."),
+    "vocabulary_sharding": _PLAN_AGAIN,
+    "by_node": "Leave it out: slices go straight from rank to rank.",
 }
 _RENAMED = {"state_groups": "groups"}
 _REMOVED_OF_RANKS = {
-    "speculated_fraction": (0.0, "Leave it out: hosts update once the norm is known."),
-    "columns_s": (None, _PLAN_AGAIN),
+    "speculated_fraction": "Leave it out: hosts update once the norm is known.",
+    "columns_s": _PLAN_AGAIN,
 }
 
 
@@ -41,6 +41,13 @@ def _sizes(field: str, value: Any) -> tuple[int, ...]:
         records.whole(f"{field}[{index}]", size, minimum=1)
         for index, size in enumerate(records.items(field, value, of="positive whole numbers"))
     )
+
+
+def _units(field: str, value: Any) -> tuple[int, ...]:
+    ends = _sizes(field, value)
+    if len(ends) != 2 or ends[0] > ends[1]:
+        raise PlanError(f"{field}: expected the first unit and the last one, but got {value!r}.")
+    return ends
 
 
 def _fraction(field: str, value: Any) -> float:
@@ -76,6 +83,8 @@ class RankPlan(Record):
         host_update_fraction: share of it that the host's processors update; what is left is copied
             to the device for its update, and back.
         state_host_bytes: predicted host memory of the optimizer state.
+        units: the first and the last one of the units, numbered from 1 in the order of the forward,
+            that this rank's group holds: a stage of a pipeline. None: all.
 
     Raises:
         PlanError: a field has an invalid value; the message names it.
@@ -99,6 +108,7 @@ class RankPlan(Record):
     resident_fraction: Annotated[float, _fraction] = 1.0
     host_update_fraction: Annotated[float, _fraction] = 0.0
     state_host_bytes: Amount | None = None
+    units: Annotated[tuple[int, ...], _units] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -180,6 +190,13 @@ class Plan(FileRecord):
             )
         check_groups("groups", self.groups, self.world_size)
         self._check_together()
+        for members in members_of(self.groups, self.world_size):
+            units = {self.ranks[rank].units for rank in members}
+            if len(units) > 1:
+                raise PlanError(
+                    f"Plan: expected the same units on all ranks of a group, but the ranks"
+                    f" {list(members)} hold {[self.ranks[rank].units for rank in members]}."
+                )
         for fractions in self.fractions_of_groups:
             total = math.fsum(fractions)
             if abs(total - 1) > _FRACTION_TOLERANCE:
@@ -205,6 +222,11 @@ class Plan(FileRecord):
     def global_batch_size(self) -> int:
         """Samples of one step over all ranks."""
         return sum(rank.batch_size for rank in self.ranks)
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether any group holds some of the units only."""
+        return any(rank.units is not None for rank in self.ranks)
 
     @property
     def moves_state(self) -> bool:

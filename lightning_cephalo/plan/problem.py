@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.common.records import (
@@ -35,56 +35,42 @@ TIME_CURVES = ("forward_s", "backward_s", "tail_s")
 MEMORY_CURVES = ("compute_bytes", "reducing_compute_bytes")
 CURVES = (*TIME_CURVES, *MEMORY_CURVES)
 _ROUNDING = 1e-9
-_MEASURE_AGAIN = "Measure the job again: embedding and head are gathered whole now."
-_IN_TURNS = (
-    "Manual optimization runs one microbatch on each rank. Measure again, such as with"
-    " CephaloStrategy(planner=Planner(remeasure=True))."
+_MEASURE_AGAIN = (
+    "Measure the job again, such as with CephaloStrategy(planner=Planner(remeasure=True))."
 )
-_AS_LINKS = "Give groups, and these times as links, or leave both out."
-_REMOVED = {
-    **dict.fromkeys(("disturbance", "one_microbatch_reason", "may_speculate"), (None, "")),
-    **dict.fromkeys(("sends_gradients", "equal_microbatches", "hybrid_sharding"), (None, "")),
-    **dict.fromkeys(("vocabulary_sharding", "by_node"), (False, _MEASURE_AGAIN)),
-    **dict.fromkeys(("meeting_forward_s", "meeting_backward_s"), (0.0, _MEASURE_AGAIN)),
-    **dict.fromkeys(("hidden_bytes", "meeting_bytes"), (0.0, _MEASURE_AGAIN)),
-    **dict.fromkeys(("turn_s", "turn_state_bytes"), (0.0, _IN_TURNS)),
-    **dict.fromkeys(("hybrid_gather_s", "hybrid_reduce_s", "hybrid_fill_s"), (0.0, _AS_LINKS)),
-    **dict.fromkeys(("hybrid_root_gather_s", "hybrid_root_reduce_s"), (0.0, _AS_LINKS)),
-    **dict.fromkeys(("hybrid_last_gather_s", "hybrid_last_reduce_s"), (0.0, _AS_LINKS)),
-}
-_REMOVED_OF_RANKS = {
-    **dict.fromkeys(("to_device_alone_bytes_per_s", "to_host_alone_bytes_per_s"), (None, "")),
-    **dict.fromkeys(("copies_beside_compute", "copies_beside_gathers"), (None, "")),
-    "host_memory_bytes_per_s": (None, ""),
-    "columns_s": (0.0, _MEASURE_AGAIN),
+_OF_LINKS = ("gather_s", "reduce_s", "gather_and_reduce_s")
+_OF_STATE = {
+    "state_bytes": "held_bytes",
+    "reducing_state_bytes": "reducing_bytes",
+    "updating_state_bytes": "updating_bytes",
 }
 _RENAMED = {
-    "gather_s": "links.gather_s",
-    "reduce_s": "links.reduce_s",
-    "gather_and_reduce_s": "links.gather_and_reduce_s",
-    "even_gather_s": "even_links.gather_s",
-    "even_reduce_s": "even_links.reduce_s",
-    "even_gather_and_reduce_s": "even_links.gather_and_reduce_s",
-    "root_gather_s": "root_links.gather_s",
-    "root_reduce_s": "root_links.reduce_s",
-    "last_gather_s": "last_links.gather_s",
-    "last_reduce_s": "last_links.reduce_s",
-    "state_bytes": "state.held_bytes",
-    "reducing_state_bytes": "state.reducing_bytes",
-    "updating_state_bytes": "state.updating_bytes",
-    "early_state_bytes": "early_state.held_bytes",
-    "early_reducing_state_bytes": "early_state.reducing_bytes",
-    "early_updating_state_bytes": "early_state.updating_bytes",
+    **{
+        f"{kind}{name}": f"{kind}links.{name}"
+        for kind in ("", "even_", "root_", "last_")
+        for name in _OF_LINKS
+    },
+    **{f"{k}{old}": f"{k}state.{new}" for k in ("", "early_") for old, new in _OF_STATE.items()},
     "state_groups": "groups",
+    "optimizer_s": "update_overhead_s",
 }
-_RENAMED_OF_RANKS = {
-    "kept_backward_s": "kept.backward_s",
-    "kept_compute_bytes": "kept.compute_bytes",
-    "kept_reducing_compute_bytes": "kept.reducing_compute_bytes",
+_REMOVED = {
+    **dict.fromkeys(("disturbance", "one_microbatch_reason", "may_speculate"), ""),
+    **dict.fromkeys(("sends_gradients", "equal_microbatches", "hybrid_sharding"), ""),
+    **dict.fromkeys(
+        ("vocabulary_sharding", "by_node", "turn_s", "turn_state_bytes"), _MEASURE_AGAIN
+    ),
+    **dict.fromkeys(("meeting_forward_s", "meeting_backward_s", "meeting_bytes"), _MEASURE_AGAIN),
+    **dict.fromkeys(("hidden_bytes", "hybrid_gather_s", "hybrid_reduce_s"), _MEASURE_AGAIN),
+    **dict.fromkeys(("hybrid_root_gather_s", "hybrid_root_reduce_s"), _MEASURE_AGAIN),
+    **dict.fromkeys(("hybrid_last_gather_s", "hybrid_last_reduce_s"), _MEASURE_AGAIN),
+    "hybrid_fill_s": _MEASURE_AGAIN,
 }
-_COPIED = {
-    "even_": ("gather_s", "reduce_s", "gather_and_reduce_s"),
-    "early_": ("state_bytes", "reducing_state_bytes", "updating_state_bytes"),
+_REMOVED_OF_RANKS = {
+    **dict.fromkeys(("to_device_alone_bytes_per_s", "to_host_alone_bytes_per_s"), ""),
+    **dict.fromkeys(("copies_beside_compute", "copies_beside_gathers"), ""),
+    "host_memory_bytes_per_s": "",
+    "columns_s": _MEASURE_AGAIN,
 }
 
 
@@ -95,10 +81,9 @@ class Links(Record):
     Args:
         gather_s: time to all-gather the parameters.
         reduce_s: time to reduce-scatter the gradients.
-        gather_and_reduce_s: time of one unit's gather and another one's reduce beside each other;
-            None: as long as one after the other. It is less where they fill a link's two
-            directions, though no less than of one alone, and more where they keep each other
-            waiting.
+        gather_and_reduce_s: time of one unit's gather beside another one's reduce, no less than of
+            one of them: less than their sum where they fill a link's two directions, and more
+            where they keep each other waiting. None: their sum.
     """
 
     kind = "links"
@@ -164,7 +149,7 @@ class StateBytes(Record):
 
 @dataclass(frozen=True)
 class KeptCurves(Record):
-    """What a rank's profile has in place of its own curves if it does not recompute.
+    """A rank's curves without recomputation, in place of those of the same name.
 
     Args:
         backward_s: backward time of one unit for one microbatch.
@@ -222,7 +207,7 @@ class RankProfile(Record):
     kind = "rank profile"
     named_by = "name"
     removed = _REMOVED_OF_RANKS
-    renamed = _RENAMED_OF_RANKS
+    renamed: ClassVar = {f"kept_{name}": f"kept.{name}" for name in ("backward_s", *MEMORY_CURVES)}
 
     name: Text
     forward_s: Curve
@@ -242,17 +227,13 @@ class RankProfile(Record):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        own = {name: getattr(self, name) for name in CURVES}
         if self.kept is not None and not self.kept.backward_s:
             object.__setattr__(self, "kept", None)
-        kept = {} if self.kept is None else vars(self.kept)
-        curves = own | {f"kept.{name}": curve for name, curve in kept.items()}
-        may_lack = "reducing_compute_bytes", "kept.reducing_compute_bytes"
-        equally_long(
-            self._where(),
-            {name: curve for name, curve in curves.items() if curve or name not in may_lack},
-            remedy="Profile the same sizes for all.",
-        )
+        curves = {name: getattr(self, name) for name in CURVES}
+        if self.kept is not None:
+            curves |= {f"kept.{name}": curve for name, curve in vars(self.kept).items()}
+        given = {k: curve for k, curve in curves.items() if curve or "reducing" not in k}
+        equally_long(self._where(), given, remedy="Profile the same sizes for all.")
 
     def _where(self) -> str:
         return f"rank {self.name!r}: "
@@ -264,11 +245,7 @@ class RankProfile(Record):
 
     def curves(self, *, recompute: bool) -> RankProfile | KeptCurves:
         """Return what holds the curves with or without recomputation."""
-        if recompute:
-            return self
-        if self.kept is None:
-            raise PlanError(f"{self._where()}expected curves without recomputation, but got none.")
-        return self.kept
+        return self if recompute or self.kept is None else self.kept
 
     def changed(
         self, curves: Sequence[str], change: Callable[[tuple[float, ...]], Sequence[float]]
@@ -420,10 +397,10 @@ class Problem(FileRecord):
                 f"{what}: hybrid_sharding: True needs groups, the group of every rank, such as its"
                 " node. Give groups, or leave it out."
             )
-        for prefix, names in _COPIED.items():  # each field of earlier versions was the same alone
-            if any(data.get(prefix + name) is not None for name in names):
-                filled = {prefix + name: data.get(name) for name in names}
-                data = {**filled, **{k: v for k, v in data.items() if v is not None}}
+        for kind, names in (("even_", _OF_LINKS), ("early_", _OF_STATE)):
+            if any(data.get(kind + name) is not None for name in names):
+                others = {kind + name: data.get(name) for name in names}
+                data = {**others, **{k: v for k, v in data.items() if v is not None}}
         return super()._of_today(what, data)
 
     @classmethod
@@ -434,34 +411,25 @@ class Problem(FileRecord):
 
         Files of earlier versions have ``optimizer_s``: the slowest rank's time with an even share.
         """
-        if not isinstance(data, Mapping) or "optimizer_s" not in data:
-            return super().from_dict(data, where=where, source=source)
-        overhead = {"update_overhead_s": data["optimizer_s"]}
-        rest = {name: value for name, value in data.items() if name != "optimizer_s"}
-        found = super().from_dict({**overhead, **rest}, where=where, source=source)
+        found = super().from_dict(data, where=where, source=source)
+        if "optimizer_s" not in data:
+            return found
         slowest = min(rank.updated_parameters_per_s for rank in found.ranks)
         even_s = found.parameters / len(found.ranks) / slowest
-        even_unit_s = even_s * found.unit_part
         return replace(
             found,
             update_overhead_s=max(0.0, found.update_overhead_s - even_s),
-            unit_update_s=max(0.0, found.unit_update_s - even_unit_s),
+            unit_update_s=max(0.0, found.unit_update_s - even_s * found.unit_part),
         )
 
     def _check_groups(self) -> None:
         check_groups("groups", self.groups, len(self.ranks))
-        if not self.groups:
-            return
-        if self.optimizer_offload is not False:
+        of_even = self.even_links is not None or self.padded_bytes > 0
+        if self.groups and (self.optimizer_offload is not False or of_even):
             raise PlanError(
-                "groups: expected none with optimizer_offload:"
-                f" {self.optimizer_offload}, which does not go together with hybrid sharding so"
-                " far. Leave one of the two out."
-            )
-        if self.even_links is not None or self.padded_bytes:
-            raise PlanError(
-                "even_links, padded_bytes: expected none with groups, whose shares are equal inside"
-                " a group at most. Leave them out."
+                f"groups: expected none with optimizer_offload: {self.optimizer_offload},"
+                " even_links or padded_bytes, which do not go together with hybrid sharding so far."
+                " Leave them or the groups out."
             )
 
     def _check_moved_state(self) -> None:

@@ -109,8 +109,7 @@ def read_job(view: TrainerView, groups: Groups, options: Options, deals: bool) -
         firsts = [own.first_rows[0] for own in everyones]
         size = size or (firsts[0] if deals else sum(firsts))
     if plan is not None:
-        plan.check(world_size=control.world_size, global_batch_size=size)
-        check_plan(plan, limits)
+        check_plan(plan, limits, size)
         size = plan.global_batch_size
     elif size is None or size < control.world_size:
         raise PlanError(

@@ -141,8 +141,14 @@ def _copy_rate(accelerator: Accelerator) -> float:
     return _COPIED_BYTES / max(best_s, 1e-9)
 
 
-def check_plan(plan: Plan, limits: Sequence[Limits]) -> None:
-    """Raise if a given plan states a memory need above the caps."""
+def check_plan(plan: Plan, limits: Sequence[Limits], global_batch_size: int | None) -> None:
+    """Raise if a given plan is not for this run, or states a memory need above the caps."""
+    if plan.has_stages:
+        raise PlanError(
+            "The plan says units: its groups hold some of the units each, as stages of a pipeline,"
+            " but training does not run stages yet. Leave units out, and let each group hold all."
+        )
+    plan.check(world_size=len(limits), global_batch_size=global_batch_size)
     for rank, (part, own) in enumerate(zip(plan.ranks, limits, strict=True)):
         cap_bytes = own.device.cap_bytes
         if part.memory_bytes is not None and part.memory_bytes > cap_bytes:

@@ -233,8 +233,7 @@ class Session(NotCopied):
         job, is_manual = self.job, self.manual is not None
         counts = [len(rank.microbatch_sizes) for rank in plan.ranks]
         offloads = [rank for rank in plan.ranks if rank.offload]
-        plan.check(world_size=self.control.world_size, global_batch_size=job.global_batch_size)
-        check_plan(plan, job.limits)
+        check_plan(plan, job.limits, job.global_batch_size)
         check_homes(plan, job.optimizers.stays, loss_scaler(self.view.precision) is not None)
         refusals = (
             (

@@ -42,7 +42,7 @@ class Dish(Record):
 @dataclass(frozen=True)
 class Meal(FileRecord):
     kind = "meal"
-    removed: ClassVar = {"music": (False, "Bring a radio."), "weather": (None, "")}
+    removed: ClassVar = {"music": "Bring a radio.", "weather": ""}
     renamed: ClassVar = {
         "minutes_s": "duration_s",
         "tip": "note",

@@ -35,7 +35,7 @@ from lightning_cephalo.common.errors import (
     UnitUseError,
     UnsupportedError,
 )
-from lightning_cephalo.plan import Plan, PlanError
+from lightning_cephalo.plan import Plan, PlanError, RankPlan
 
 
 @dataclass(frozen=True)
@@ -114,13 +114,17 @@ def test_more_ranks_than_samples(tmp_path: Path) -> None:
     assert_everywhere(failures(fit), PlanError, "more ranks than samples", "batch_size")
 
 
+STAGES = Plan([RankPlan((4,), 1.0, units=(1, 2)), RankPlan((4,), 1.0, units=(3, 4))], groups=(0, 1))
+
+
 @pytest.mark.parametrize(
     ("plan", "parts"),
     [
         (plan_of(((2, 2), 0.5), ((2,), 0.5)), ("global batch of 8", "sum to 6")),
         (PLANS["three"], ("for 3 ranks, but this run has 2", "Start 3")),
+        (STAGES, ("training does not run stages yet", "Leave units out")),
     ],
-    ids=["batches", "ranks"],
+    ids=["batches", "ranks", "stages"],
 )
 def test_a_plan_that_does_not_fit(plan: Plan, parts: tuple[str, ...], tmp_path: Path) -> None:
     def fit() -> None:

@@ -112,11 +112,15 @@ def test_groups_by_hand():
         ),
         (
             lambda: Problem.from_dict({**GROUPED.to_dict(), "hybrid_gather_s": 1.0}),
-            "hybrid_gather_s: 1.0 asks for .* Give groups, and these times as links",
+            "hybrid_gather_s: 1.0 asks for .* Measure the job again",
         ),
-        (lambda: replace(GROUPED, even_links=Links(1)), "even_links, padded_bytes"),
-        (lambda: replace(GROUPED, optimizer_offload="auto"), "optimizer_offload: auto, which"),
+        (lambda: replace(GROUPED, even_links=Links(1)), "expected none with .* even_links"),
+        (lambda: replace(GROUPED, optimizer_offload="auto"), "none with optimizer_offload: auto"),
         (lambda: predict(TOGETHER, solve(GROUPED)), "measured with none"),
+        (
+            lambda: predict(TOGETHER, Plan([RankPlan((1,), 1 / 3, units=(1, 2))] * 3)),
+            "stages have no prices yet",
+        ),
         (lambda: predict(GROUPED, solve(TOGETHER)), r"measured with \[0, 0, 1\]"),
     ],
 )

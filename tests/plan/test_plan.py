@@ -228,3 +228,26 @@ def test_plans_of_earlier_versions_load():
     assert full.to_dict() == yaml.safe_load((EARLIER / "plan.yaml").read_text())
     assert full.ranks[0].resident_fraction == 0.5 and full.backend == "HiGHS"
     assert Plan.load(EARLIER / "hybrid_plan.yaml").groups == (0, 0, 1)
+
+
+def test_the_units_of_a_group_are_a_stage():
+    """Only files and checks know them so far."""
+    ranks = [
+        RankPlan((2,), 0.5, units=(1, 2)),
+        RankPlan((2,), 0.5, units=[1, 2]),
+        RankPlan((4,), 1.0, units=(3, 8)),
+    ]
+    plan = Plan(ranks, groups=(0, 0, 1))
+    assert plan.has_stages and not UNEVEN.has_stages
+    assert Plan.from_yaml(plan.to_yaml()) == plan
+    assert "units: [3, 8]" in plan.to_yaml() and "units" not in UNEVEN.to_yaml()
+    with pytest.raises(PlanError, match=r"same units on all ranks of a group.*\[1, 2\] hold"):
+        Plan(ranks, groups=(0, 1, 1))
+    with pytest.raises(PlanError, match=r"same units .*\[0, 1\] hold \[\(1, 4\), None\]"):
+        Plan([RankPlan((1,), 0.5, units=(1, 4)), RankPlan((1,), 0.5)])
+
+
+@pytest.mark.parametrize("units", [(2, 1), (0, 1), (1,), (1, 2, 3), 4, "12", (1.5, 2)])
+def test_units_that_are_no_first_and_last_one_are_refused(units):
+    with pytest.raises(PlanError, match=r"RankPlan\.units"):
+        RankPlan((1,), 1.0, units=units)

@@ -212,7 +212,7 @@ def test_files_of_before_load_unless_they_count_on_what_is_gone(tmp_path):
         path.write_text(json.dumps(problem().to_dict() | kept))
         assert Problem.load(path) == problem()
     path.write_text(json.dumps(problem().to_dict() | {"turn_s": 0.5}))
-    with pytest.raises(PlanError, match=r"turn_s: 0.5 asks for what only.*Measure again"):
+    with pytest.raises(PlanError, match=r"turn_s: 0.5 asks for what only.*Measure the job again"):
         Problem.load(path)
     single = problem(single_microbatch=True)
     both = single.to_dict() | {"equal_microbatches": True, "may_speculate": True}
