@@ -1,19 +1,19 @@
-"""File format for times of one unit by device and microbatch size, measured or published.
+"""Times of one unit by device and microbatch size, measured or published, and their files.
 
-One :class:`CurveTable` covers one model, dtype and sequence length. It holds one :class:`Curves`
-per device. The cache of measured curves and a user's own tables share this format. Names end in
-their unit of measure: ``_s`` is seconds, ``_bytes`` is bytes. ``forward_s[3]`` is one unit's
-forward for one microbatch of four samples.
+One :class:`CurveTable` covers one model, dtype and sequence length. The cache of measured curves
+and a user's own tables share this format. ``forward_s[3]`` is for one microbatch of four samples.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
 import re
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from lightning_cephalo.common import files
 from lightning_cephalo.common.errors import PlanError
@@ -29,8 +29,7 @@ from lightning_cephalo.common.records import (
     equally_long,
 )
 
-SOURCES = ("measured", "table", "estimate")
-_CURVES = ("forward_s", "backward_s", "tail_s", "compute_bytes")
+_SOURCES = ("measured", "table", "estimate")
 # A model stays the same with a head of another size or a padded vocabulary.
 _SAME_MODEL = 0.01
 
@@ -49,8 +48,7 @@ class Curves(Record):
         detail: origin of the numbers, and their error if it is known.
 
     Raises:
-        PlanError: entries are NaN, infinite or negative, there are none, or curves differ in
-            length.
+        PlanError: entries are NaN, infinite or negative, or curves are empty or differ in length.
     """
 
     kind = "curves"
@@ -61,22 +59,20 @@ class Curves(Record):
     backward_s: Curve
     tail_s: Curve = ()
     compute_bytes: Curve = ()
-    source: Annotated[str, OneOf(SOURCES, f"one of {', '.join(SOURCES)}")] = "table"
+    source: Annotated[str, OneOf(_SOURCES, f"one of {', '.join(_SOURCES)}")] = "table"
     detail: Text = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("forward_s", "backward_s"):
-            if not getattr(self, name):
-                raise PlanError(
-                    f"{self._where()}{name}: expected at least one number, but got none. "
-                    f"Leave out a device that nothing is known of."
-                )
-        equally_long(
-            self._where(),
-            {name: getattr(self, name) for name in _CURVES if getattr(self, name)},
-            remedy="Cut all to the same sizes.",
-        )
+        if not self.forward_s:
+            raise PlanError(
+                f"{self._where()}forward_s: expected at least one number, but got none. Leave out a"
+                " device that nothing is known of."
+            )
+        curves = {"forward_s": self.forward_s, "backward_s": self.backward_s}
+        known = {"tail_s": self.tail_s, "compute_bytes": self.compute_bytes}
+        curves |= {name: curve for name, curve in known.items() if curve}
+        equally_long(self._where(), curves, remedy="Cut all to the same sizes.")
 
     def _where(self) -> str:
         return f"curves of {self.device!r}: "
@@ -95,7 +91,7 @@ class CurveTable(FileRecord):
         model: name of the model, such as ``"gpt2"``; compared without case.
         dtype: compute dtype: ``"fp32"``, ``"fp16"`` or ``"bf16"``.
         sequence_length: tokens (or patches) of one sample.
-        curves: one :class:`Curves` per device.
+        curves: one :class:`Curves` per device; devices are compared without case.
         parameters: number of parameters of the whole model, which distinguishes models of the same
             name. None: unknown, only the name counts. Measured tables always have it.
 
@@ -113,19 +109,13 @@ class CurveTable(FileRecord):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        seen = set()
-        for index, entry in enumerate(self.curves):
-            if entry.device.casefold() in seen:
+        devices = [entry.device.casefold() for entry in self.curves]
+        for index, device in enumerate(devices):
+            if device in devices[:index]:
                 raise PlanError(
-                    f"CurveTable.curves[{index}]: expected every device once, "
-                    f"but got {entry.device!r} again. Keep one of them."
+                    f"CurveTable.curves[{index}]: expected every device once, but got"
+                    f" {self.curves[index].device!r} again. Keep one of them."
                 )
-            seen.add(entry.device.casefold())
-
-    def find(self, device: str) -> Curves | None:
-        """Return the curves of this device (compared without case), or None."""
-        wanted = device.casefold()
-        return next((entry for entry in self.curves if entry.device.casefold() == wanted), None)
 
     def matches(
         self, model: str, dtype: str, sequence_length: int, parameters: float | None = None
@@ -134,25 +124,20 @@ class CurveTable(FileRecord):
 
         Numbers of parameters must agree within 1 %, if both are known.
         """
-        if self.parameters is not None and parameters is not None:
-            apart = abs(self.parameters - parameters)
-            if apart > _SAME_MODEL * max(self.parameters, parameters):
-                return False
-        return (
-            self.model.casefold() == model.casefold()
-            and self.dtype == dtype
-            and self.sequence_length == sequence_length
-        )
+        own, other = self.parameters or parameters, parameters or self.parameters
+        is_same = own is None or other is None or math.isclose(own, other, rel_tol=_SAME_MODEL)
+        names = self.model.casefold(), self.dtype, self.sequence_length
+        return is_same and names == (model.casefold(), dtype, sequence_length)
 
     def merged(self, newer: CurveTable) -> CurveTable:
         """Return this table with the devices of ``newer`` added or replaced."""
-        kept = tuple(entry for entry in self.curves if newer.find(entry.device) is None)
+        replaced = {entry.device.casefold() for entry in newer.curves}
+        kept = tuple(own for own in self.curves if own.device.casefold() not in replaced)
         return dataclasses.replace(self, curves=kept + newer.curves)
 
 
-@dataclass(frozen=True)
-class CachedTables:
-    """Result of :func:`cached_tables`."""
+class CachedTables(NamedTuple):
+    """The tables of a folder, and what is wrong with the files that are broken."""
 
     tables: tuple[CurveTable, ...]
     broken: tuple[str, ...]
@@ -165,14 +150,12 @@ def cached_tables(folder: str | PathLike[str] | None = None) -> CachedTables:
     """
     root = Path(folder) if folder is not None else files.cache_folder()
     tables, broken = [], []
-    paths = sorted(root.iterdir()) if root.is_dir() else []
-    for path in paths:
-        if path.suffix.lower() not in files.SUFFIXES or path.name.startswith("."):
-            continue
-        try:
-            tables.append(CurveTable.load(path))
-        except PlanError as error:
-            broken.append(str(error))
+    for path in sorted(root.iterdir()) if root.is_dir() else []:
+        if path.suffix.lower() in files.SUFFIXES and not path.name.startswith("."):
+            try:
+                tables.append(CurveTable.load(path))
+            except PlanError as error:
+                broken.append(str(error))
     return CachedTables(tuple(tables), tuple(broken))
 
 
@@ -195,24 +178,17 @@ def save_measured(table: CurveTable, folder: str | PathLike[str] | None = None) 
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", table.model).strip("-.") or "model"
     size = "" if table.parameters is None else f"_{table.parameters}"
     path = root / f"{stem.lower()}{size}_{table.dtype}_{table.sequence_length}.yaml"
+    # model names that differ only in punctuation share a file name
+    key = table.model, table.dtype, table.sequence_length, table.parameters
     try:
+        with contextlib.suppress(PlanError):  # a broken file
+            before = CurveTable.load(path) if path.exists() else table
+            table = before.merged(table) if before.matches(*key) else table
         root.mkdir(parents=True, exist_ok=True)
-        _merged_with(path, table).save(path)
+        table.save(path)
     except OSError as error:
         raise PlanError(
             f"{path}: expected a folder to keep measured times in, but it cannot be written: "
             f"{error}. Name another one with LIGHTNING_CEPHALO_CACHE."
         ) from error
     return path
-
-
-def _merged_with(path: Path, table: CurveTable) -> CurveTable:
-    if not path.exists():
-        return table
-    try:
-        before = CurveTable.load(path)
-    except PlanError:
-        return table
-    # model names that differ only in punctuation share a file name
-    same = before.matches(table.model, table.dtype, table.sequence_length, table.parameters)
-    return before.merged(table) if same else table

@@ -20,11 +20,18 @@ def test_a_table_survives_its_file(tmp_path, name):
     assert CurveTable.load(tmp_path / name) == TABLE
 
 
-def test_a_device_is_found_without_case():
-    assert TABLE.find("a6000") is CURVES
-    assert TABLE.find("T4") is None
+def test_models_and_devices_are_compared_without_case():
+    newer = replace(TABLE, curves=(Curves("a6000", (0.4,), (0.8,)),))
+    assert TABLE.merged(newer).curves == (TABLE.curves[1], *newer.curves)
     assert TABLE.matches("GPT2", "fp16", 512)
     assert not TABLE.matches("gpt2", "fp32", 512)
+
+
+def test_models_of_other_sizes_do_not_match():
+    sized = replace(TABLE, parameters=1000)
+    assert sized.matches("gpt2", "fp16", 512) and TABLE.matches("gpt2", "fp16", 512, 7)
+    assert sized.matches("gpt2", "fp16", 512, 1009) and sized.matches("gpt2", "fp16", 512, 991)
+    assert not sized.matches("gpt2", "fp16", 512, 1011)
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_what_was_measured_is_kept_for_plans_of_other_clusters(profiled_once, mo
     (table,) = cached_tables().tables
     assert (table.model, table.dtype, table.sequence_length) == ("GPT", "fp32", 16)
     assert table.parameters == sum(p.numel() for p in GPT().parameters())
-    curves = table.find("cpu")
+    (curves,) = table.curves
     assert curves.source == "measured"
     assert list(curves.forward_s) == problem["ranks"][0]["forward_s"]
     assert list(curves.backward_s) == problem["ranks"][0]["backward_s"]
