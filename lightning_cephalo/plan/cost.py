@@ -28,6 +28,7 @@ computes, but the optimizer makes tensors of its own, and the root unit's gradie
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -184,74 +185,48 @@ class Need:
         return self.per_sample * samples + self.per_microbatch * microbatches
 
 
-def device_need(problem: Problem, profile: RankProfile, mode: Mode = PLAIN) -> Need:
-    """Return the bytes needed on the device up to the first reduce of a step."""
-    units = min(problem.units, _UNITS_HELD) if mode.offload else problem.units
-    inside = 0.0 if mode.recompute else problem.kept_bytes * problem.units
-    peaks = peak_curve(profile, mode)
-    if problem.early_update and problem.reshard_after_forward is False:
-        peaks = tuple(peak + problem.unresharded_peak_bytes for peak in peaks)
-    return Need(
-        **_state(problem, problem.state.totals_bytes[0]),
-        peaks=peaks,
-        per_sample=problem.boundary_bytes * units + inside,
-        per_microbatch=problem.microbatch_bytes,
-        capacity=profile.capacity_bytes,
-    )
+def _device_need(moment: int, problem: Problem, profile: RankProfile, mode: Mode = PLAIN) -> Need:
+    """Return the bytes needed on the device at a moment: so many units are behind in the backward.
 
-
-def reducing_need(problem: Problem, profile: RankProfile, mode: Mode = PLAIN) -> Need:
-    """Return the bytes needed on the device from the first reduce on, while units compute."""
+    At 0 everything up to the first reduce counts, at 2 nothing computes.
+    """
     curves = profile.curves(recompute=mode.recompute)
-    peaks = curves.reducing_compute_bytes or curves.compute_bytes
-    # behind the reduce of the only unit nothing is left to compute
-    return _backward_need(problem, profile, mode, 1, peaks if problem.units > 1 else None)
-
-
-def updating_need(problem: Problem, profile: RankProfile, mode: Mode = PLAIN) -> Need:
-    """Return the bytes needed on the device while a unit is updated inside the backward."""
-    return _backward_need(problem, profile, mode, 2, None)
-
-
-def _backward_need(
-    problem: Problem,
-    profile: RankProfile,
-    mode: Mode,
-    passed: int,
-    peaks: tuple[float, ...] | None,
-) -> Need:
-    """Return the bytes needed when the backward has passed some of the units."""
-    left = max(problem.units - passed, 0)
+    left = boundaries = max(problem.units - moment, 0)
     retained = problem.reducing_retained_bytes
-    per_sample = problem.boundary_bytes * left
     if not mode.recompute:
         retained = problem.kept_reducing_retained_bytes
-        per_sample += problem.kept_bytes * left
-    if mode.offload and problem.units > UNITS_THAT_STAY:  # fetches keep up with the backward
-        per_sample = problem.boundary_bytes * (min(left, UNITS_THAT_STAY) + 1)
-    elif retained is not None:
-        per_sample = retained
+    peaks = (0.0,) * profile.largest_microbatch_size
+    if moment == 0:
+        peaks, retained = curves.compute_bytes, None
+        if problem.early_update and problem.reshard_after_forward is False:
+            peaks = tuple(peak + problem.unresharded_peak_bytes for peak in peaks)
+        if mode.offload:
+            boundaries = min(left, _UNITS_HELD)
+    elif mode.offload and problem.units > UNITS_THAT_STAY:  # fetches keep up with the backward
+        boundaries, retained = min(left, UNITS_THAT_STAY) + 1, None
+    if moment == 1 and problem.units > 1:  # behind the reduce of the only unit nothing computes
+        peaks = curves.reducing_compute_bytes or curves.compute_bytes
+    inside = 0.0 if mode.recompute else problem.kept_bytes * left
+    state, fixed = problem.state.totals_bytes[moment], problem.fixed_bytes
+    if problem.has_even_state:
+        # where groups have different sizes, the smallest one's share is the largest
+        state, fixed = 0.0, fixed + state / min(map(len, problem.members))
     return Need(
-        **_state(problem, problem.state.totals_bytes[passed]),
-        peaks=peaks or tuple(0.0 for _ in range(profile.largest_microbatch_size)),
-        per_sample=per_sample,
+        state=state,
+        fixed=fixed,
+        peaks=peaks,
+        per_sample=problem.boundary_bytes * boundaries + inside if retained is None else retained,
         per_microbatch=problem.microbatch_bytes,
         capacity=profile.capacity_bytes,
     )
 
 
-def _state(problem: Problem, state_bytes: float) -> dict[str, float]:
-    """Return the state and the fixed part of a need."""
-    fixed = problem.fixed_bytes
-    if problem.has_even_state:
-        # where groups have different sizes, the smallest one's share is the largest
-        even = state_bytes / min(map(len, problem.members))
-        return {"state": 0.0, "fixed": fixed + even}
-    return {"state": state_bytes, "fixed": fixed}
-
-
+device_need = functools.partial(_device_need, 0)
+reducing_need = functools.partial(_device_need, 1)
+updating_need = functools.partial(_device_need, 2)
 DEVICE_NEEDS = (device_need, reducing_need, updating_need)
-"""What a rank needs on its device at each moment of a step; its capacity holds all of them."""
+"""Functions of what a rank needs on its device at each moment of a step, in bytes: up to the first
+reduce, from there on while units compute, and while a unit is updated inside the backward."""
 
 
 def device_bytes(
@@ -345,23 +320,15 @@ def predict(problem: Problem, ranks: Plan | Sequence[RankPlan]) -> StepPredictio
                 f"has no host_updated_parameters_per_s. Profile it, or leave host_update_fraction "
                 f"out of the plan."
             )
-        mode = Mode.of(rank)
-        work = rank_work(problem, profile, rank.microbatch_sizes, mode)
-        moved_bytes = state_host_bytes = 0.0
-        if rank.moves_state:
-            moved = moved_by(problem, rank)
-            moved_bytes = moved.device_bytes(problem)
-            state_host_bytes = rank.state_fraction * moved.host_bytes(problem)
-        memory = device_bytes(
-            problem, profile, rank.microbatch_sizes, mode, rank.state_fraction, moved_bytes
-        )
-        host = host_need(problem, profile, mode).of(rank.microbatch_sizes)
+        mode, sizes, share = Mode.of(rank), rank.microbatch_sizes, rank.state_fraction
+        moved = moved_by(problem, rank)
+        moved_bytes = moved.device_bytes(problem)
         predictions.append(
             RankPrediction(
-                *work,
-                memory_bytes=memory,
-                host_bytes=host,
-                state_host_bytes=state_host_bytes,
+                *rank_work(problem, profile, sizes, mode),
+                memory_bytes=device_bytes(problem, profile, sizes, mode, share, moved_bytes),
+                host_bytes=host_need(problem, profile, mode).of(sizes),
+                state_host_bytes=share * moved.host_bytes(problem),
             )
         )
     slowest = [max(getattr(rank, name) for rank in predictions) for name in _TIMES]
@@ -435,11 +402,6 @@ def time_curves(profile: RankProfile, mode: Mode) -> tuple[tuple[float, ...], ..
     """Return the curves of forward, backward and tail in this mode."""
     backward_s = profile.curves(recompute=mode.recompute).backward_s
     return profile.forward_s, backward_s, profile.tail_s
-
-
-def peak_curve(profile: RankProfile, mode: Mode) -> tuple[float, ...]:
-    """Return the curve of peak bytes, in addition to the state, in this mode."""
-    return profile.curves(recompute=mode.recompute).compute_bytes
 
 
 def copy_time(problem: Problem, profile: RankProfile, samples: int, mode: Mode) -> float:

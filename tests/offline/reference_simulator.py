@@ -63,7 +63,10 @@ def reference_step(problem: Problem, plan: Plan) -> Reference:
 class _Lane:
     def __init__(self, problem: Problem, profile: RankProfile, part: RankPlan) -> None:
         mode = cost.Mode.of(part)
-        curves = (*cost.time_curves(profile, mode), cost.peak_curve(profile, mode))
+        curves = (
+            *cost.time_curves(profile, mode),
+            profile.curves(recompute=mode.recompute).compute_bytes,
+        )
         self._curves, self._problem, self._sizes = curves, problem, part.microbatch_sizes
         self._copy_s = [cost.copy_time(problem, profile, size, mode) for size in self._sizes]
         self._away = problem.units - _STAY if part.offload else 0

@@ -44,10 +44,11 @@ def random_problem(seed: int) -> Problem:
     ranks = [profile() for _ in range(draw.randint(1, 2))]
     units = draw.randint(1, 3)
     sizes = (draw.randint(0, 2), *(draw.randint(1, 2) for _ in range(units)))
+    links = Links(draw.choice([0.0, 2.0]), draw.choice([0.0, 1.0]))
     problem = Problem(
         ranks,
         units,
-        links=Links(draw.choice([0.0, 2.0]), draw.choice([0.0, 1.0])),
+        links=links,
         state=StateBytes(16 * sum(sizes)),
         early_state=StateBytes(12 * sum(sizes), updating_bytes=4 * max(sizes)),
         global_batch_size=draw.randint(1, 4),
@@ -59,7 +60,7 @@ def random_problem(seed: int) -> Problem:
         unit_parameters=sizes,
         moment_bytes=8.0,
         offloads_boundaries=draw.choice([True, False]),
-        even_links=draw.choice([None, Links(0.5)]),
+        even_links=draw.choice([None, Links(0.5, links.reduce_s)]),
     )
     return problem.with_early_update() if draw.random() < 0.7 else problem
 
