@@ -10,25 +10,23 @@ from lightning_cephalo.plan.play import Meeting, Player, play
 from lightning_cephalo.plan.program import COLLECTIVES, NONE, ROOT, Instruction, Operation, Program
 from lightning_cephalo.plan.state_homes import STAGED_UNITS
 
-# What units, microbatches and passages (a visit and a microbatch) may be, and what is wrong if an
+# What units, passages (a visit and a microbatch) and microbatches may be, and what is wrong if an
 # instruction needs that and they are not, or the reverse.
+_UNIT, _PASSAGE, _MICROBATCH = range(3)
 _WRONG = {
-    "gathered": ("the unit is not gathered", "the unit is gathered already"),
-    "armed": ("the unit is not armed", "the unit is armed already"),
-    "passed": ("", "a backward has passed the unit already"),
-    "reduced": ("the unit is not reduced yet", "the unit is reduced already"),
-    "updated": ("the unit is not updated yet", "the unit is updated already"),
-    "fetched": ("", "its state is on the device"),
-    "with the host": ("", ""),
-    "without a loss": ("its microbatch did not go forward", ""),
-    "with a loss": ("", ""),
-    "forward": ("nothing went forward there", ""),
-    "back": ("", ""),
-    "offloaded": ("nothing was offloaded there", "what entered is on the host"),
+    "gathered": (_UNIT, "the unit is not gathered", "the unit is gathered already"),
+    "armed": (_UNIT, "the unit is not armed", "the unit is armed already"),
+    "passed": (_UNIT, "", "a backward has passed the unit already"),
+    "reduced": (_UNIT, "the unit is not reduced yet", "the unit is reduced already"),
+    "updated": (_UNIT, "the unit is not updated yet", ""),
+    "fetched": (_UNIT, "", "its state is on the device"),
+    "with the host": (_UNIT, "", ""),
+    "without a loss": (_MICROBATCH, "its microbatch did not go forward", ""),
+    "with a loss": (_MICROBATCH, "", ""),
+    "forward": (_PASSAGE, "nothing went forward there", ""),
+    "back": (_PASSAGE, "", ""),
+    "offloaded": (_PASSAGE, "nothing was offloaded there", "what entered is on the host"),
 }
-# What is so: a unit, a passage or a microbatch, by their places in a triplet of these.
-_OF = dict.fromkeys(_WRONG, 0) | dict.fromkeys(("forward", "back", "offloaded"), 1)
-_OF |= dict.fromkeys(("without a loss", "with a loss"), 2)
 
 
 class _Rule(NamedTuple):
@@ -137,9 +135,9 @@ class _State:
                 f"Rank {self.rank} cannot run {instruction} ({operation.value}{of}): {otherwise}."
             )
         for name in _RULES[operation].begins:
-            self.are[name].add(keys[_OF[name]])
+            self.are[name].add(keys[_WRONG[name][0]])
         for name in _RULES[operation].ends:
-            self.are[name].discard(keys[_OF[name]])
+            self.are[name].discard(keys[_WRONG[name][0]])
         if operation in (Operation.FORWARD, Operation.BACKWARD):
             self._reached[instruction.microbatch] = instruction.visit
 
@@ -150,7 +148,7 @@ class _State:
             if NONE in are["updated"]:
                 yield "the optimizer has made its step"
             if unit in are["updated"]:
-                yield _WRONG["updated"][True]
+                yield "the unit is updated already"
         if operation is Operation.UPDATE and unit == NONE:
             self._expect_nothing_held()
             if are["fetched"]:
@@ -162,12 +160,11 @@ class _State:
         # the backward of an embedding needs no parameters
         is_free = unit in self._embeddings and operation in (Operation.ARM, Operation.BACKWARD)
         rule = _RULES[operation]
-        for name in rule.needs:
-            if keys[_OF[name]] not in are[name] and not (name == "gathered" and is_free):
-                yield _WRONG[name][False]
-        for name in rule.never:
-            if keys[_OF[name]] in are[name]:
-                yield _WRONG[name][True]
+        for name in (*rule.needs, *rule.never):
+            place, missing, present = _WRONG[name]
+            is_so = keys[place] in are[name] or (name == "gathered" and is_free)
+            if is_so != (name in rule.needs):
+                yield present if is_so else missing
         reached = self._reached.get(instruction.microbatch, NONE - 1)
         match operation:
             case Operation.FORWARD if instruction.visit != reached + 1:
