@@ -141,7 +141,11 @@ def _plan(options: argparse.Namespace, notes: Console) -> None:
         asked = asked.in_nodes()
     with notes.status("solving"):
         plan = solve(asked.problem, time_limit_s=options.time_limit)
-    data: dict[str, Any] = {**plan.to_dict(), "sources": asked.sources}
+    data: dict[str, Any] = plan.to_dict()
+    data["sources"] = [
+        {name: getattr(each, name) for name in ("device", "source", "detail")}
+        for each in asked.sources
+    ]
     shown: list[Any] = [report.plan_table(plan, units=asked.problem.units)]
     if options.pipeline:
         with notes.status("searching pipelines"):

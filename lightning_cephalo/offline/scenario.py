@@ -13,13 +13,13 @@ import yaml
 
 from lightning_cephalo.common import records
 from lightning_cephalo.common.errors import PlanError
-from lightning_cephalo.offline.estimate.build import Choices, Estimate, RankSource, build_problem
+from lightning_cephalo.offline.estimate.build import Choices, Estimate, build_problem
 from lightning_cephalo.offline.estimate.cluster import Cluster, Node
 from lightning_cephalo.offline.estimate.devices import Device, find_device, lookup
 from lightning_cephalo.offline.pipeline.build import pipeline_problem
 from lightning_cephalo.offline.pipeline.problem import PipelineProblem
 from lightning_cephalo.plan import Problem
-from lightning_cephalo.plan.curves import CurveTable, cached_tables
+from lightning_cephalo.plan.curves import Curves, CurveTable, cached_tables
 
 if TYPE_CHECKING:
     from lightning_cephalo.offline.estimate.work import ModelWork
@@ -45,7 +45,7 @@ class Scenario:
 
     problem: Problem
     subject: str
-    sources: tuple[RankSource, ...] = ()
+    sources: tuple[Curves, ...] = ()
     left_out: tuple[str, ...] = ()
     cluster: Cluster | None = None
     problem_of: Callable[[Cluster, bool], Problem] | None = None

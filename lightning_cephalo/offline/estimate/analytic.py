@@ -94,7 +94,7 @@ def curves_of(
             if same_name(curves.device, device.name):
                 names = ("forward_s", "backward_s", "tail_s", "compute_bytes")
                 cut = {name: getattr(curves, name)[:largest_microbatch_size] for name in names}
-                return _completed(replace(curves, **cut), device, work)
+                return _completed(replace(curves, device=device.name, **cut), device, work)
     return estimate(work, device, largest_microbatch_size)
 
 

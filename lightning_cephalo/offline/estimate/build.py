@@ -39,20 +39,11 @@ HOST_UPDATE_BYTES_PER_PARAMETER = 30
 
 
 @dataclass(frozen=True)
-class RankSource:
-    """The source of a rank's times."""
-
-    device: str
-    source: str
-    detail: str
-
-
-@dataclass(frozen=True)
 class Estimate:
-    """A problem and the sources of its times."""
+    """A problem, and the curves of each rank, which name the source of its times."""
 
     problem: Problem
-    sources: tuple[RankSource, ...]
+    sources: tuple[Curves, ...]
     broken_files: tuple[str, ...] = ()
 
 
@@ -179,12 +170,10 @@ def build_problem(
         offloads_boundaries=choices.offloads,
         groups=groups,
     )
-    sources = tuple(
-        RankSource(rank.device.name, known[rank.device].source, known[rank.device].detail)
-        for rank in cluster.ranks
-    )
     return Estimate(
-        problem.with_early_update() if choices.early_update else problem, sources, cached.broken
+        problem.with_early_update() if choices.early_update else problem,
+        tuple(known[rank.device] for rank in cluster.ranks),
+        cached.broken,
     )
 
 

@@ -10,16 +10,8 @@ It is read from ``cluster.yaml``::
       MyCard: {memory: 20 GiB, fp32: 30 TFLOP/s, fp16: 60 TFLOP/s, bandwidth: 600 GB/s}
       V100: {price: 1.2}                # per hour
 
-A link is a bandwidth each way, or ``{bandwidth: 25 GB/s, latency: 5 us}``. Where pairs of nodes
-have different links, ``between_nodes`` is a symmetric matrix: one row per node, null for the node
-itself::
-
-    between_nodes:
-      - [null, 100 Gb/s, 10 Gb/s]
-      - [100 Gb/s, null, 10 Gb/s]
-      - [10 Gb/s, 10 Gb/s, null]
-
-Ranks are numbered node by node, in the order of the file.
+A link is a bandwidth each way, or ``{bandwidth: 25 GB/s, latency: 5 us}``. ``between_nodes`` may
+be a symmetric matrix: ``[[null, 100 Gb/s], [100 Gb/s, null]]``. Ranks are numbered node by node.
 """
 
 from __future__ import annotations

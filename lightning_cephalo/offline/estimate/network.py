@@ -1,8 +1,7 @@
 """The links of a cluster: inside each node, and between each pair of nodes.
 
-A ring passes the nodes in their order and returns to the first, so its slowest link decides. Where
-one pair of nodes has a slow link, an order in which these two are not neighbours helps. All times
-are lower bounds: real collectives take longer if other traffic shares the link.
+A ring passes the nodes in their order and returns to the first, so its slowest link decides. All
+times are lower bounds: real collectives take longer if other traffic shares the link.
 """
 
 from __future__ import annotations

@@ -276,7 +276,11 @@ def _stubs(
                     seen[signature] = _count_unit(forward, args, kwargs)
             count, outputs = seen[signature]
             calls.append(count)
-            return pytree.tree_map_only(Tensor, _leaf_like, outputs)
+            return pytree.tree_map_only(
+                Tensor,
+                lambda own: torch.empty_like(own).requires_grad_(own.is_floating_point()),
+                outputs,
+            )
 
         return call
 
@@ -305,10 +309,6 @@ def _count_unit(
             torch.autograd.backward(ends, [torch.empty_like(leaf) for leaf in ends])
         count = _UnitCount(ahead, counter.tally, max(0, saved_bytes), counter.peak_bytes)
     return count, pytree.tree_map_only(Tensor, Tensor.detach, outputs)
-
-
-def _leaf_like(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor).requires_grad_(tensor.is_floating_point())
 
 
 def _signature(leaf: Any) -> Any:
