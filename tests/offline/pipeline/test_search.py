@@ -58,7 +58,7 @@ def test_a_slow_network_wants_a_pipeline_and_a_fast_one_does_not():
         assert advice.bound_s <= advice.best.step_s
         assert advice.gap <= 0.2
         assert least_step_s(advice.problem.whole) <= advice.today_s * (1 + 1e-12)
-        simulated_s = max(event.end_s for event in advice.best.simulate())
+        simulated_s = max(own[-1].end_s for own in advice.best.simulate())
         assert simulated_s == pytest.approx(advice.best.step_s, rel=1e-9)
     units = slow.best.units
     blocks = [each.stage.blocks for each in slow.best.stages]
