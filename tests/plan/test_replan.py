@@ -159,6 +159,14 @@ def test_an_answer_that_comes_too_late_changes_nothing():
     assert policy.next_look == 40 and policy.look(40) is None
 
 
+def test_while_paces_still_move_no_plan_is_followed():
+    policy, problem = _looked(pace=3.0)
+    _train(policy, range(21, 31), 2.4)
+    assert policy.judge(30, 1000, solve(problem)) is None
+    _train(policy, range(31, 51), 2.4)
+    assert policy.judge(50, 1000, solve(policy.look(40))) is not None
+
+
 def test_a_trial_without_a_solution_changes_nothing():
     assert _run(lambda step, rank: 1.0 + 2 * rank, answer=lambda problem: None) == []
 
