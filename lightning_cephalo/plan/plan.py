@@ -189,7 +189,11 @@ class Plan(FileRecord):
                 f"empty microbatch_sizes. Give at least one rank a microbatch."
             )
         check_groups("groups", self.groups, self.world_size)
-        self._check_together()
+        if self.groups and self.moves_state:
+            raise PlanError(
+                "The plan says groups and resident_fraction, optimizer state in host memory, which"
+                " do not go together so far. Leave one of the two out."
+            )
         for members in members_of(self.groups, self.world_size):
             units = {self.ranks[rank].units for rank in members}
             if len(units) > 1:
@@ -205,13 +209,6 @@ class Plan(FileRecord):
                     f"Plan: expected state fractions that sum to 1{where}, but"
                     f" {_listed(fractions)} sum to {total:.9g}. Divide each by their sum."
                 )
-
-    def _check_together(self) -> None:
-        if self.groups and self.moves_state:
-            raise PlanError(
-                "The plan says groups and resident_fraction, optimizer state in host memory,"
-                " which do not go together so far. Leave one of the two out."
-            )
 
     @property
     def world_size(self) -> int:

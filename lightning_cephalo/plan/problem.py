@@ -35,6 +35,7 @@ TIME_CURVES = ("forward_s", "backward_s", "tail_s")
 MEMORY_CURVES = ("compute_bytes", "reducing_compute_bytes")
 CURVES = (*TIME_CURVES, *MEMORY_CURVES)
 _ROUNDING = 1e-9
+_OrAuto = Annotated[bool | Literal["auto"], OneOf((True, False, "auto"), "True, False or 'auto'")]
 _MEASURE_AGAIN = (
     "Measure the job again, such as with CephaloStrategy(planner=Planner(remeasure=True))."
 )
@@ -106,12 +107,10 @@ class Links(Record):
 
     def or_faster(self, other: Links) -> Links:
         """Return these links with the times of others that are shorter."""
-        both = self.gather_and_reduce_s, other.gather_and_reduce_s
-        return Links(
-            min(self.gather_s, other.gather_s),
-            min(self.reduce_s, other.reduce_s),
-            None if both == (None, None) else min(self.both_s, other.both_s),
-        )
+        alone_s = min(self.gather_s, other.gather_s), min(self.reduce_s, other.reduce_s)
+        if self.gather_and_reduce_s is other.gather_and_reduce_s is None:
+            return Links(*alone_s)
+        return Links(*alone_s, min(self.both_s, other.both_s))
 
 
 @dataclass(frozen=True)
@@ -272,51 +271,46 @@ class Problem(FileRecord):
         units: number of repeated units in the model.
         links: times of a unit's collectives, with uneven shares of the state.
         state: the state of the whole model; all of it is sharded.
-        reducing_retained_bytes: bytes retained per sample from then on, over all units, on ranks
-            that recompute. None: those of all units but one.
-        kept_reducing_retained_bytes: the same on ranks that do not recompute.
         global_batch_size: samples of one step, over all ranks.
         boundary_bytes: bytes retained per sample and unit boundary during the step.
-        update_overhead_s: time of the optimizer in a step that every rank takes, whatever its share
-            of the state: clipping, and calls. Each rank's rows come in addition, by its
-            ``updated_parameters_per_s`` and by ``unit_parameters``.
+        update_overhead_s: time of clipping and of an update's calls. Each rank's share of the
+            state comes in addition, by ``updated_parameters_per_s`` and ``unit_parameters``.
         gathered_bytes: full buffers (root, unit in use, prefetched unit, full gradients) that every
             rank holds in addition to its shard, whatever the plan.
         minimum_microbatch_size: least size of a microbatch (for batch norm); a rank may still take
             no samples.
-        single_microbatch: whether every rank runs exactly one microbatch (for steps that call their
-            backwards themselves, and for steps with their own collectives).
+        single_microbatch: whether every rank runs exactly one microbatch.
         no_idle_ranks: whether every rank has samples, if any such plan fits.
         step_overhead_s: time of a step that no other field covers.
         even_links: ``links`` when all ranks hold equal shares; None: the same.
-        padded_bytes: bytes of buffers in which equal shares travel that fast, on every rank: slices
-            of rows are not quite equal, and are padded there; 0: they travel as they are.
+        padded_bytes: bytes of buffers on every rank in which equal shares travel that fast, padded
+            to equal slices; 0: they travel as they are.
         root_links: times of the root unit and embeddings, gathered before any compute and reduced
             after all other work.
         last_links: times of a head that is a unit of its own. Its gather hides behind the last
             units' forward, its reduce behind the last unit's backward. Zero: there is none.
-        fill_s: time that no compute hides: the first unit's gather and the last unit's reduce. A
-            simulation plays these itself and ignores ``fill_s``.
+        fill_s: time that no compute hides: the first unit's gather and the last unit's reduce.
         kept_bytes: bytes retained per sample and unit, in addition to the boundary, on ranks that
             do not recompute.
+        reducing_retained_bytes: bytes retained per sample from the first reduce on, over all units,
+            on ranks that recompute. None: those of all units but one.
+        kept_reducing_retained_bytes: the same on ranks that do not recompute.
         microbatch_bytes: bytes that each microbatch retains until its backward, whatever its size
             (weights that autocast has cast, and keeps for the backward).
         reshard_after_forward: True: units are freed after the forward and gathered again in the
             backward. False: they stay gathered in between. "auto": the plan chooses.
         unresharded_bytes: bytes that every rank holds in addition to ``gathered_bytes`` if units
             stay gathered.
-        early_update: whether each unit is updated inside the backward, as soon as its reduce is
-            done, so that gradients are never held whole.
+        early_update: whether each unit is updated inside the backward, after its reduce.
         early_state: ``state`` of early updates; None: the same.
         unresharded_peak_bytes: what a microbatch may need in addition before the first reduce if
             units stay gathered. Late updates count gradients that are not there yet, and have room.
-        has_even_state: whether all ranks hold equal shares of the state. Then it leaves nothing to
-            choose, and counts with the bytes that each rank holds whatever its samples.
+        has_even_state: whether all ranks hold equal shares of the state, which a plan then cannot
+            choose.
         unit_update_s: the part of ``update_overhead_s`` of one unit. An early update hides behind
             the collectives of the backward.
-        optimizer_offload: whether optimizer state may live in host memory. False: it stays on the
-            devices. True: all of it lives there, on ranks with ``host_capacity_bytes``. "auto": the
-            plan moves what makes it fit, or the step shorter.
+        optimizer_offload: False: optimizer state stays on the devices. True: it lives in host
+            memory, on ranks with ``host_capacity_bytes``. "auto": the plan chooses.
         unit_parameters: trained parameters of each block, behind those of all else. Empty:
             optimizer state cannot move, and shares of it take no time. Their number need not be
             that of ``units``: a step may visit a unit several times.
@@ -357,9 +351,7 @@ class Problem(FileRecord):
     fill_s: Amount = 0.0
     kept_bytes: Amount = 0.0
     microbatch_bytes: Amount = 0.0
-    reshard_after_forward: Annotated[
-        bool | Literal["auto"], OneOf((True, False, "auto"), "True, False or 'auto'")
-    ] = True
+    reshard_after_forward: _OrAuto = True
     unresharded_bytes: Amount = 0.0
     early_update: YesOrNo = False
     early_state: StateBytes | None = None
@@ -368,9 +360,7 @@ class Problem(FileRecord):
     unit_update_s: Amount = 0.0
     reducing_retained_bytes: Amount | None = None
     kept_reducing_retained_bytes: Amount | None = None
-    optimizer_offload: Annotated[
-        bool | Literal["auto"], OneOf((True, False, "auto"), "True, False or 'auto'")
-    ] = False
+    optimizer_offload: _OrAuto = False
     unit_parameters: Annotated[tuple[int, ...], wholes] = ()
     moment_bytes: Amount = 0.0
     element_bytes: Amount = 4.0
