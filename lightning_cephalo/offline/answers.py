@@ -132,15 +132,11 @@ def _cheapest(rows: Sequence[ComparisonRow], batch: int, deadline: Deadline) -> 
     """Return the row of the mix that trains all samples in time for the least money."""
     name = f"{_OURS}, cheapest within {deadline.hours:g} h"
     steps = math.ceil(deadline.samples / batch)
-    found = [
-        (hours * (row.price_per_hour or 0.0), hours, row)
-        for row in rows
-        if row.step_s is not None
-        for hours in [steps * row.step_s / 3600]
-    ]
+    planned = [(steps * row.step_s / 3600, row) for row in rows if row.step_s is not None]
+    found = [(hours * (row.price_per_hour or 0.0), hours, row) for hours, row in planned]
     in_time = [each for each in found if each[1] <= deadline.hours]
     if not in_time:
-        least_h = min((hours for _, hours, _ in found), default=None)
+        least_h = min((hours for hours, _ in planned), default=None)
         why = "none has room" if least_h is None else f"the fastest takes {least_h:.3g} h"
         reason = f"of {len(rows)} mixes, no one trains {deadline.samples:,} samples in time: {why}"
         return ComparisonRow(name, reason=reason)

@@ -137,11 +137,11 @@ def _moving(problem: Problem, plan: Plan) -> list[str]:
 
 def _launching(problem: Problem, plan: Plan) -> list[str]:
     """Name the ranks that take as long for half of a microbatch."""
-    flat = [
-        index
-        for index, (rank, planned) in enumerate(zip(problem.ranks, plan.ranks, strict=True))
-        if _is_flat(problem, rank, max(planned.microbatch_sizes, default=0))
-    ]
+    flat = []
+    for index, (rank, planned) in enumerate(zip(problem.ranks, plan.ranks, strict=True)):
+        times_s, size = _times_s(problem, rank), max(planned.microbatch_sizes, default=0)
+        if 2 <= size <= len(times_s) and times_s[size - 1] < _FLAT * times_s[size // 2 - 1]:
+            flat.append(index)
     if not flat:
         return []
     # the run without waits at units that is timed has the waits for other ranks in it
@@ -150,13 +150,6 @@ def _launching(problem: Problem, plan: Plan) -> list[str]:
         f"{_named(flat)}: half of a microbatch takes as long, as starting operations takes longer"
         f" than computing them.{shorter}"
     ]
-
-
-def _is_flat(problem: Problem, rank: RankProfile, size: int) -> bool:
-    if not 2 <= size <= rank.largest_microbatch_size:
-        return False
-    times_s = _times_s(problem, rank)
-    return times_s[size - 1] < _FLAT * times_s[size // 2 - 1]
 
 
 def _unlike(problem: Problem) -> list[str]:

@@ -190,12 +190,12 @@ def _remedies(room: _Room, fits: Fits) -> str:
         if further := room.further_ranks(index):
             found.append(f"add {further} more {name!r}")
     for words, changed in _changes(room.problem):
-        if (
-            fits(changed, room.deadline)
-            if changed.can_move_state
-            else _Room(changed, room.deadline).choose().values is not None
-        ):
-            found.append(words)
+        # the program knows no state that moves
+        if changed.can_move_state:
+            helps = fits(changed, room.deadline)
+        else:
+            helps = _Room(changed, room.deadline).choose().values is not None
+        found += [words] * helps
     if found:
         return f"What would do: {'; or '.join(found)}."
     return (
