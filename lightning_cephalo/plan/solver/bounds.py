@@ -4,14 +4,12 @@
 sample, or longer, and the slowest rank takes the least if all take equally long.
 
 :func:`column_bounds` also counts what all ranks share. Suppose that ranks could mix their columns
-in any proportion. To get the most samples within a budget of bytes, they would buy samples where
-they cost the fewest bytes first: along the concave hull of (bytes, samples) of each type. If even
-that does not place the batch within a slowest time, no plan can.
+in any proportion. If even the mixture of the most samples within a budget of bytes does not place
+the batch within a slowest time, no plan can.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -96,45 +94,33 @@ def column_bounds(
 def most_samples(columns: Columns, ranks: np.ndarray, used: np.ndarray, budget: float) -> float:
     """Return the most samples that mixtures of columns hold within a budget; -inf: not even none.
 
-    ``used`` (columns,) is the amount that each column takes of the budget of all ranks.
+    ``used`` (columns,) is the amount that each column takes of the budget of all ranks. At a price
+    of it, each rank takes the column of the most samples less their price. The price rises from
+    none until the budget is enough: between the last two choices lies the best mixture.
     """
-    least = np.full((len(ranks), int(columns.batch.max(initial=0)) + 1), np.inf)
+    batches = np.arange(int(columns.batch.max(initial=0)) + 1)
+    least = np.full((len(ranks), len(batches)), np.inf)
     np.minimum.at(least, (columns.kind, columns.batch), used)
-    left, samples = budget, 0.0
-    steps: list[tuple[float, float, float]] = []
-    for kind, members in enumerate(ranks.tolist()):
-        hull = _hull(least[kind])
-        if not hull:
-            return -math.inf
-        left -= members * hull[0][0]
-        samples += members * hull[0][1]
-        for (used_0, batch_0), (used_1, batch_1) in itertools.pairwise(hull):
-            price = (used_1 - used_0) / (batch_1 - batch_0)
-            steps.append((price, members * (used_1 - used_0), members * (batch_1 - batch_0)))
-    if left < -_ROUNDING * abs(budget):
+    exists, least = np.isfinite(least), np.where(np.isfinite(least), least, 0.0)
+    if not exists.any(axis=1).all():
         return -math.inf
-    for _, cost, gain in sorted(steps):
-        if cost > left:
-            return samples + gain * left / cost
-        left -= cost
-        samples += gain
-    return samples
 
+    def taken(worth: np.ndarray) -> tuple[float, float]:
+        at = np.where(exists, worth, -np.inf).argmax(axis=1)
+        return float(ranks @ at), float(ranks @ least[np.arange(len(ranks)), at])
 
-def _hull(least: np.ndarray) -> list[tuple[float, float]]:
-    """Return corners (used, samples) of the upper hull, from the least use to the most samples."""
-    hull: list[tuple[float, float]] = []
-    for batch in np.flatnonzero(np.isfinite(least)).tolist():
-        point = (float(least[batch]), float(batch))
-        # Drop a corner that takes as much for fewer samples, or that lies below the hull.
-        while hull and (
-            point[0] <= hull[-1][0]
-            or (
-                len(hull) > 1
-                and (point[1] - hull[-1][1]) * (hull[-1][0] - hull[-2][0])
-                >= (hull[-1][1] - hull[-2][1]) * (point[0] - hull[-1][0])
-            )
-        ):
-            hull.pop()
-        hull.append(point)
-    return hull
+    most, most_used = taken(batches)
+    if most_used <= budget:
+        return most
+    fewest, least_used = taken(-least)
+    if least_used > budget + _ROUNDING * abs(budget):
+        return -math.inf
+    while True:
+        price = (most - fewest) / (most_used - least_used)
+        samples, own = taken(batches - price * least)
+        if samples - price * own <= (most - price * most_used) + _ROUNDING * most:
+            return most - price * (most_used - budget)
+        if own > budget:
+            most, most_used = samples, own
+        else:
+            fewest, least_used = samples, own

@@ -198,16 +198,11 @@ class Search:
         """
         ranks = np.array([kind.count for kind in self.types])
         capacities = np.array([kind.profile.capacity_bytes for kind in self.types])
-        if np.isinf(capacities).any():
-            parts = np.full(len(ranks), 1 / ranks.sum())
-        else:
-            parts = capacities / (ranks @ capacities)
         full = columns.device_bytes / capacities[columns.kind]
         on_host, most = columns.needed[:, len(DEVICE_NEEDS)], np.zeros(len(ranks))
         np.maximum.at(most, columns.kind, on_host)
-        work_s = columns.times_s @ np.array([self.problem.units, self.problem.units, 1.0])
-        work = work_s / (work_s.max(initial=0.0) or 1.0)
-        room = parts[columns.kind] * (full + full**2) / 2
-        offload = on_host / (float(ranks @ most) or 1.0)
+        work = columns.times_s @ np.array([self.problem.units, self.problem.units, 1.0])
+        long = work / (work.max(initial=0.0) or 1.0)
+        each = ((full + full**2) / 2 + _BALANCE * long**2) / ranks.sum()
         dearest = 1 + bool(most.any()) + _BALANCE
-        return (room + offload + _BALANCE * work**2 / ranks.sum()) / dearest
+        return (each + on_host / (float(ranks @ most) or 1.0)) / dearest
