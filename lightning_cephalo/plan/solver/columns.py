@@ -29,11 +29,13 @@ from lightning_cephalo.plan.cost import (
 )
 from lightning_cephalo.plan.problem import Problem, RankProfile
 from lightning_cephalo.plan.solver.state import Room
-from lightning_cephalo.plan.solver.unbeaten import unbeaten
 from lightning_cephalo.plan.windows import backward_windows, forward_windows, pass_s
 
 _FEW_COMBINATIONS = 256
 _FEW_COLUMNS = 600
+# Sums of the same numbers in another order differ by rounding: without a tolerance every order
+# would remain.
+_SAME = 1e-11
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,7 @@ class Columns:
         """Return a mask of those that no other of a type and batch beats in uses and costs."""
         of_batch = self.kind * (int(self.batch.max(initial=0)) + 1) + self.batch
         more = used - used.min(axis=0, initial=0.0)  # of the state, less than none is used
-        return unbeaten(of_batch, np.column_stack([more, *costs]))
+        return _unbeaten(of_batch, np.column_stack([more, *costs]))
 
     def sizes(self, row: int) -> tuple[int, ...]:
         """Return the microbatch sizes of one column, the largest first."""
@@ -189,6 +191,36 @@ def build_columns(
         parts.append(dataclasses.replace(own, kind=np.full(len(own), index), used=used))
     columns = joined(parts)
     return columns.take(columns.count > 0) if problem.every_rank_runs else columns
+
+
+def _unbeaten(group: np.ndarray, costs: np.ndarray) -> np.ndarray:
+    """Return a mask of the rows that no other row of the same group beats in all costs.
+
+    ``group`` has shape (rows,), ``costs`` has shape (rows, kinds). Of equal rows the first
+    survives.
+    """
+    scale = costs.max(axis=0, initial=0.0)
+    total = (costs / np.where(scale > 0, scale, 1.0)).sum(axis=1)
+    # Only a row with a lower total, or an earlier one with an equal total, can beat a row.
+    order = np.lexsort((total, group))
+    ordered = group[order]
+    starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
+    lengths = np.diff(np.r_[starts, len(order)])
+    place = np.arange(len(order)) - np.repeat(starts, lengths)
+    member = np.repeat(np.arange(len(starts)), lengths)
+
+    table = np.full((costs.shape[1], len(starts), int(lengths.max(initial=0))), np.inf)
+    table[:, member, place] = costs[order].T
+    beaten = np.zeros(table.shape[1:], dtype=bool)
+    for rival in range(table.shape[2] - 1):
+        rows = np.flatnonzero(~beaten[:, rival] & np.isfinite(table[0, :, rival]))
+        if len(rows):
+            later = table[:, rows, rival + 1 :]
+            own = table[:, rows, rival, None]
+            beaten[rows, rival + 1 :] |= (own <= later * (1 + _SAME)).all(axis=0)
+    mask = np.zeros(len(order), dtype=bool)
+    mask[order] = ~beaten[member, place]
+    return mask
 
 
 def usable_sizes(problem: Problem, profile: RankProfile, mode: Mode) -> list[int]:
@@ -302,7 +334,7 @@ class _Builder:
         costs = [columns.times_s, columns.needed]
         if any(need.per_microbatch for need in self.needs):
             costs.append(columns.count[:, None])
-        return unbeaten(columns.batch, np.hstack(costs))
+        return _unbeaten(columns.batch, np.hstack(costs))
 
     def _least_mixtures(self) -> np.ndarray:
         """Return, for every batch and largest peak, the multisets of the least of some costs."""

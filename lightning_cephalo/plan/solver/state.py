@@ -17,7 +17,6 @@ from lightning_cephalo.plan.cost import DEVICE_NEEDS, NEEDS, Mode, device_bytes
 from lightning_cephalo.plan.moving import MovedState, choices, exposure
 from lightning_cephalo.plan.plan import RankPlan
 from lightning_cephalo.plan.problem import Problem, RankProfile
-from lightning_cephalo.plan.solver.unbeaten import unbeaten
 
 _ROUNDING = 1e-9
 
@@ -76,11 +75,10 @@ class Room:
     backward_s: tuple[float, float] = (0.0, math.inf)
     most_share: float = 1.0
     _ways: dict[RankProfile, _Ways] = field(default_factory=dict, repr=False)
-    _limits: dict[RankProfile, tuple[np.ndarray, ...]] = field(default_factory=dict, repr=False)
 
     def exposing(self, exposed_s: float) -> Room:
         """Return the room if shares may add so many seconds."""
-        return replace(self, exposed_s=exposed_s, _limits={})
+        return replace(self, exposed_s=exposed_s)
 
     @property
     def whole_bytes(self) -> float:
@@ -90,17 +88,11 @@ class Room:
     def held_bytes(self, profile: RankProfile, needed: np.ndarray) -> np.ndarray:
         """Return the bytes of the state that a rank can hold beside these amounts of ``NEEDS``."""
         ways, whole = self._ways_of(profile), self.whole_bytes
-        if profile not in self._limits:
-            most = ways.most_shares(self.exposed_s)
-            # without ways that another one beats
-            costs = np.column_stack([np.maximum(ways.taken, 0.0), 1 - np.minimum(most, 1.0)])
-            keep = unbeaten(np.zeros(len(most), dtype=int), costs)
-            self._limits[profile] = ways.taken[keep], whole * most[keep]
-        taken, most = self._limits[profile]
         ones = (1,) * (needed.ndim - 1)
-        held = np.broadcast_to(most.reshape(-1, *ones), (len(most), *needed.shape[:-1]))
+        most = (whole * ways.most_shares(self.exposed_s)).reshape(-1, *ones)
+        held = np.broadcast_to(most, (len(most), *needed.shape[:-1]))
         for limit, capacity in enumerate(ways.capacities):
-            own = taken[:, limit].reshape(-1, *ones)
+            own = ways.taken[:, limit].reshape(-1, *ones)
             left = np.maximum(capacity - needed[..., limit], 0.0)
             # exact where all of the state counts
             by_limit = left * (whole / np.where(own > 0, own, whole))
