@@ -95,6 +95,9 @@ def _work_of_class(
 def _work_of_config(
     transformers: Any, config: Any, length: int | None, dtype: str, name: str | None
 ) -> ModelWork:
+    layers = getattr(config, "num_hidden_layers", 1)
+    if isinstance(layers, int) and layers < 1:  # transformers accepts it
+        raise PlanError(f"model: expected at least 1 layer, but got {layers}. Change its options.")
     auto_class = _auto_class(transformers, config)
     length = length or getattr(config, "max_position_embeddings", None) or _DEFAULT_LENGTH
     size = getattr(config, "image_size", None)

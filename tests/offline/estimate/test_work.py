@@ -193,6 +193,8 @@ REFUSED = {
     "config's own": ("llama", {"num_attention_heads": 7}, "not a multiple of .* heads .7."),
     "model's own": ("gpt2", {"num_attention_heads": 7}, "must be divisible by num_heads"),
     "unknown value": ("gpt2", {"activation_function": "nope"}, "KeyError: 'nope'"),
+    "no layers": ("gpt2", {"n_layer": 0}, "expected at least 1 layer, but got 0"),
+    "fewer": ("llama", {"num_hidden_layers": -2}, "expected at least 1 layer, but got -2"),
     "no width": ("gpt2", {"hidden_size": 0}, "gpt2: .* ZeroDivisionError"),
     "no words": ("gpt2", {"vocab_size": -1}, "negative dimension -1"),
 }
