@@ -285,6 +285,13 @@ def test_what_refusals_of_many_problems_say_is_true(problem):
     assert_refused_truly(problem)
 
 
+def test_a_batch_too_small_for_a_microbatch_on_each_rank_is_refused():
+    """The closest batch is further away than one microbatch is large."""
+    few = {"global_batch_size": 1, "minimum_microbatch_size": 2, "single_microbatch": True}
+    message = refused([affine("r", 1, longest=2)] * 2, **few)
+    assert "The closest that they can is 4, 3 more" in message
+
+
 def test_work_follows_speed_and_state_follows_memory():
     problem = Problem(
         [affine("fast", 3, capacity=100), affine("slow", 1, capacity=300)],

@@ -80,7 +80,7 @@ def choose(
     is_further = (kinds == slack.further).astype(float)
     ranks = needs.ranks + _MOST_RANKS * is_further
     x = cvxpy.Variable(size, integer=True, bounds=[np.zeros(size), ranks[columns.kind]])
-    larger = int(columns.batch.max(initial=0))
+    larger = int(columns.batch.max(initial=0)) * int(needs.ranks.sum())
     most = (needs.batch - 1) * slack.fewer, larger * slack.more, _MOST_RANKS * is_further.any()
     fewer, more, further = (cvxpy.Variable(integer=True, bounds=[0, each]) for each in most)
     of_kinds = _matrix(np.ones(size), columns.kind, np.arange(size), (len(kinds), size))

@@ -41,7 +41,7 @@ _FEW_COLUMNS = 600
 _WIDEST = (1.03, 1.1, 1.3, 2.0, 5.0, math.inf)
 _SLACKS = (1 + 2 * EQUAL, 1.01, 1.05, 1.2, math.inf)
 # Seconds for a first plan, and for its columns, even if time is up.
-_ANY_S, _COLUMNS_S = 1.0, 2.0
+_ANY_S, _COLUMNS_S = 1.0, 5.0
 # Price of long work: among equal plans it selects the one that spreads the samples.
 _BALANCE = 1e-2
 _EXACT = 1e-9
