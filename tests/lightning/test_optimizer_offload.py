@@ -157,10 +157,11 @@ def test_a_rank_that_full_units_leave_little_memory_is_measured_with_less_and_tr
             torch.testing.assert_close(values[name], value, rtol=0, atol=1e-6)
 
 
-def test_equal_devices_are_planned_by_the_slowest_of_their_hosts_and_training_is_exact():
+def test_equal_devices_of_unlike_hosts_both_move_state_and_training_is_exact():
+    """Both are planned with the slower host's rates: tests/profiling/test_state_rates.py."""
     wanted = one_device()
-    for (fast, slow), values in in_ranks(2, _with_a_slow_host):
-        assert fast == slow > 0
+    for held_bytes, values in in_ranks(2, _with_a_slow_host):
+        assert min(held_bytes) > 0
         for name, value in wanted.items():
             torch.testing.assert_close(values[name], value, rtol=0, atol=1e-6)
 
