@@ -53,7 +53,8 @@ def late_by_options(view: TrainerView) -> str:
     """Return why steps may not update early, of options that may change between them."""
     if view.clip_value:
         return "gradient clipping"
-    return f"gradients of {view.accumulates} batches add up" if view.accumulates != 1 else ""
+    adds_up = view.accumulates != 1 and not view.skips_backward
+    return f"gradients of {view.accumulates} batches add up" if adds_up else ""
 
 
 def late_by_optimizer(optimizer: Optimizer) -> str:

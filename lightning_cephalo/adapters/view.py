@@ -92,6 +92,11 @@ class TrainerView:
     def accumulates(self) -> int:
         return self.of.accumulate_grad_batches
 
+    @property
+    def skips_backward(self) -> bool:
+        """Whether steps run for statistics only, as in the last pass of SWA."""
+        return self.of.fit_loop._skip_backward
+
     # -- where it stands ----------------------------------------------------------------------
 
     @property

@@ -58,6 +58,7 @@ def test_a_view_follows_a_run(trainer):
 def test_options_show_as_they_are_now(trainer):
     view = TrainerView(trainer)
     assert (view.clip_value, view.clips_by_value, view.accumulates) == (1.0, False, 2)
+    assert not view.skips_backward
     trainer.gradient_clip_val, trainer.gradient_clip_algorithm = 0, "value"
     trainer.accumulate_grad_batches = 3
     assert (view.clip_value, view.clips_by_value, view.accumulates) == (None, True, 3)
