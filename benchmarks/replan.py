@@ -42,7 +42,7 @@ from launch import run_ranks, torchrun_environments  # noqa: E402
 from lightning_cephalo import CephaloStrategy, Planner  # noqa: E402
 from lightning_cephalo.emulation import Emulation  # noqa: E402
 from lightning_cephalo.execution.overlay_slots import Start  # noqa: E402
-from lightning_cephalo.preparation.replanning import line_of  # noqa: E402
+from lightning_cephalo.observe.report import replan_line  # noqa: E402
 
 _WIDTH, _LENGTH, _BATCH = 96, 32, 8
 _TOTAL_FLOPS_PER_S = 4e9
@@ -168,7 +168,7 @@ def _train(
     return Run(
         times.times_s,
         model.losses,
-        [line_of(change) for change in found],
+        [replan_line(change) for change in found],
         [(change.step, [rank.batch_size for rank in change.plan.ranks]) for change in found],
     )
 

@@ -26,6 +26,7 @@ from lightning_cephalo.common.quantities import (
 from lightning_cephalo.common.texts import printable
 from lightning_cephalo.observe.memory import RankMemory
 from lightning_cephalo.plan import Plan, RankPlan
+from lightning_cephalo.plan.replan import Replan
 
 _MICROBATCHES_IN_FULL = 4
 _RANKS_IN_FULL = 24
@@ -147,6 +148,21 @@ def step_line(predicted_s: float | None, measured_s: float) -> str:
     difference = f" ({measured_s / predicted_s - 1:+.1%})" if predicted_s else ""
     times = f"predicted {format_seconds(predicted_s)}, measured {format_seconds(measured_s)}"
     return f"Step: {times}{difference}"
+
+
+def replan_line(change: Replan, name: str = "") -> str:
+    """Return what tells of a change of plan, in a line; ``name`` is that of its rank's device."""
+    rank = f"{change.rank} ({name})" if name else str(change.rank)
+    why = {
+        "pace": f"rank {rank} takes {change.factor:.1f}x as long since step {change.since_step}.",
+        "memory": f"rank {rank} ran out of memory; the step is repeated.",
+        "loaded": "batches follow, as all that were loaded before are trained.",
+    }[change.cause]
+    return (
+        f"Step {change.step}: {why}"
+        f" New plan: {format_seconds(change.plan.step_s)} a step, not"
+        f" {format_seconds(change.old_step_s)}; rows moved in {format_seconds(change.moved_s)}."
+    )
 
 
 _KINDS = ("peak", "state", "gathered", "gradients", "boundaries", "inside", "other")

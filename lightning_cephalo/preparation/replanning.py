@@ -13,7 +13,6 @@ from dataclasses import replace
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_cephalo.common.errors import PlanError
-from lightning_cephalo.common.quantities import format_seconds
 from lightning_cephalo.observe import report
 from lightning_cephalo.plan import Plan, Problem, predict
 from lightning_cephalo.plan.beside import SolverBeside
@@ -139,7 +138,7 @@ class Replanning:
         """Tell the user of a change that has taken effect."""
         self._watch.note(change)
         if self._session.job.options.verbose and self._session.control.rank == 0:
-            report.show(line_of(change, self._problem.ranks[change.rank].name))
+            report.show(report.replan_line(change, self._problem.ranks[change.rank].name))
         changes = float(len(self._watch.report.replans))
         values = {"cephalo/replans": changes, "cephalo/replan_s": change.moved_s}
         if change.plan.step_s is not None:
@@ -180,18 +179,3 @@ class Replanning:
         if self._solver is not None:
             self._solver.close()
             self._solver = None
-
-
-def line_of(change: Replan, name: str = "") -> str:
-    """Return the line that tells the user of a change."""
-    rank = f"{change.rank} ({name})" if name else str(change.rank)
-    why = {
-        "pace": f"rank {rank} takes {change.factor:.1f}x as long since step {change.since_step}.",
-        "memory": f"rank {rank} ran out of memory; the step is repeated.",
-        "loaded": "batches follow, as all that were loaded before are trained.",
-    }[change.cause]
-    return (
-        f"Step {change.step}: {why}"
-        f" New plan: {format_seconds(change.plan.step_s)} a step, not"
-        f" {format_seconds(change.old_step_s)}; rows moved in {format_seconds(change.moved_s)}."
-    )

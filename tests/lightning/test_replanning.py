@@ -14,6 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from plans import GLOBAL_BATCH, QUIET, plan_of
 
 from lightning_cephalo import CephaloStrategy, Planner
+from lightning_cephalo.observe.report import replan_line
 from lightning_cephalo.plan import (
     Problem,
     RankProfile,
@@ -140,9 +141,9 @@ def test_a_rank_that_slows_down_and_recovers_changes_the_plan_twice_and_no_loss(
     assert [rank.batch_size for rank in back.plan.ranks] == [4, 4]
     logged = next(tmp_path.rglob("metrics.csv")).read_text()
     assert "cephalo/step_s" in logged and "cephalo/replans" in logged
-    line = replanning.line_of(slow, "P40")
+    line = replan_line(slow, "P40")
     assert line.startswith(f"Step {slow.step}: rank 1 (P40) takes 3.0x as long since step 30. New")
-    assert "moved in" in line and replanning.line_of(back).count("0.3x as long") == 1
+    assert "moved in" in line and replan_line(back).count("0.3x as long") == 1
 
 
 def _wishes():
