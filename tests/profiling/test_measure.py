@@ -55,9 +55,10 @@ def test_what_was_measured_is_kept_for_plans_of_other_clusters(profiled_once, mo
     assert table.parameters == sum(p.numel() for p in GPT().parameters())
     (curves,) = table.curves
     assert curves.source == "measured"
-    assert list(curves.forward_s) == problem["ranks"][0]["forward_s"]
-    assert list(curves.backward_s) == problem["ranks"][0]["backward_s"]
-    assert list(curves.compute_bytes) == problem["ranks"][0]["compute_bytes"]
+    # of one of the ranks: on a busy machine they may not count as equal
+    names = ("forward_s", "backward_s", "compute_bytes")
+    measured = [[rank[name] for name in names] for rank in problem["ranks"]]
+    assert [list(getattr(curves, name)) for name in names] in measured
 
 
 def both_kinds_of_shares(capacity_bytes, uneven_s=(3.0, 3.0, 6.0)):
