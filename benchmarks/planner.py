@@ -22,13 +22,7 @@ from pathlib import Path
 import numpy as np
 from paper.comparison import compare
 
-from lightning_cephalo.plan import (
-    Links,
-    Problem,
-    RankProfile,
-    StateBytes,
-    solve,
-)
+from lightning_cephalo.plan import Links, Problem, RankProfile, StateBytes, solve
 
 _GIB = 2**30
 # Seconds of a collective that compute hides, and of one that sets the pace.

@@ -6,14 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_cephalo.plan import (
-    KeptCurves,
-    Plan,
-    Problem,
-    RankPlan,
-    RankProfile,
-    StateBytes,
-)
+from lightning_cephalo.plan import KeptCurves, Plan, Problem, RankPlan, RankProfile, StateBytes
 
 ROOT = Path(__file__).resolve().parent.parent
 

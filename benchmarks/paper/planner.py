@@ -34,13 +34,7 @@ import numpy as np
 from lightning_cephalo.common.errors import InfeasibleError, PlanError
 from lightning_cephalo.common.quantities import GIB, format_gib
 from lightning_cephalo.plan import Links
-from lightning_cephalo.plan.cost import (
-    Mode,
-    host_need,
-    modes,
-    predict,
-    rank_plan,
-)
+from lightning_cephalo.plan.cost import Mode, host_need, modes, predict, rank_plan
 from lightning_cephalo.plan.even import even_batches
 from lightning_cephalo.plan.plan import Plan, RankPlan
 from lightning_cephalo.plan.problem import Problem, RankProfile

@@ -27,19 +27,8 @@ from lightning_cephalo.common import files, records
 from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.common.quantities import GIB
 from lightning_cephalo.offline.estimate.devices import lookup, same_name
-from lightning_cephalo.plan import (
-    Links,
-    Problem,
-    RankProfile,
-    StateBytes,
-)
-from paper.release import (
-    Line,
-    as_mapping,
-    as_points,
-    expect_known,
-    read_lines,
-)
+from lightning_cephalo.plan import Links, Problem, RankProfile, StateBytes
+from paper.release import Line, as_mapping, as_points, expect_known, read_lines
 
 # fp32 parameter, gradient, and both moments of Adam
 _STATE_BYTES_PER_PARAMETER = 16

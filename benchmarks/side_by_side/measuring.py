@@ -19,12 +19,7 @@ import torch.distributed as dist
 from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.emulation import EmulatedDevice
 from lightning_cephalo.execution.sharded_model import ShardedModel
-from lightning_cephalo.plan import (
-    Plan,
-    Problem,
-    RankProfile,
-    solve,
-)
+from lightning_cephalo.plan import Plan, Problem, RankProfile, solve
 from lightning_cephalo.profiling.memory_model import state_of
 from lightning_cephalo.profiling.network import with_network_times
 from lightning_cephalo.profiling.optimizer_time import optimizer_time

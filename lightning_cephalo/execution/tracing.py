@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING
 
 from lightning_cephalo.execution.visits import Visits, agree, where, without_backward
 from lightning_cephalo.plan.orders import Choice
-from lightning_cephalo.plan.program import (
-    NONE,
-    Ends,
-    Instruction,
-    Visit,
-    layered_forward,
-)
+from lightning_cephalo.plan.program import NONE, Ends, Instruction, Visit, layered_forward
 
 if TYPE_CHECKING:
     from lightning_cephalo.execution.executor import Executor

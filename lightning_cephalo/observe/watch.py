@@ -21,12 +21,7 @@ from lightning_cephalo.common.errors import PlanError
 from lightning_cephalo.execution.sharded_model import ShardedModel
 from lightning_cephalo.observe import trace
 from lightning_cephalo.observe.memory import RankMemory
-from lightning_cephalo.observe.pace import (
-    MeasuredRank,
-    counted,
-    drift_of,
-    predicted_busy_s,
-)
+from lightning_cephalo.observe.pace import MeasuredRank, counted, drift_of, predicted_busy_s
 from lightning_cephalo.observe.recorder import Look, Recorder
 from lightning_cephalo.observe.recording import Recording
 from lightning_cephalo.observe.run_record import RECORD_NAME, STEPS_IN_FULL, RunRecord

@@ -58,11 +58,7 @@ from lightning_cephalo.plan.plan import RankPlan
 from lightning_cephalo.plan.problem import Problem, RankProfile
 from lightning_cephalo.plan.state_groups import even_shares
 from lightning_cephalo.plan.state_homes import STAGED_UNITS, StateHome, host_bytes, state_homes
-from lightning_cephalo.plan.windows import (
-    backward_collectives_s,
-    early_update_s,
-    rooms_of_updates,
-)
+from lightning_cephalo.plan.windows import backward_collectives_s, early_update_s, rooms_of_updates
 
 # A planned share lies between two whole units, so that rows that are cut elsewhere change nothing.
 _BETWEEN = 0.25

@@ -13,12 +13,7 @@ from profiled import GPT, fit, in_ranks, loader
 from lightning_cephalo import Plan, Planner, RankPlan
 from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.emulation import active_device
-from lightning_cephalo.plan import (
-    PlanError,
-    Problem,
-    RankProfile,
-    StateBytes,
-)
+from lightning_cephalo.plan import PlanError, Problem, RankProfile, StateBytes
 from lightning_cephalo.preparation import prepare as planning
 from lightning_cephalo.preparation.limits import HostMemory, read_limits, with_host_memory
 from lightning_cephalo.preparation.options import Options

@@ -19,12 +19,7 @@ from torchmetrics import MeanMetric, SumMetric
 from lightning_cephalo import CephaloStrategy, Plan, Planner
 from lightning_cephalo.adapters.repeated_step import RepeatedStep
 from lightning_cephalo.execution.memory_errors import OutOfMemoryInStepError
-from lightning_cephalo.plan import (
-    Problem,
-    RankProfile,
-    StateBytes,
-    solve,
-)
+from lightning_cephalo.plan import Problem, RankProfile, StateBytes, solve
 from lightning_cephalo.plan.replan import ReplanPolicy
 from lightning_cephalo.preparation import replanning
 

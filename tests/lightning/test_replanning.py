@@ -15,13 +15,7 @@ from plans import GLOBAL_BATCH, QUIET, plan_of
 
 from lightning_cephalo import CephaloStrategy, Planner
 from lightning_cephalo.observe.report import replan_line
-from lightning_cephalo.plan import (
-    Problem,
-    RankProfile,
-    StateBytes,
-    predict,
-    solve,
-)
+from lightning_cephalo.plan import Problem, RankProfile, StateBytes, predict, solve
 from lightning_cephalo.plan.replan import ReplanPolicy
 from lightning_cephalo.preparation import replanning
 from lightning_cephalo.preparation.job import Job

@@ -15,10 +15,7 @@ from warm_ranks import in_ranks
 
 from lightning_cephalo import CephaloStrategy, Plan, RankPlan
 from lightning_cephalo.emulation import active_device
-from lightning_cephalo.plan import (
-    Links,
-    Problem,
-)
+from lightning_cephalo.plan import Links, Problem
 from lightning_cephalo.preparation import prepare as planning
 
 MODEL = {"width": 64, "depth": 3, "context": 8}

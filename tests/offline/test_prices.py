@@ -15,13 +15,7 @@ from lightning_cephalo.offline.cli import BAD_INPUT, DONE, main
 from lightning_cephalo.offline.estimate.cluster import Cluster
 from lightning_cephalo.offline.prices import mixes, price_of, prices_of
 from lightning_cephalo.offline.scenario import Scenario
-from lightning_cephalo.plan import (
-    InfeasibleError,
-    Links,
-    PlanError,
-    StateBytes,
-    solve,
-)
+from lightning_cephalo.plan import InfeasibleError, Links, PlanError, StateBytes, solve
 
 SPEEDS = {"A6000": 2.0, "L4": 1.0, "T4": 0.6}
 PRICES = {"A6000": 0.8, "L4": 0.3, "T4": 0.25}

@@ -13,13 +13,7 @@ from pathlib import Path
 import pytest
 
 from lightning_cephalo.observe.memory import RankMemory
-from lightning_cephalo.observe.recording import (
-    MEASURED_KINDS,
-    Event,
-    Held,
-    Recording,
-    Stream,
-)
+from lightning_cephalo.observe.recording import MEASURED_KINDS, Event, Held, Recording, Stream
 from lightning_cephalo.observe.run_record import RECORD_NAME, RankRecord, RunRecord
 from lightning_cephalo.offline import figures
 from lightning_cephalo.offline.cli import BAD_INPUT, DONE, main

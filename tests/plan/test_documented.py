@@ -5,15 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_cephalo.offline.baselines import even
-from lightning_cephalo.plan import (
-    Links,
-    Problem,
-    RankPlan,
-    RankProfile,
-    StateBytes,
-    predict,
-    solve,
-)
+from lightning_cephalo.plan import Links, Problem, RankPlan, RankProfile, StateBytes, predict, solve
 
 GIB = 2**30
 SIZES = range(1, 5)

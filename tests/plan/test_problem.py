@@ -13,14 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
-from lightning_cephalo.plan import (
-    KeptCurves,
-    Links,
-    PlanError,
-    Problem,
-    RankProfile,
-    StateBytes,
-)
+from lightning_cephalo.plan import KeptCurves, Links, PlanError, Problem, RankProfile, StateBytes
 
 EARLIER = Path(__file__).parent / "earlier"
 

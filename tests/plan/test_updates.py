@@ -12,22 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from moving_brute_force import checked_plan, random_problem
 
-from lightning_cephalo.plan import (
-    Plan,
-    Problem,
-    RankPlan,
-    RankProfile,
-    StateBytes,
-    predict,
-    solve,
-)
+from lightning_cephalo.plan import Plan, Problem, RankPlan, RankProfile, StateBytes, predict, solve
 from lightning_cephalo.plan.cost import step_time
-from lightning_cephalo.plan.moving import (
-    device_exposure,
-    least_update_s,
-    moved_state,
-    with_updates,
-)
+from lightning_cephalo.plan.moving import device_exposure, least_update_s, moved_state, with_updates
 
 SIZES = range(1, 9)
 FAST = RankProfile(

@@ -8,13 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_cephalo.plan import (
-    Links,
-    Problem,
-    RankProfile,
-    StateBytes,
-    windows,
-)
+from lightning_cephalo.plan import Links, Problem, RankProfile, StateBytes, windows
 from lightning_cephalo.plan.windows import Windows
 
 RANK = RankProfile("a", [1], [2], [0.5], [1], math.inf)

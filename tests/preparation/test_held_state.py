@@ -12,13 +12,7 @@ from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_cephalo.adapters.held_state import OptimizerFacts, held_by_unit
-from lightning_cephalo.plan import (
-    InfeasibleError,
-    Problem,
-    RankProfile,
-    StateBytes,
-    solve,
-)
+from lightning_cephalo.plan import InfeasibleError, Problem, RankProfile, StateBytes, solve
 from lightning_cephalo.plan.state_homes import StateHome, state_homes
 from lightning_cephalo.preparation.prepare import with_optimizers
 from lightning_cephalo.sharding.contents import Contents

@@ -17,11 +17,7 @@ from full_disk import file_size_limit
 from profiled import GPT, fit, in_ranks, loader
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_cephalo.plan import (
-    Problem,
-    RankProfile,
-    StateBytes,
-)
+from lightning_cephalo.plan import Problem, RankProfile, StateBytes
 from lightning_cephalo.preparation import prepare as planning
 from lightning_cephalo.profiling import job_cache
 

@@ -13,11 +13,7 @@ from torch import nn
 
 from lightning_cephalo.accelerator import accelerator_of
 from lightning_cephalo.execution.sharded_model import Dtypes, ShardedModel
-from lightning_cephalo.plan import (
-    Problem,
-    RankProfile,
-    StateBytes,
-)
+from lightning_cephalo.plan import Problem, RankProfile, StateBytes
 from lightning_cephalo.plan.program import Operation, Visit, compile_step
 from lightning_cephalo.profiling.memory_model import state_of
 from lightning_cephalo.profiling.network import mean_times, with_network_times

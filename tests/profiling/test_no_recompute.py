@@ -9,12 +9,7 @@ from profiled import GPT, fit, in_ranks, loader, profile
 
 from lightning_cephalo import CephaloStrategy, Plan
 from lightning_cephalo.emulation import active_device
-from lightning_cephalo.plan import (
-    KeptCurves,
-    RankPlan,
-    RankProfile,
-    predict,
-)
+from lightning_cephalo.plan import KeptCurves, RankPlan, RankProfile, predict
 from lightning_cephalo.profiling.rank_curves import compute_curve, merge_equal_ranks
 
 MODEL = {"width": 64, "depth": 3, "context": 32}

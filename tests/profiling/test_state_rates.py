@@ -14,11 +14,7 @@ from virtual_time import VirtualHost
 from lightning_cephalo.accelerator.emulated.accelerator import Emulated
 from lightning_cephalo.common.errors import HostMemoryError
 from lightning_cephalo.emulation import EmulatedDevice
-from lightning_cephalo.plan import (
-    Problem,
-    RankProfile,
-    StateBytes,
-)
+from lightning_cephalo.plan import Problem, RankProfile, StateBytes
 from lightning_cephalo.profiling.rank_curves import merge_equal_ranks
 from lightning_cephalo.profiling.state_rates import has_state_rates, with_state_rates
 

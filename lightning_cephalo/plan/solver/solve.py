@@ -6,7 +6,6 @@ the time of their updates and moves allows, which may take half of a thousandth 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Sequence
@@ -16,13 +15,7 @@ import numpy as np
 
 from lightning_cephalo.common import records
 from lightning_cephalo.common.errors import InfeasibleError, PlanError, SolverError
-from lightning_cephalo.plan.cost import (
-    PLAIN,
-    Mode,
-    modes,
-    predict,
-    rank_plan,
-)
+from lightning_cephalo.plan.cost import PLAIN, Mode, modes, predict, rank_plan
 from lightning_cephalo.plan.plan import Plan, RankPlan
 from lightning_cephalo.plan.problem import Problem
 from lightning_cephalo.plan.solver.boxes import Choice, fastest
@@ -78,7 +71,7 @@ def solve(
             " planned, or raise the ranks' capacity_bytes."
         )
     if plan is None:
-        refuse(dataclasses.replace(problem, no_idle_ranks=False), _fits)  # which needs less memory
+        refuse(replace(problem, no_idle_ranks=False), _fits)  # which needs less memory
     return plan
 
 
@@ -108,11 +101,11 @@ def solve_if_possible(
     limit_s = records.real("solve: time_limit_s", time_limit_s, above_minimum=True, infinite=True)
     plan = _solved(problem, started + limit_s, batches)
     if plan is None and problem.no_idle_ranks:  # then some rank has no room for samples
-        idle = dataclasses.replace(problem, no_idle_ranks=False)
+        idle = replace(problem, no_idle_ranks=False)
         plan = _solved(idle, started + limit_s, batches)
     if plan is None:
         return None
-    return dataclasses.replace(plan, solve_s=time.perf_counter() - started)
+    return replace(plan, solve_s=time.perf_counter() - started)
 
 
 def _solved(problem: Problem, deadline: float, batches: Sequence[int] | None) -> Plan | None:
@@ -134,7 +127,7 @@ def _solved(problem: Problem, deadline: float, batches: Sequence[int] | None) ->
     )
     assert plan.step_s is not None
     gap = (choice.step_s - bound_s) / choice.step_s if choice.step_s > 0 else 0.0
-    return dataclasses.replace(
+    return replace(
         plan,
         bound_s=min(bound_s, plan.step_s),
         gap=0.0 if gap <= EQUAL * (1 + _ROUNDING) else gap,
@@ -219,7 +212,7 @@ def priced(
     )
     prediction = predict(problem, plan)
     filled = tuple(
-        dataclasses.replace(
+        replace(
             rank,
             name=profile.name,
             forward_s=part.forward_s,
@@ -232,4 +225,4 @@ def priced(
         )
         for rank, profile, part in zip(ranks, problem.ranks, prediction.ranks, strict=True)
     )
-    return dataclasses.replace(plan, ranks=filled, step_s=prediction.step_s)
+    return replace(plan, ranks=filled, step_s=prediction.step_s)

@@ -72,7 +72,7 @@ def test_memory_decides_how_often_a_stage_gathers():
         _check_memory(advice)
         return {each.stage.regathers for each in advice.best.stages}
 
-    assert True in ways(850)
+    assert any(ways(850))
     assert ways(5000) == {False}
 
 
